@@ -1,0 +1,45 @@
+#!/bin/sh
+# Generates kvstore/v1 from proto/kvstore/v1/kvstore.proto:  .ci/proto.sh [--check]
+#
+# The generator is pinned: code from a protobuf 6.x compiler runs on runtimes 6 and 7, and generated gRPC code refuses
+# a grpcio older than its generator. grpcio-tools 1.72.1 (protobuf 6.30.0) is the oldest that makes 6.x code, so its
+# output runs beside the widest range of versions. It lives in an environment of its own under .cache, because it
+# cannot be installed beside protobuf 7. --check writes nothing and fails if kvstore/v1 is not what would be written.
+set -eu
+cd "$(dirname "$0")/.."
+. .ci/python.sh
+
+venv=.cache/proto/venv
+mkdir -p .cache/proto
+if command -v flock >/dev/null 2>&1; then
+    exec 9>.cache/proto.lock
+    flock 9
+fi
+wanted=$(sha256sum <.ci/proto.lock)
+if [ "$(cat $venv/.locked 2>/dev/null || :)" != "$wanted" ]; then
+    echo "kvstore: installing the pinned protobuf generator in $venv"
+    python=$(find_python)
+    make_venv "$python" $venv
+    $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r .ci/proto.lock
+    echo "$wanted" >$venv/.locked
+fi
+
+out=.cache/proto/out
+rm -rf $out
+mkdir -p $out
+$venv/bin/python -m grpc_tools.protoc --proto_path=proto \
+    --python_out=$out --pyi_out=$out --grpc_python_out=$out proto/kvstore/v1/kvstore.proto
+if [ "${1:-}" = --check ]; then
+    for file in kvstore_pb2.py kvstore_pb2.pyi kvstore_pb2_grpc.py; do
+        if ! cmp -s $out/kvstore/v1/$file kvstore/v1/$file; then
+            echo "kvstore: kvstore/v1/$file does not come from proto/kvstore/v1/kvstore.proto: run make proto" >&2
+            exit 1
+        fi
+    done
+    echo "kvstore: kvstore/v1 is what proto/kvstore/v1/kvstore.proto generates"
+else
+    mkdir -p kvstore/v1
+    [ -f kvstore/v1/__init__.py ] || echo '"""The generated messages and stubs of the gRPC service, version 1."""' >kvstore/v1/__init__.py
+    cp $out/kvstore/v1/kvstore_pb2.py $out/kvstore/v1/kvstore_pb2.pyi $out/kvstore/v1/kvstore_pb2_grpc.py kvstore/v1/
+    echo "kvstore: generated kvstore/v1"
+fi

@@ -1,0 +1,76 @@
+# The commands of this project; `make` alone lists them. Needs Python 3.11 or newer and make, nothing else:
+# everything is installed in .venv (from requirements.lock, with hashes) and .cache.
+
+PYTHON ?=
+WORKERS ?= 2
+ARGS ?=
+export PYTHON
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MAKEFLAGS += --no-print-directory
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: help setup demo test check fast lint types contracts bench proto proto-check compat lock format clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo "  PYTHON=... chooses the interpreter, WORKERS=$(WORKERS) the test processes, ARGS=... adds arguments (test, demo, bench)"
+
+$(READY): requirements.lock pyproject.toml
+	@.ci/venv.sh
+
+setup: $(READY) ## make .venv, which every other command does by itself when it is needed
+	@:
+
+demo: $(READY) ## a small cluster on a temporary root, every byte verified, nothing left behind
+	@$(BIN)/kvstore demo $(ARGS)
+
+# Whole files go to one worker process, so that servers shared by a module are started once.
+test: $(READY) ## the whole test suite
+	@$(PYTEST) -q -m "not real_fs" $(ARGS)
+
+check: lint types contracts fast ## format, lint, types, import contracts, fast tests: under a minute
+
+lint: $(READY) ## formatting and lint
+	@echo "== format"
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . | head -40; echo "run: make format"; exit 1; }
+	@echo "== lint"
+	@$(BIN)/ruff check --quiet .
+
+types: $(READY) ## strict type checking
+	@echo "== types"
+	@$(BIN)/mypy
+
+contracts: $(READY) ## which package may import which
+	@echo "== import contracts"
+	@$(BIN)/lint-imports --no-logo
+
+fast: $(READY) ## the tests that need no servers
+	@echo "== fast tests"
+	@$(PYTEST) -q -m "not slow and not real_fs"
+
+bench: $(READY) ## throughput against memcpy and the disk
+	@$(BIN)/python -m benchmarks.throughput $(ARGS)
+
+proto: ## generate kvstore/v1 from proto/, with a pinned compiler
+	@.ci/proto.sh
+
+proto-check: ## kvstore/v1 is what proto/ generates
+	@.ci/proto.sh --check
+
+compat: $(READY) ## the wheel works beside old and new numpy, protobuf, gRPC, and on each Python found
+	@$(BIN)/python .ci/compat.py $(ARGS)
+
+lock: ## resolve the dependencies anew (LOCK_FLAGS=--upgrade for newer versions)
+	@.ci/lock.sh
+
+format: $(READY) ## format the code, fix what lint can fix
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+clean: ## remove everything that make made, .venv included
+	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,120 @@
+"""What every test shares: Hypothesis profiles, roots on fast memory, and a guard against leftovers.
+
+Servers of one kind live in the conftest.py of the folder that needs them; this file starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SHM = Path("/dev/shm")
+SHM_FREE_MIN_BYTES = 512 << 20
+LEFTOVER_GRACE_S = 10.0
+
+# The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "thorough", deadline=None, max_examples=2_000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _scratch() -> Path | None:
+    """Memory-backed storage for roots, where the machine has enough of it; None: the disk."""
+    if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
+        return SHM
+    return None
+
+
+@pytest.fixture
+def tmp_root() -> Iterator[Path]:
+    """An empty directory for one root, in memory where the machine allows, gone after the test."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir=_scratch(), ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def tmp_root_url(tmp_root: Path) -> str:
+    """The same directory as users name it."""
+    return f"file://{tmp_root}"
+
+
+@pytest.fixture(scope="module")
+def module_root() -> Iterator[Path]:
+    """As ``tmp_root``, shared by the tests of one module: for servers that they share."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir=_scratch(), ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Leftovers. Every process that a test starts inherits RUN_TAG in its environment, so one that outlived its parent (and
+# has init for a parent now) is still known as ours.
+
+RUN_TAG = f"KVSTORE_TEST_RUN={os.getpid()}-{time.time_ns()}"
+FOUND_IN_MODULE: dict[int, str] = {}
+
+
+def _our_processes() -> dict[int, str]:
+    """Command lines of the live processes that this test process started, directly or not, by pid."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            ours = int(status[1]) == os.getpid() or RUN_TAG.encode() in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile, or somebody else's
+        # A zombie has ended; the standard library's own servants end with the interpreter, not before.
+        servant = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+        if ours and status[0] != "Z" and not servant:
+            found[int(folder.name)] = f"{command or '?'} (state {status[0]})"
+    return found
+
+
+def _our_threads() -> list[str]:
+    """Live threads that run code of this package or of etcd's client."""
+    found = []
+    for thread in threading.enumerate():
+        target = getattr(thread, "_target", None)
+        module = str(getattr(target, "__module__", None) or type(thread).__module__)
+        if thread.name.startswith(("kvstore", "etcd")) or module.split(".")[0] in ("kvstore", "kvstore_gc", "pyetcd"):
+            found.append(f"{thread.name} (from {module})")
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Fails the run when a process or thread that a test started is still there after the last fixture is gone."""
+    name, _, value = RUN_TAG.partition("=")
+    os.environ[name] = value
+    yield
+    deadline_s = time.monotonic() + LEFTOVER_GRACE_S
+    while (processes := _our_processes()) or _our_threads():
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    left = [
+        f"process {pid}: {command}, first seen after {FOUND_IN_MODULE.get(pid, 'the last module')}"
+        for pid, command in processes.items()
+    ]
+    left += [f"thread {thread}" for thread in _our_threads()]
+    assert not left, "tests left these running:\n  " + "\n  ".join(left)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _note_processes(request: pytest.FixtureRequest, nothing_left_running: None) -> Iterator[None]:
+    """Remembers which module a process was first seen after, for the message above."""
+    yield
+    for pid in _our_processes():
+        FOUND_IN_MODULE.setdefault(pid, request.node.name)

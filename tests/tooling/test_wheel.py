@@ -1,0 +1,54 @@
+"""The wheel carries what users need beside the modules, and nothing that is not the package's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from this checkout by the declared backend."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT, check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvstore/py.typed",
+        "kvstore/format/FORMAT.md",
+        "kvstore/v1/__init__.py",
+        "kvstore/v1/kvstore_pb2.py",
+        "kvstore/v1/kvstore_pb2.pyi",
+        "kvstore/v1/kvstore_pb2_grpc.py",
+    ],
+)
+def test_the_wheel_ships(wheel: zipfile.ZipFile, name: str) -> None:
+    assert wheel.read(name) == (ROOT / name).read_bytes()
+
+
+def test_the_wheel_holds_every_module_and_no_test(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "kvstore").rglob("*.py")} <= names
+    assert {name.split("/")[0] for name in names} <= {"kvstore", "kvstore_gc"}
+
+
+def test_the_wheel_names_its_licence_and_its_command(wheel: zipfile.ZipFile) -> None:
+    (folder,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    assert "Apache License" in wheel.read(f"{folder}/licenses/LICENSE").decode()
+    assert "kvstore = kvstore.cli.main:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+    assert "License-Expression: Apache-2.0" in wheel.read(f"{folder}/METADATA").decode()
