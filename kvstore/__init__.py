@@ -1,0 +1,26 @@
+"""kvstore: a distributed store for the KV caches of LLM inference.
+
+``open`` makes this process a node of its own; ``connect`` goes through a worker.  Both give the same ``Store``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore import errors
+from kvstore.layout import Layout
+
+if TYPE_CHECKING:
+    from kvstore.client import connect, open
+
+__version__ = "0.1.0"
+__all__ = ["Layout", "__version__", "connect", "errors", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that importing the package (for a layout, say) costs no gRPC and no file-system code.
+    if name in ("connect", "open"):
+        from kvstore import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -1,0 +1,85 @@
+"""Addresses: a chained, keyed hash of a chunk's tokens and of all before it.
+
+``address(i) = blake2b(address(i-1) || tokens(i) as u32 little-endian, key=namespace digest, 16 bytes)`` with
+``address(-1)`` = 16 zero bytes.  Keyed with the namespace, so that no prompt of one tenant can collide with
+another's; input-addressed, so an address says nothing of the bytes (kernels differ in the last bit).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NewType
+
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore.tokens import TokenArray
+
+Address = NewType("Address", bytes)
+
+ADDRESS_BYTES = 16
+NO_PARENT = Address(bytes(ADDRESS_BYTES))
+BLOCK_KEY_BYTES_MIN = 16
+BLOCK_KEY_BYTES_MAX = 64
+
+_CHUNK_PERSON = b"kvstore.chunk.1"
+_BLOCK_PERSON = b"kvstore.block.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The full chunks of one prompt, in order: their addresses and the tokens each covers."""
+
+    namespace: Namespace
+    tokens: TokenArray
+    addresses: tuple[Address, ...]
+
+    @classmethod
+    def of(cls, namespace: Namespace, tokens: TokenArray) -> Chain:
+        """The chain of ``tokens``; a trailing part chunk has no address."""
+        size = namespace.layout.chunk_tokens * 4
+        packed = tokens.data.cast("B") if len(tokens) else memoryview(b"")
+        key, parent = namespace.digest, bytes(NO_PARENT)
+        addresses: list[Address] = []
+        for start in range(0, len(packed) - size + 1, size):
+            state = blake2b(parent, digest_size=ADDRESS_BYTES, key=key, person=_CHUNK_PERSON)
+            state.update(packed[start : start + size])
+            parent = state.digest()
+            addresses.append(Address(parent))
+        return cls(namespace, tokens, tuple(addresses))
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def parent(self, index: int) -> Address:
+        """The address of the chunk before chunk ``index``."""
+        return self.addresses[index - 1] if index else NO_PARENT
+
+    def chunk_tokens(self, index: int) -> memoryview:
+        """Tokens of chunk ``index`` as packed u32 bytes."""
+        size = self.namespace.layout.chunk_tokens
+        return self.tokens[index * size : (index + 1) * size].data.cast("B")
+
+
+def chunk_address(digest: bytes, parent: Address, packed_tokens: bytes) -> Address:
+    """The address of one chunk, given its parent's; for checking a file that says which these are."""
+    state = blake2b(parent, digest_size=ADDRESS_BYTES, key=digest, person=_CHUNK_PERSON)
+    state.update(packed_tokens)
+    return Address(state.digest())
+
+
+def hashed_block_address(digest: bytes, key: bytes) -> Address:
+    """The address of a block, given the engine's hash."""
+    return Address(blake2b(key, digest_size=ADDRESS_BYTES, key=digest, person=_BLOCK_PERSON).digest())
+
+
+def block_address(namespace: Namespace, key: bytes) -> Address:
+    """The address of a block that an engine hashed itself; ``key`` is the engine's hash, 16 to 64 bytes.
+
+    Raises InvalidRequest for a key of another type or size.
+    """
+    if not isinstance(key, bytes):
+        raise InvalidRequest(f"block key is a {type(key).__name__}: expected bytes")
+    if not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
+        raise InvalidRequest(f"block key has {len(key)} bytes: expected {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}")
+    return hashed_block_address(namespace.digest, key)

@@ -1,0 +1,79 @@
+"""Types for memory that is passed along without being copied, and the rule for how long it may be touched.
+
+A read that a caller gave up must not write into the caller's memory afterwards: the engine may have put other KV there.
+System calls cannot be taken back, so every writer goes through ``Borrowed``, which the caller can end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+ReadBuffer = bytes | bytearray | memoryview
+WriteBuffer = bytearray | memoryview
+Pieces = Sequence[memoryview]
+"""Contiguous byte views (format ``B``) that together are one run of a file."""
+
+
+class Withdrawn(Exception):
+    """The caller took its memory back before the bytes were there; nobody may write to it any more."""
+
+
+class Borrowed:
+    """Permission to write into the caller's memory, until the caller withdraws it.
+
+    Writers hold the permission only around steps that cannot block on a device or a network, so that withdrawing takes
+    no longer than copying what is in flight.
+    """
+
+    __slots__ = ("_condition", "_users", "_withdrawn")
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._users = 0
+        self._withdrawn = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
+        with self._condition:
+            if self._withdrawn:
+                raise Withdrawn
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._users -= 1
+                if not self._users:
+                    self._condition.notify_all()
+
+    def check(self) -> None:
+        """Raises Withdrawn once the caller took its memory back."""
+        if self._withdrawn:
+            raise Withdrawn
+
+    def withdraw(self) -> None:
+        """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
+        with self._condition:
+            self._withdrawn = True
+            while self._users:
+                self._condition.wait()
+
+
+def byte_length(pieces: Pieces) -> int:
+    """Bytes in all pieces together."""
+    return sum(map(len, pieces))
+
+
+def skip(pieces: Pieces, count: int) -> list[memoryview]:
+    """What remains of ``pieces`` after the first ``count`` bytes."""
+    rest: list[memoryview] = []
+    for piece in pieces:
+        if count >= len(piece):
+            count -= len(piece)
+            continue
+        rest.append(piece[count:] if count else piece)
+        count = 0
+    return rest

@@ -1,0 +1,260 @@
+"""The header of a chunk file: bytes to fields and back, and the verdict whether it is the chunk that was asked for.
+
+``FORMAT.md`` beside this file is the normative description; this is its only implementation.  Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import NewType
+
+from kvstore.address import (
+    ADDRESS_BYTES,
+    NO_PARENT,
+    Address,
+    Chain,
+    block_address,
+    chunk_address,
+    hashed_block_address,
+)
+from kvstore.buffers import ReadBuffer
+from kvstore.format.checksum import XXH3_64, checksum
+from kvstore.namespace import Namespace, NamespaceDigest
+
+Incarnation = NewType("Incarnation", bytes)
+
+MAGIC = b"\x93KVCHNK\n"
+VERSION = 1
+BLAKE2B_128 = 1
+PAGE_BYTES = 4096
+
+_FIXED = struct.Struct("<8sHBBB3xIIIIQ16s16s32s16s8x")
+_SUM = struct.Struct("<Q")
+assert _FIXED.size == 128
+
+
+class Kind(enum.IntEnum):
+    """What the identity of a chunk file is."""
+
+    TOKENS = 0
+    """Identity is the chunk's tokens as u32; the address chains from the parent's."""
+    BLOCK = 1
+    """Identity is the engine's own hash; no parent, one section."""
+
+
+class Damage(enum.Enum):
+    """Why a file is not the chunk that was asked for. Each is a miss, counted under its value."""
+
+    SIZE = "size"
+    MAGIC = "magic"
+    VERSION = "version"
+    ALGORITHM = "algorithm"
+    HEADER_CHECKSUM = "header_checksum"
+    IDENTITY = "identity"
+    GEOMETRY = "geometry"
+    SECTION_CHECKSUM = "section_checksum"
+
+
+class Damaged(Exception):
+    """A file that is not what it should be; never leaves the node, where it becomes a miss."""
+
+    def __init__(self, damage: Damage) -> None:
+        super().__init__(damage.value)
+        self.damage = damage
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """All that is known of a chunk before its file is opened: what it must hold, and how large it is."""
+
+    kind: Kind
+    address: Address
+    parent: Address
+    namespace: NamespaceDigest
+    depth: int
+    identity: bytes
+    section_count: int
+    section_bytes: int
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the payload, a multiple of 4096."""
+        return header_bytes(len(self.identity), self.section_count)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all sections."""
+        return self.section_count * self.section_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.header_bytes + self.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A decoded header: what the file says of itself."""
+
+    kind: Kind
+    address: Address
+    parent: Address
+    namespace: NamespaceDigest
+    incarnation: Incarnation
+    depth: int
+    identity: bytes
+    section_bytes: int
+    checksums: tuple[int, ...]
+    header_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes the whole file must have."""
+        return self.header_bytes + len(self.checksums) * self.section_bytes
+
+
+def expected_chunk(chain: Chain, index: int) -> Expected:
+    """What the file of chunk ``index`` of a chain must hold."""
+    layout = chain.namespace.layout
+    return Expected(
+        Kind.TOKENS,
+        chain.addresses[index],
+        chain.parent(index),
+        chain.namespace.digest,
+        index,
+        bytes(chain.chunk_tokens(index)),
+        layout.section_count,
+        layout.section_bytes,
+    )
+
+
+def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expected:
+    """What the file of an engine-hashed block of ``size_bytes`` must hold."""
+    return Expected(
+        Kind.BLOCK,
+        block_address(namespace, key),
+        NO_PARENT,
+        namespace.digest,
+        0,
+        key,
+        1,
+        size_bytes,
+    )
+
+
+def header_bytes(identity_bytes: int, section_count: int) -> int:
+    """Size of a header: fixed part, identity, section table and checksum, rounded up to pages."""
+    used = _FIXED.size + _padded(identity_bytes) + _SUM.size * section_count + _SUM.size
+    return -(-used // PAGE_BYTES) * PAGE_BYTES
+
+
+def encode(expected: Expected, incarnation: Incarnation, section_checksums: list[int]) -> bytearray:
+    """The header's bytes. ``section_checksums`` has one entry per section, in order."""
+    assert len(section_checksums) == expected.section_count
+    assert len(incarnation) == ADDRESS_BYTES
+    size = expected.header_bytes
+    header = bytearray(size)
+    _FIXED.pack_into(
+        header,
+        0,
+        MAGIC,
+        VERSION,
+        XXH3_64,
+        BLAKE2B_128,
+        expected.kind,
+        size,
+        expected.depth,
+        len(expected.identity),
+        expected.section_count,
+        expected.section_bytes,
+        expected.address,
+        expected.parent,
+        expected.namespace,
+        incarnation,
+    )
+    start = _FIXED.size
+    header[start : start + len(expected.identity)] = expected.identity
+    start += _padded(len(expected.identity))
+    struct.pack_into(f"<{expected.section_count}Q", header, start, *section_checksums)
+    _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
+    return header
+
+
+def decode(header: ReadBuffer) -> Header:
+    """The fields of a header. ``header`` holds at least the whole header; more is ignored.
+
+    Raises Damaged where it is not a header of this version, or its checksum does not match.
+    """
+    if len(header) < PAGE_BYTES:
+        raise Damaged(Damage.SIZE)
+    (
+        magic, version, checksum_algorithm, address_algorithm, kind, size, depth, identity_bytes, section_count,
+        section_bytes, address, parent, namespace, incarnation,
+    ) = _FIXED.unpack_from(header)  # fmt: skip
+    if magic != MAGIC:
+        raise Damaged(Damage.MAGIC)
+    if version != VERSION:
+        raise Damaged(Damage.VERSION)
+    if (checksum_algorithm, address_algorithm) != (
+        XXH3_64,
+        BLAKE2B_128,
+    ) or kind not in (Kind.TOKENS, Kind.BLOCK):
+        raise Damaged(Damage.ALGORITHM)
+    # The size is bounded by what we were given before it is used, so that a damaged one reads no other memory.
+    if size != header_bytes(identity_bytes, section_count) or size > len(header):
+        raise Damaged(Damage.GEOMETRY)
+    view = memoryview(header)
+    if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(view[: size - _SUM.size]):
+        raise Damaged(Damage.HEADER_CHECKSUM)
+    table = _FIXED.size + _padded(identity_bytes)
+    return Header(
+        Kind(kind),
+        Address(address),
+        Address(parent),
+        NamespaceDigest(namespace),
+        Incarnation(incarnation),
+        depth,
+        bytes(view[_FIXED.size : _FIXED.size + identity_bytes]),
+        section_bytes,
+        struct.unpack_from(f"<{section_count}Q", header, table),
+        size,
+    )
+
+
+def decode_as(header: ReadBuffer, expected: Expected) -> Header:
+    """The fields of a header that must be the one of ``expected``. Raises Damaged where it is not."""
+    found = decode(header)
+    if not matches(found, expected):
+        raise Damaged(Damage.IDENTITY)
+    if found.section_bytes != expected.section_bytes or len(found.checksums) != expected.section_count:
+        raise Damaged(Damage.GEOMETRY)
+    return found
+
+
+def matches(header: Header, expected: Expected) -> bool:
+    """Whether a header says that it is the chunk that was asked for, whatever its geometry."""
+    return (
+        header.kind == expected.kind
+        and header.address == expected.address
+        and header.parent == expected.parent
+        and header.namespace == expected.namespace
+        and header.depth == expected.depth
+        and header.identity == expected.identity
+    )
+
+
+def is_self_consistent(header: Header) -> bool:
+    """Whether address, namespace and identity of a header belong together, as far as the file alone can show.
+
+    For ``fsck``: a header written by us always satisfies it, whatever name the file has now.
+    """
+    if header.kind is Kind.TOKENS:
+        return chunk_address(header.namespace, header.parent, header.identity) == header.address
+    return hashed_block_address(header.namespace, header.identity) == header.address
+
+
+def _padded(count: int) -> int:
+    """``count`` rounded up to 8, so that the section table is aligned."""
+    return -(-count // 8) * 8

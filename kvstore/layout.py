@@ -1,0 +1,111 @@
+"""Geometry of the KV tensors in one namespace, and the sizes that follow from it.
+
+Separate from the namespace because it is all that the data paths need: which bytes of the caller's array
+belong to which section of which chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "int8": np.dtype(np.int8),
+}
+
+LAYERS_MAX = 1024
+CHUNK_TOKENS_MAX = 65_536
+CHUNK_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape of KV in one namespace: ``(layers, 2, tokens, kv_heads, head_dim)``, K then V, C order.
+
+    ``chunk_tokens`` is the number of tokens in one chunk, the unit of storage.  ``dtype`` is one of
+    float16, bfloat16, float32, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int8.
+
+    Raises InvalidRequest for sizes that are not positive integers, an unknown dtype, or a chunk over 1 GiB.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    chunk_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("layers", LAYERS_MAX),
+            ("kv_heads", 1 << 20),
+            ("head_dim", 1 << 24),
+            ("chunk_tokens", CHUNK_TOKENS_MAX),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise InvalidRequest(f"layout {name}={value!r}: expected an integer from 1 to {most}")
+        if self.dtype not in DTYPES:
+            raise InvalidRequest(f"layout dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.chunk_bytes > CHUNK_BYTES_MAX:
+            raise InvalidRequest(
+                f"a chunk of this layout has {self.chunk_bytes} bytes, over the limit of {CHUNK_BYTES_MAX}: "
+                f"lower chunk_tokens (now {self.chunk_tokens})"
+            )
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The element type as numpy knows it (bfloat16 and float8 come from ml_dtypes)."""
+        return DTYPES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one tensor (K or V) of one layer."""
+        return self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token in all tensors of all layers."""
+        return self.section_count * self.token_bytes
+
+    @property
+    def section_count(self) -> int:
+        """Sections in a chunk: K and V of each layer, in the order K0 V0 K1 V1 ..."""
+        return 2 * self.layers
+
+    @property
+    def section_bytes(self) -> int:
+        """Bytes of one section: one tensor of one layer for ``chunk_tokens`` tokens."""
+        return self.chunk_tokens * self.token_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload bytes of one chunk."""
+        return self.section_count * self.section_bytes
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of the KV array of ``tokens`` tokens."""
+        return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Layout:
+        """The inverse of to_dict. Raises InvalidRequest where a field is missing, unknown or out of range."""
+        try:
+            return cls(**fields)
+        except TypeError as cause:
+            raise InvalidRequest(f"not a layout: {fields!r} ({cause})") from cause

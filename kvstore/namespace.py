@@ -1,0 +1,117 @@
+"""The namespace: everything that must be equal for the bytes of two engines to be interchangeable.
+
+It is the security and correctness boundary: every address is keyed with its digest, so two namespaces share none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+from kvstore.errors import InvalidRequest
+from kvstore.layout import Layout
+
+NamespaceDigest = NewType("NamespaceDigest", bytes)
+NamespaceId = NewType("NamespaceId", bytes)
+
+HASH_ALGORITHM = "blake2b-128"
+NAME_BYTES_MAX = 256
+TEXT_BYTES_MAX = 4096
+ATTRIBUTES_MAX = 64
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One model's KV, as one engine configuration writes it.
+
+    ``name`` and ``tenant`` say whose it is; ``fingerprint`` is a digest of the weights; ``attributes`` are further
+    settings that change the bytes (RoPE scaling, quantisation, parallel rank and size), as sorted text pairs.
+    """
+
+    name: str
+    layout: Layout
+    fingerprint: str = ""
+    tenant: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
+    digest: NamespaceDigest = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InvalidRequest("namespace name is empty: give the model's name")
+        for what, text, most in (
+            ("name", self.name, NAME_BYTES_MAX),
+            ("tenant", self.tenant, NAME_BYTES_MAX),
+            ("fingerprint", self.fingerprint, TEXT_BYTES_MAX),
+        ):
+            _check_text(what, text, most)
+        if len(self.attributes) > ATTRIBUTES_MAX:
+            raise InvalidRequest(f"namespace has {len(self.attributes)} attributes, over the limit of {ATTRIBUTES_MAX}")
+        for key, value in self.attributes:
+            _check_text("attribute name", key, NAME_BYTES_MAX)
+            _check_text(f"attribute {key!r}", value, TEXT_BYTES_MAX)
+        object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        layout: Layout,
+        fingerprint: str = "",
+        tenant: str = "",
+        attributes: Mapping[str, str] | None = None,
+    ) -> Namespace:
+        """A namespace from what a user types; ``attributes`` in any order."""
+        return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items())))
+
+    @property
+    def id(self) -> NamespaceId:
+        """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
+        return NamespaceId(self.digest[:8])
+
+    def to_json(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces, UTF-8. The digest is taken over it."""
+        return json.dumps(_fields(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Namespace:
+        """The inverse of to_json. Raises InvalidRequest where ``text`` is not a namespace."""
+        try:
+            fields = json.loads(text)
+            return cls(
+                fields["name"],
+                Layout.from_dict(fields["layout"]),
+                fields["fingerprint"],
+                fields["tenant"],
+                tuple((str(key), str(value)) for key, value in fields["attributes"]),
+            )
+        except (ValueError, KeyError, TypeError) as cause:
+            raise InvalidRequest(f"not a namespace record: {cause}") from cause
+
+
+def _fields(namespace: Namespace) -> dict[str, Any]:
+    return {
+        "name": namespace.name,
+        "tenant": namespace.tenant,
+        "fingerprint": namespace.fingerprint,
+        "layout": namespace.layout.to_dict(),
+        "attributes": [list(pair) for pair in namespace.attributes],
+        "address": HASH_ALGORITHM,
+    }
+
+
+def _digest(namespace: Namespace) -> bytes:
+    return hashlib.blake2b(namespace.to_json(), digest_size=32, person=b"kvstore.ns.1").digest()
+
+
+def _check_text(what: str, text: str, most: int) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"namespace {what} is a {type(text).__name__}: expected text")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as cause:
+        raise InvalidRequest(f"namespace {what} is not valid Unicode: {cause}") from cause
+    if size > most:
+        raise InvalidRequest(f"namespace {what} has {size} bytes, over the limit of {most}")

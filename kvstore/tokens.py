@@ -1,0 +1,60 @@
+"""Token ids as the store sees them: a contiguous array of little-endian u32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+
+TokenArray = npt.NDArray[np.uint32]
+Tokens = Sequence[int] | npt.NDArray[Any]
+
+TOKENS_MAX = 4_194_304
+TOKEN_ID_MAX = (1 << 32) - 1
+
+
+def token_array(tokens: Tokens) -> TokenArray:
+    """``tokens`` as an array of u32, copied only where its type or order demands it.
+
+    Accepts any sequence of ints or a one-dimensional integer array; 0 <= id < 2**32, at most 4,194,304 of them.
+    Raises InvalidRequest, naming the first offending position, otherwise.
+    """
+    if not hasattr(tokens, "__len__"):
+        raise InvalidRequest(f"tokens are a {type(tokens).__name__}: expected a sequence of ints or an integer array")
+    if len(tokens) > TOKENS_MAX:
+        raise InvalidRequest(f"{len(tokens)} tokens are over the limit of {TOKENS_MAX}: split the prompt")
+    if isinstance(tokens, (bytes, bytearray, memoryview, str)):
+        raise InvalidRequest(f"tokens are {type(tokens).__name__}: expected a sequence of ints or an integer array")
+    if len(tokens) == 0:
+        return np.empty(0, dtype="<u4")
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as cause:
+        raise InvalidRequest(f"tokens are not a flat sequence of ints: {cause}") from cause
+    if array.ndim != 1:
+        raise InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
+    if array.dtype != np.dtype("<u4"):
+        wrong = (array < 0) | (array > TOKEN_ID_MAX) if array.dtype.itemsize > 4 else array < 0
+        if wrong.any():
+            position = int(np.argmax(wrong))
+            raise InvalidRequest(
+                f"token {int(array[position])} at position {position} is out of range: expected 0 to {TOKEN_ID_MAX}"
+            )
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:
+    """What to call the type in a message: numpy's name, or the first item's when numpy fell back to objects."""
+    if array.dtype.kind != "O":
+        return str(array.dtype)
+    odd = next(
+        (item for item in tokens if not isinstance(item, int) or not 0 <= item <= TOKEN_ID_MAX),
+        tokens[0],
+    )
+    return f"{type(odd).__name__} (such as {odd!r})"
