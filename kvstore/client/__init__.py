@@ -1,0 +1,6 @@
+"""The client API: ``open`` and ``connect`` give a Store, a Store gives caches, one for each namespace."""
+
+from kvstore.client.cache import Cache, Hold, Pin
+from kvstore.client.store import Store, connect, open
+
+__all__ = ["Cache", "Hold", "Pin", "Store", "connect", "open"]

@@ -1,0 +1,83 @@
+"""The caller's KV arrays as sections: which bytes belong to which chunk, without copying where memory allows.
+
+An array has shape ``(layers, 2, tokens, kv_heads, head_dim)``.  K or V of one layer is a *plane*; within a plane the
+tokens of a chunk are one run of bytes.  Planes need not lie next to each other, so a slice along tokens of a larger
+array is fine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.layout import Layout
+
+KvArray = npt.NDArray[Any]
+
+
+class KvMemory:
+    """An array whose planes are contiguous, cut into sections by chunk."""
+
+    __slots__ = ("_planes", "_section_bytes")
+
+    def __init__(self, array: KvArray, layout: Layout) -> None:
+        self._planes = [plane.reshape(-1).view(np.uint8).data for layer in array for plane in layer]
+        self._section_bytes = layout.section_bytes
+
+    def sections(self, index: int) -> list[memoryview]:
+        """The sections of the array's chunk ``index``, in file order: K0 V0 K1 V1 ..."""
+        start, end = index * self._section_bytes, (index + 1) * self._section_bytes
+        return [plane[start:end] for plane in self._planes]
+
+
+def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:
+    """``kv`` as an array of exactly ``tokens`` tokens whose planes are contiguous; copied only if they are not.
+
+    Raises InvalidRequest for another shape or type.
+    """
+    array = _checked(kv, layout, "kv")
+    if array.shape[2] != tokens:
+        raise InvalidRequest(
+            f"kv has {array.shape[2]} tokens: expected {tokens}, one for each token after prefix; "
+            f"its shape is {array.shape}, expected {layout.shape(tokens)}"
+        )
+    return array if _has_contiguous_planes(array) else np.ascontiguousarray(array)
+
+
+def target_array(out: Any, layout: Layout) -> KvArray:
+    """``out`` as an array to read into. Raises InvalidRequest for another shape or type, or one that is read-only."""
+    array = _checked(out, layout, "out")
+    if not array.flags.writeable:
+        raise InvalidRequest("out is read-only: give a writable array")
+    return array
+
+
+def fillable(array: KvArray) -> KvArray:
+    """The array itself where sections can be read straight into it, else a contiguous one to be copied from."""
+    return array if _has_contiguous_planes(array) else np.empty(array.shape, array.dtype)
+
+
+def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
+    if not isinstance(kv, np.ndarray):
+        raise InvalidRequest(f"{what} is a {type(kv).__name__}: expected a numpy array of {layout.dtype}")
+    expected = layout.numpy_dtype
+    # A plain integer type of the same size is taken as raw bits: frameworks export bfloat16 and float8 that way.
+    is_raw = kv.dtype.kind == "u" and kv.dtype.itemsize == expected.itemsize
+    if kv.dtype != expected and not is_raw:
+        raise InvalidRequest(
+            f"{what} has dtype {kv.dtype}: expected {layout.dtype} (or uint{8 * expected.itemsize} holding its bits)"
+        )
+    if kv.ndim != 5 or kv.shape[:2] != (layout.layers, 2) or kv.shape[3:] != (layout.kv_heads, layout.head_dim):
+        raise InvalidRequest(
+            f"{what} has shape {kv.shape}: expected "
+            f"({layout.layers}, 2, tokens, {layout.kv_heads}, {layout.head_dim}): layers, K and V, tokens, heads, dim"
+        )
+    return kv
+
+
+def _has_contiguous_planes(array: KvArray) -> bool:
+    """Whether K and V of each layer are each one run of memory in token order."""
+    return bool(array[0, 0].flags.c_contiguous) and array.dtype.isnative

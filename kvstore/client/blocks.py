@@ -1,0 +1,90 @@
+"""Blocks that the engine hashed itself: opaque bytes under the engine's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.buffers import Pieces
+from kvstore.client.port import Port
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+
+BLOCKS_MAX = 65_536
+BLOCK_BYTES_MAX = 1 << 30
+
+
+class BlockCache:
+    """Blocks of one namespace. ``keys`` are bytes (16 to 64 each), buffers anything with contiguous bytes.
+
+    All methods raise InvalidRequest for wrong arguments, at most 65,536 blocks a call, each 1 byte to 1 GiB.
+    """
+
+    def __init__(self, port: Port, namespace: Namespace) -> None:
+        self._port = port
+        self._namespace = namespace
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Stores each buffer under its key; True where it is in the store now. First writer wins.
+
+        False only where the key has a block of another size. Raises Overloaded, PermissionDenied or Unavailable
+        when the store could not take them.
+        """
+        checked = _checked_keys(keys)
+        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False))
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are in the store."""
+        return self._port.match_blocks(self._namespace, _checked_keys(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Reads each block into its writable buffer, which must have the block's size.
+
+        False is a miss, and that buffer's content undefined; it is not touched after the return.
+        """
+        checked = _checked_keys(keys)
+        return self._port.get_blocks(self._namespace, checked, _views(checked, buffers, writable=True))
+
+
+def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+    if isinstance(keys, bytes | str):
+        raise InvalidRequest(f"keys are one {type(keys).__name__}: expected a list of bytes")
+    if len(keys) > BLOCKS_MAX:
+        raise InvalidRequest(f"{len(keys)} blocks are over the limit of {BLOCKS_MAX}: split the call")
+    checked = list(keys)
+    for position, key in enumerate(checked):
+        if not isinstance(key, bytes) or not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
+            said = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+            raise InvalidRequest(
+                f"key {position} is {said}: expected bytes, {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX} of them"
+            )
+    return checked
+
+
+def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Pieces:
+    if len(buffers) != len(keys):
+        raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
+    return [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
+
+
+def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
+    """The buffer's bytes. numpy's bfloat16 and float8 have no buffer format, so arrays go through a byte view."""
+    try:
+        if isinstance(buffer, np.ndarray):
+            if not buffer.flags.c_contiguous:
+                raise InvalidRequest(f"buffer {position} is not contiguous: give a contiguous array")
+            view = buffer.reshape(-1).view(np.uint8).data
+        else:
+            view = memoryview(buffer).cast("B")
+    except (TypeError, ValueError) as cause:
+        if isinstance(cause, InvalidRequest):
+            raise
+        raise InvalidRequest(f"buffer {position} is a {type(buffer).__name__}: expected contiguous bytes") from cause
+    if writable and view.readonly:
+        raise InvalidRequest(f"buffer {position} is read-only: give a writable one")
+    if not 1 <= len(view) <= BLOCK_BYTES_MAX:
+        raise InvalidRequest(f"buffer {position} has {len(view)} bytes: expected 1 to {BLOCK_BYTES_MAX}")
+    return view

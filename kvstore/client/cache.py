@@ -1,0 +1,217 @@
+"""The cache of one namespace: what an engine calls. Checks what it is given, and speaks to a port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, target_array
+from kvstore.client.blocks import BlockCache
+from kvstore.client.port import Port, PortHold, Sections
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.tokens import TokenArray, Tokens, token_array
+
+PIN_TTL_S_MAX = 30 * 86_400
+
+
+class Cache:
+    """KV of one namespace, by tokens. Thread-safe. Made by ``Store.namespace``.
+
+    ``tokens`` is any sequence of ints or an integer array, 0 <= id < 2**32, at most 4,194,304 of them.
+    All methods raise InvalidRequest for arguments that are wrong; a miss is a value, never an exception.
+    """
+
+    def __init__(self, port: Port, namespace: Namespace) -> None:
+        self._port = port
+        self.namespace = namespace
+        self.layout = namespace.layout
+        self.blocks = BlockCache(port, namespace)
+
+    def put(self, tokens: Tokens, kv: KvArray, prefix: int = 0) -> PutResult:
+        """Stores the KV of ``tokens``; only full chunks are stored.
+
+        ``kv`` has shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V; it may be a view that is
+        not C-contiguous, and no reference to it is kept.  The first ``prefix`` tokens, a multiple of chunk_tokens,
+        are in the store already; where one of their chunks is missing nothing is stored, and ``tokens_present`` says
+        up to where the store goes.  First writer wins: what is there already is not replaced.
+
+        Raises Overloaded (no space, too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
+        """
+        ids = token_array(tokens)
+        size = self.layout.chunk_tokens
+        if not isinstance(prefix, int | np.integer) or not 0 <= prefix <= len(ids) or prefix % size:
+            raise InvalidRequest(
+                f"prefix={prefix!r}: expected a multiple of chunk_tokens ({size}) from 0 to {len(ids)}, the token count"
+            )
+        array = source_array(kv, self.layout, len(ids) - int(prefix))
+        memory = KvMemory(array, self.layout)
+        first = int(prefix) // size
+        return self._port.put(self.namespace, ids, first, lambda index: memory.sections(index - first))
+
+    def match(self, tokens: Tokens) -> int:
+        """How many leading tokens are in the store, a multiple of chunk_tokens."""
+        return self._port.match(self.namespace, token_array(tokens)) * self.layout.chunk_tokens
+
+    @overload
+    def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
+
+    @overload
+    def get(self, tokens: Tokens, out: KvArray) -> int: ...
+
+    def get(self, tokens: Tokens, out: KvArray | None = None) -> tuple[int, KvArray] | int:
+        """Reads the longest stored prefix, every byte verified.
+
+        Without ``out``: ``(n, array)``, the array of shape ``(layers, 2, n, kv_heads, head_dim)``.
+        With ``out``, of shape ``(layers, 2, m, kv_heads, head_dim)``: reads at most its m tokens straight into it and
+        returns n.  What lies behind the first n tokens of it is undefined, and not touched after the return.
+        """
+        ids = token_array(tokens)
+        layout = self.layout
+        chunks_max = len(ids) // layout.chunk_tokens
+        if out is not None:
+            target = target_array(out, layout)
+            return self._fill(target, min(chunks_max, target.shape[2] // layout.chunk_tokens), ids)
+        array = np.empty(layout.shape(0), layout.numpy_dtype)
+
+        def memory(count: int) -> Sections:
+            nonlocal array
+            array = np.empty(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
+            return KvMemory(array, layout).sections
+
+        count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
+        return count, array[:, :, :count]
+
+    def hold(self, tokens: Tokens, ttl: float | None = None) -> Hold:
+        """Holds the longest stored prefix: protected from garbage collection until released, at most ``ttl`` seconds.
+
+        Use it as a context. Raises Overloaded where too many holds are alive.
+        """
+        if ttl is not None and not ttl > 0:
+            raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+        return Hold(self._port.hold(self.namespace, token_array(tokens), ttl), self)
+
+    def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
+        """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
+
+        It outlives this process.  ``pin.tokens`` says how much is pinned; 0 where nothing is stored.
+        Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
+        """
+        if not 1 <= ttl <= PIN_TTL_S_MAX:
+            raise InvalidRequest(f"ttl={ttl!r}: expected 1 to {PIN_TTL_S_MAX} seconds")
+        return Pin(self._port.pin(self.namespace, token_array(tokens), float(ttl), owner), self._port)
+
+    def refcount(self, tokens: Tokens) -> int:
+        """How many live pins cover all full chunks of ``tokens``."""
+        return self._port.refcount(self.namespace, token_array(tokens))
+
+    def clear(self) -> Cleared:
+        """Deletes the stored chunks of this namespace, except pinned ones. Whoever reads one now has a miss."""
+        return self._port.clear(self.namespace)
+
+    def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:
+        filled = fillable(target)
+
+        def memory(_: int) -> Sections:
+            return KvMemory(filled, self.layout).sections
+
+        count = self._port.get(self.namespace, ids, chunks_max, memory) * self.layout.chunk_tokens
+        if filled is not target:
+            target[:, :, :count] = filled[:, :, :count]
+        return count
+
+
+class Hold:
+    """A stored prefix that is protected until released. Use it as a context, by one thread."""
+
+    def __init__(self, held: PortHold, cache: Cache) -> None:
+        self._held = held
+        self._layout = cache.layout
+        self.tokens = held.chunks * cache.layout.chunk_tokens
+        """Leading tokens that are held, a multiple of chunk_tokens."""
+
+    def read_into(self, array: KvArray) -> int:
+        """Reads what is held into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
+
+        Returns the leading tokens read and verified; fewer than held only where a chunk was lost.
+        Raises HoldBroken where the hold has ended.
+        """
+        target = target_array(array, self._layout)
+        if target.shape[2] < self.tokens:
+            raise InvalidRequest(
+                f"array has room for {target.shape[2]} tokens: expected at least {self.tokens}, as held"
+            )
+        filled = fillable(target)
+        count = self._held.read(KvMemory(filled, self._layout).sections) * self._layout.chunk_tokens
+        if filled is not target:
+            target[:, :, :count] = filled[:, :, :count]
+        return count
+
+    def view(self) -> list[npt.NDArray[Any]]:
+        """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``, verified.
+
+        Mapped from the root without a copy where the root is a mounted file system and opened in this process.
+        """
+        return self._held.view()
+
+    def layers(self) -> Iterator[tuple[int, KvArray, KvArray]]:
+        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``, the next layer being read
+        meanwhile.
+
+        Raises HoldBroken where a chunk is lost on the way; its ``tokens_valid`` says what is unaffected.
+        """
+        layout, shape = self._layout, (2, self.tokens, self._layout.kv_heads, self._layout.head_dim)
+        arrays: dict[int, KvArray] = {}
+
+        def memory(layer: int) -> LayerMemory:
+            arrays[layer] = np.empty(shape, layout.numpy_dtype)
+            raw = arrays[layer].view(np.uint8).reshape(2, -1)
+            return LayerMemory(raw[0].data, raw[1].data)
+
+        if not self.tokens:
+            return
+        for layer, _ in self._held.layers(memory):
+            array = arrays.pop(layer)
+            yield layer, array[0], array[1]
+
+    def release(self) -> None:
+        """Ends the protection; idempotent."""
+        self._held.release()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Pin:
+    """A leased refcount on a stored prefix; ends by ``release``, as a context, or when its lease ends."""
+
+    def __init__(self, record: PinRecord, port: Port) -> None:
+        self.record = record
+        self._port = port
+
+    @property
+    def id(self) -> str:
+        """What ``kvstore unpin`` takes; empty where nothing was pinned."""
+        return self.record.id
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are pinned."""
+        return self.record.tokens
+
+    def release(self) -> bool:
+        """Removes the pin; False where it had ended already. Raises Unavailable where etcd does not answer."""
+        return bool(self.record.id) and self._port.unpin(self.record.id)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

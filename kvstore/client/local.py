@@ -1,0 +1,104 @@
+"""The port to a node in this process: the engine opens the root itself, and no byte is copied on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.buffers import Pieces
+from kvstore.client.port import Sections
+from kvstore.namespace import Namespace
+from kvstore.node.deadline import Deadline
+from kvstore.node.holds import Hold
+from kvstore.node.member import Member
+from kvstore.node.node import Node
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.tokens import TokenArray
+
+
+class LocalHold:
+    """A hold of the node in this process."""
+
+    def __init__(self, node: Node, hold: Hold) -> None:
+        self._node = node
+        self._hold = hold
+        self.chunks = hold.count
+
+    def read(self, sections: Sections) -> int:
+        return self._node.read(self._hold, sections)
+
+    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
+        return self._node.read_layers(self._hold, memory)
+
+    def view(self) -> list[npt.NDArray[Any]]:
+        return self._node.view(self._hold)
+
+    def release(self) -> None:
+        self._node.release(self._hold)
+
+
+class LocalPort:
+    """A member of the cluster, or a node alone, in this process."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._node = member.node
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        self._member.claim_namespace(namespace)
+
+    def namespaces(self) -> list[Namespace]:
+        return self._node.namespaces()
+
+    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
+        return self._node.match(Chain.of(namespace, tokens))
+
+    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections) -> PutResult:
+        return self._node.put(Chain.of(namespace, tokens), first, sections)
+
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+        size = namespace.layout.chunk_tokens
+        hold = self._node.hold(Chain.of(namespace, tokens[: chunks_max * size]))
+        try:
+            return self._node.read(hold, memory(hold.count))
+        finally:
+            self._node.release(hold)
+
+    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> LocalHold:
+        return LocalHold(self._node, self._node.hold(Chain.of(namespace, tokens), ttl_s))
+
+    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
+        return self._member.pin(Chain.of(namespace, tokens), ttl_s, owner)
+
+    def unpin(self, pin_id: str) -> bool:
+        return self._member.unpin(pin_id)
+
+    def pins(self) -> list[PinRecord]:
+        return self._member.pins()
+
+    def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
+        return self._member.refcount(Chain.of(namespace, tokens))
+
+    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        deadline = Deadline(self._node.clock, self._node.limits.write_deadline_s)
+        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable)
+
+    def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
+        return self._node.blocks.match(namespace, keys, deadline)
+
+    def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
+        return self._node.blocks.get(namespace, keys, buffers, deadline)
+
+    def clear(self, namespace: Namespace) -> Cleared:
+        return self._member.clear(namespace)
+
+    def stats(self) -> dict[str, int | float]:
+        return self._member.stats()
+
+    def close(self) -> None:
+        self._member.close()

@@ -1,0 +1,112 @@
+"""What a cache needs of whoever holds the chunks: a node in this process, or a worker over gRPC.
+
+Two implementations, ``local.py`` and ``remote.py``; everything above behaves the same over either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from kvstore.buffers import Pieces
+from kvstore.namespace import Namespace
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.tokens import TokenArray
+
+Sections = Callable[[int], Pieces]
+"""The caller's memory for one chunk, by the chunk's index in the prompt: one view per section, in file order."""
+
+
+class PortHold(Protocol):
+    """Held leading chunks of one prompt."""
+
+    chunks: int
+
+    def read(self, sections: Sections) -> int:
+        """Reads the held chunks; returns how many leading ones are good."""
+        ...
+
+    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
+        """Yields each layer once it is in its memory. Raises HoldBroken where a chunk was lost."""
+        ...
+
+    def view(self) -> list[npt.NDArray[Any]]:
+        """One read-only array of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)`` per leading good chunk."""
+        ...
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        ...
+
+
+class Port(Protocol):
+    """Every call returns or raises within its deadline; errors are those of ``kvstore.errors``."""
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Claims the namespace for its layout. Raises LayoutMismatch."""
+        ...
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces of the store."""
+        ...
+
+    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """Leading chunks in the store."""
+        ...
+
+    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections) -> PutResult:
+        """Stores the chunks from index ``first`` on."""
+        ...
+
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+        """Matches and reads in one go, at most ``chunks_max`` chunks; returns how many leading ones are good.
+
+        ``memory(count)`` is called once, with the number of chunks matched, and gives where they go.
+        """
+        ...
+
+    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> PortHold:
+        """Holds the leading chunks in the store."""
+        ...
+
+    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
+        """Pins the leading chunks in the store."""
+        ...
+
+    def unpin(self, pin_id: str) -> bool:
+        """Releases a pin; False where there is none."""
+        ...
+
+    def pins(self) -> list[PinRecord]:
+        """All live pins."""
+        ...
+
+    def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """Live pins that cover all full chunks of ``tokens``."""
+        ...
+
+    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        """Stores engine-hashed blocks."""
+        ...
+
+    def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
+        """Leading keys in the store."""
+        ...
+
+    def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        """Reads engine-hashed blocks."""
+        ...
+
+    def clear(self, namespace: Namespace) -> Cleared:
+        """Deletes the chunks of a namespace."""
+        ...
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters of the node or worker."""
+        ...
+
+    def close(self) -> None:
+        """Releases threads and connections; idempotent."""
+        ...

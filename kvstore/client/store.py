@@ -1,0 +1,124 @@
+"""Opening a store, in this process or through a worker; the same Store from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.client.cache import Cache
+from kvstore.client.local import LocalPort
+from kvstore.client.port import Port
+from kvstore.errors import InvalidRequest
+from kvstore.layout import Layout
+from kvstore.meta.etcd import EtcdTls, EtcdUser
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.node.opening import open_member
+from kvstore.results import PinRecord
+
+DURABILITIES = ("none", "fsync")
+
+
+class Store:
+    """A store, by whichever way it is reached. Close it, or use it as a context. Thread-safe."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    def namespace(
+        self,
+        name: str,
+        layout: Layout,
+        fingerprint: str = "",
+        tenant: str = "",
+        attributes: Mapping[str, str] | None = None,
+    ) -> Cache:
+        """The cache of one model's KV.
+
+        ``fingerprint`` is a digest of the weights; ``attributes`` are further settings that change the bytes (RoPE
+        scaling, quantisation, parallel rank and size): caches that differ in any of these share nothing.
+        Raises LayoutMismatch where ``name`` exists for this tenant with another layout, Unavailable.
+        """
+        if not isinstance(layout, Layout):
+            raise InvalidRequest(f"layout is a {type(layout).__name__}: expected kvstore.Layout")
+        namespace = Namespace.of(name, layout, fingerprint, tenant, attributes)
+        self._port.open_namespace(namespace)
+        return Cache(self._port, namespace)
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces ever used on this store."""
+        return self._port.namespaces()
+
+    def pins(self) -> list[PinRecord]:
+        """All live pins."""
+        return self._port.pins()
+
+    def unpin(self, pin_id: str) -> bool:
+        """Releases a pin by its id; False where there is none."""
+        return self._port.unpin(pin_id)
+
+    def stats(self) -> dict[str, int | float]:
+        """What this node, or the workers behind it, did since they started; ``kvstore stats --help`` names all."""
+        return self._port.stats()
+
+    def close(self) -> None:
+        """Ends holds, session, threads and connections. Idempotent."""
+        self._port.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open(
+    root: str,
+    etcd: str | Sequence[str] | None = None,
+    *,
+    durability: str = "none",
+    limits: Limits | None = None,
+    etcd_tls: EtcdTls | None = None,
+    etcd_user: EtcdUser | None = None,
+    root_options: Mapping[str, Any] | None = None,
+    create: bool = True,
+) -> Store:
+    """Opens the root at ``root`` (a path or URL) in this process.
+
+    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster.
+    ``durability="fsync"`` makes each put durable before it returns; by default a host crash may lose recent chunks,
+    which is a miss.  ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
+
+    Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
+    """
+    if durability not in DURABILITIES:
+        raise InvalidRequest(f"durability={durability!r}: expected one of {', '.join(DURABILITIES)}")
+    member = open_member(
+        root,
+        etcd,
+        durable=durability == "fsync",
+        limits=limits,
+        etcd_tls=etcd_tls,
+        etcd_user=etcd_user,
+        root_options=root_options,
+        create=create,
+    )
+    return Store(LocalPort(member))
+
+
+def connect(
+    *workers: str,
+    etcd: str | Sequence[str] | None = None,
+    root: str | None = None,
+    **options: Any,
+) -> Store:
+    """Connects to workers (``host:port``, one or several), or to those that etcd lists.
+
+    Calls are spread over the workers that live; one that dies is left out until it is back.
+    ``root`` is the root's id, needed only where etcd knows several.
+
+    Raises InvalidRequest. A worker that does not answer is a miss for reads, Unavailable for anything else.
+    """
+    from kvstore.client.remote import remote_port  # gRPC only where it is used
+
+    return Store(remote_port(workers, etcd=etcd, root=root, **options))

@@ -1,0 +1,317 @@
+"""One chunk file at a time: is it there, read it, write it, set it aside. Every byte that leaves here is verified.
+
+Called on lanes only.  ``Sections`` are views of the caller's memory, one per section, in file order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvstore.address import Address
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.checksum import checksum
+from kvstore.format.header import (
+    Damage,
+    Damaged,
+    Expected,
+    Header,
+    Incarnation,
+    Kind,
+    decode,
+    decode_as,
+    encode,
+    matches,
+)
+from kvstore.format.places import Name
+from kvstore.namespace import NamespaceId
+from kvstore.node.counters import Counters
+from kvstore.node.known import Known
+from kvstore.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.root.interface import Reader, Root, Stat
+from kvstore.sources import Clock, Ids
+
+VERIFY_BYTES = 512 * 1024
+"""Read and verify in runs of about this size, so that a checksum finds its bytes still in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A chunk that is complete under its staging name and waits to be published."""
+
+    name: Name
+    expected: Expected
+
+
+class Chunks:
+    """The chunk files of one root, as one node sees them."""
+
+    def __init__(
+        self,
+        root: Root,
+        shard_bits: int,
+        session: Callable[[], bytes],
+        known: Known,
+        counters: Counters,
+        quantum_s: int,
+        clock: Clock,
+        ids: Ids,
+        numbers: Iterator[int],
+    ) -> None:
+        self.root = root
+        self.known = known
+        self._shard_bits = shard_bits
+        self._session = session
+        self._counters = counters
+        self._quantum_s = quantum_s
+        self._clock = clock
+        self._ids = ids
+        self._numbers = numbers
+
+    def quantum(self) -> int:
+        """Start of the current recency quantum."""
+        return quantum_of(self._clock.now_s(), self._quantum_s)
+
+    def name(self, address: Address, namespace: NamespaceId) -> Name:
+        """The chunk's final name."""
+        return places.chunk(address, namespace, self._shard_bits)
+
+    def is_present(self, expected: Expected) -> bool:
+        """Whether a file of the right size is there. One of another size is damaged, and set aside."""
+        stat = self.root.stat(self._name_of(expected))
+        if stat is None:
+            self.known.forget(expected.address)
+            return False
+        if stat.size_bytes != expected.file_bytes:
+            self._wrong_size(expected)
+            return False
+        self._seen(expected, stat)
+        return True
+
+    def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
+        """Reads and verifies a whole chunk into ``sections``; False is a miss, and their content undefined."""
+        reader = self._open(expected)
+        if reader is None:
+            return False
+        with reader:
+            try:
+                _read_verified(reader, expected, sections, borrowed)
+            except Damaged as damaged:
+                self.set_aside(expected, damaged.damage)
+                return False
+            self._seen(expected, reader.stat)
+        self._counters.add("chunks_read")
+        self._counters.add("bytes_read", expected.payload_bytes)
+        return True
+
+    def open(self, expected: Expected) -> tuple[Reader, Header] | None:
+        """An open chunk with its verified header, for reading ranges; None is a miss."""
+        reader = self._open(expected)
+        if reader is None:
+            return None
+        try:
+            try:
+                header = _read_header(reader, expected)
+            except Damaged as damaged:
+                self.set_aside(expected, damaged.damage)
+                reader.close()
+                return None
+            self._seen(expected, reader.stat)
+        except BaseException:
+            reader.close()
+            raise
+        return reader, header
+
+    def read_range(
+        self, reader: Reader, header: Header, expected: Expected, first: int, sections: Pieces, borrowed: Borrowed
+    ) -> bool:
+        """Reads and verifies sections ``first`` and following of an open chunk; False is a miss."""
+        offset = header.header_bytes + first * header.section_bytes
+        try:
+            _fill(reader, sections, offset, borrowed)
+            _verify(sections, header.checksums[first : first + len(sections)])
+        except Damaged as damaged:
+            self.set_aside(expected, damaged.damage)
+            return False
+        self._counters.add("bytes_read", len(sections) * header.section_bytes)
+        return True
+
+    def map(self, expected: Expected) -> memoryview | None:
+        """The verified payload, mapped read-only from the root where it can be; None is a miss."""
+        reader = self._open(expected)
+        if reader is None:
+            return None
+        with reader:
+            mapped = reader.map()
+            if mapped is None:
+                self._counters.add("miss_absent")
+                return None
+            try:
+                if len(mapped) != expected.file_bytes:
+                    raise Damaged(Damage.SIZE)
+                header = decode_as(mapped[: expected.header_bytes], expected)
+                payload = mapped[header.header_bytes :]
+                _verify(_split(payload, header.section_bytes), header.checksums)
+            except Damaged as damaged:
+                self.set_aside(expected, damaged.damage)
+                return None
+            self._seen(expected, reader.stat)
+        self._counters.add("chunks_read")
+        self._counters.add("bytes_read", expected.payload_bytes)
+        return payload
+
+    def stage(self, expected: Expected, sections: Pieces, durable: bool) -> Staged:
+        """Writes a chunk under a staging name of its own."""
+        header = encode(expected, Incarnation(self._ids.fresh()), [checksum(section) for section in sections])
+        name = places.staged(self._session(), next(self._numbers))
+        stamp = stamp_ns(self.quantum(), expected.depth)
+        try:
+            self.root.stage(name, [memoryview(header), *sections], stamp_ns=stamp, durable=durable)
+        except KVStoreError:
+            self._discard(name)  # a full disk must not stay full of our torn files
+            raise
+        return Staged(name, expected)
+
+    def publish(self, staged: Staged, durable: bool) -> bool:
+        """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
+        expected = staged.expected
+        won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
+        self.known.add(expected.address, self.quantum(), renewed=won)
+        if won:
+            self._counters.add("chunks_written")
+            self._counters.add("bytes_written", expected.payload_bytes)
+        else:
+            self._counters.add("chunks_lost_race")
+        return won
+
+    def discard(self, staged: Staged) -> None:
+        """Removes a staged chunk that will not be published."""
+        self._discard(staged.name)
+
+    def set_aside(self, expected: Expected, damage: Damage) -> None:
+        """Takes a damaged file from its name, so that the next put can repair it. Never raises.
+
+        Between our look and our rename another node may have put a good file there.  So the file that was moved is
+        verified once more under its new name, which nobody else uses, and a good one goes back by link, unless yet
+        another writer was first.
+        """
+        self._counters.add("miss_damaged")
+        self._counters.add(f"damage_{damage.value}")
+        self.known.forget(expected.address)
+        aside = places.quarantined(expected.address, self._session(), next(self._numbers))
+        name = self._name_of(expected)
+        try:
+            if not self.root.move(name, aside):
+                return
+            if self._is_intact(aside, expected):
+                self.root.publish(aside, name, durable=False)
+                self._counters.add("quarantine_restored")
+            else:
+                self._counters.add("quarantined")
+        except KVStoreError:
+            # Read-only or failing root: the read is a miss all the same, the file is found again next time.
+            self._counters.add("quarantine_failed")
+
+    def _is_intact(self, name: Name, expected: Expected) -> bool:
+        reader = self.root.open(name)
+        if reader is None:
+            return False
+        with reader:
+            if reader.stat.size_bytes != expected.file_bytes:
+                return False
+            sections = _split(memoryview(bytearray(expected.payload_bytes)), expected.section_bytes)
+            try:
+                _read_verified(reader, expected, sections, Borrowed())
+            except Damaged:
+                return False
+        return True
+
+    def _open(self, expected: Expected) -> Reader | None:
+        """Opens a chunk file of the right size; None is a miss."""
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            self.known.forget(expected.address)
+            self._counters.add("miss_absent")
+            return None
+        if reader.stat.size_bytes != expected.file_bytes:
+            reader.close()
+            self._wrong_size(expected)
+            return None
+        return reader
+
+    def _wrong_size(self, expected: Expected) -> None:
+        """A file of another size than asked for is damaged, unless the engine asked for a block with another size."""
+        if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
+            self._counters.add("miss_other_size")
+            return
+        self.set_aside(expected, Damage.SIZE)
+
+    def _is_block_of_other_size(self, expected: Expected) -> bool:
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            return False
+        with reader:
+            raw = bytearray(expected.header_bytes)
+            if reader.read([memoryview(raw)], 0, Borrowed()) != len(raw):
+                return False
+            try:
+                header = decode(raw)
+            except Damaged:
+                return False
+            return header.file_bytes == reader.stat.size_bytes and matches(header, expected)
+
+    def _seen(self, expected: Expected, stat: Stat) -> None:
+        quantum = self.quantum()
+        self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum))
+
+    def _discard(self, name: Name) -> None:
+        try:
+            self.root.discard(name)
+        except KVStoreError:
+            self._counters.add("quarantine_failed")
+
+    def _name_of(self, expected: Expected) -> Name:
+        return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)
+
+
+def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
+    """Reads header and payload and verifies both. Raises Damaged."""
+    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
+    raw = bytearray(expected.header_bytes)
+    header: Header | None = None
+    offset = 0
+    for start in range(0, len(sections), run):
+        part = sections[start : start + run]
+        # The header comes with the first sections, in one call.
+        pieces = part if header else [memoryview(raw), *part]
+        offset += _fill(reader, pieces, offset, borrowed)
+        header = header or decode_as(raw, expected)
+        _verify(part, header.checksums[start : start + run])
+
+
+def _read_header(reader: Reader, expected: Expected) -> Header:
+    raw = bytearray(expected.header_bytes)
+    _fill(reader, [memoryview(raw)], 0, Borrowed())
+    return decode_as(raw, expected)
+
+
+def _fill(reader: Reader, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    """Reads all of ``pieces``; a short read is damage (or a file that vanished, which is no worse)."""
+    wanted = sum(map(len, pieces))
+    if reader.read(pieces, offset, borrowed) != wanted:
+        raise Damaged(Damage.SIZE)
+    return wanted
+
+
+def _verify(sections: Pieces, sums: tuple[int, ...]) -> None:
+    for section, expected_sum in zip(sections, sums, strict=True):
+        if checksum(section) != expected_sum:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+
+
+def _split(payload: memoryview, section_bytes: int) -> list[memoryview]:
+    if not section_bytes:
+        return [payload]
+    return [payload[start : start + section_bytes] for start in range(0, len(payload), section_bytes)]

@@ -1,0 +1,52 @@
+"""Counts of what a node did; the numbers behind ``stats()`` and the metrics."""
+
+from __future__ import annotations
+
+import threading
+
+COUNTERS = {
+    "requests_match": "match calls",
+    "requests_get": "reads of a hold or prompt",
+    "requests_put": "put calls",
+    "tokens_asked": "tokens in match calls, full chunks only",
+    "tokens_matched": "tokens that match found",
+    "chunks_read": "chunks read and verified",
+    "chunks_written": "chunks this node published",
+    "chunks_found": "chunks a put found in the store already",
+    "chunks_lost_race": "chunks staged here while another writer published first",
+    "bytes_read": "payload bytes read and verified",
+    "bytes_written": "payload bytes published",
+    "miss_absent": "chunks that were not there when read",
+    "miss_damaged": "chunks that failed verification (each is set aside)",
+    "miss_other_size": "engine-hashed blocks asked for with another size than they have",
+    "miss_unreadable": "chunks that could not be read (I/O error, no permission)",
+    "miss_deadline": "requests cut short by their deadline",
+    "miss_shed": "requests refused because a queue was full or the root hung",
+    "quarantined": "damaged files set aside",
+    "quarantine_failed": "damaged files that could not be set aside",
+    "quarantine_restored": "files set aside by mistake in a race, and put back",
+    "refreshed": "chunks whose recency was renewed",
+    "refresh_dropped": "renewals dropped because the queue was full or the root refused",
+    "put_failed": "puts that ended with an error",
+    "holds_expired": "holds that ended by their own deadline",
+    "sessions_lost": "sessions in etcd that ended without being closed",
+}
+"""Every counter with what it counts. Damage by kind is added as ``damage_<kind>``."""
+
+
+class Counters:
+    """Monotonic counts since the node started; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Adds to one counter."""
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + count
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts at one moment."""
+        with self._lock:
+            return dict(self._counts)

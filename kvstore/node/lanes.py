@@ -1,0 +1,155 @@
+"""Threads that do file-system calls, so that no caller ever waits longer than its deadline.
+
+A call into a dead mount cannot be interrupted; a lane stuck in one is simply not waited for.  Lanes are daemon
+threads of our own because the standard executor joins its threads when the interpreter ends, and would hang with the
+mount.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvstore.errors import Overloaded, Unavailable
+from kvstore.node.deadline import Deadline
+from kvstore.sources import Clock
+
+T = TypeVar("T")
+
+
+class DeadlinePassed(Unavailable):
+    """The work did not end in time; it may still be running, but nobody waits for it."""
+
+
+class Batch:
+    """Work on the numbers 0 to count - 1, done by several lanes at once, in rising order of starting."""
+
+    def __init__(self, count: int, runners: int, work: Callable[[int], bool]) -> None:
+        self._count = count
+        self._work = work
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._runners_left = runners
+        self._ended = threading.Event()
+        self._stopped = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """One lane's share. Stops everybody at the first error, or when ``work`` returns False."""
+        try:
+            while not self._stopped:
+                number = next(self._numbers)
+                if number >= self._count:
+                    break
+                if not self._work(number):
+                    self._stopped = True
+        except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
+            with self._lock:
+                self.error = self.error or error
+            self._stopped = True
+        finally:
+            with self._lock:
+                self._runners_left -= 1
+                last = not self._runners_left
+            if last:
+                self._ended.set()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when all lanes are done with it; raises their first error, or DeadlinePassed."""
+        if not self._ended.wait(deadline.left_s()):
+            self.stop()
+            raise DeadlinePassed("the root did not answer in time; check the mount (kvstore check-root)")
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """Nothing more of it is begun."""
+        self._stopped = True
+
+
+class Lanes:
+    """A fixed number of threads with one bounded queue."""
+
+    def __init__(self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock) -> None:
+        self._clock = clock
+        self._width = width
+        self._queue_max = queue_max
+        self._stall_s = stall_s
+        self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._busy_since_s: list[float | None] = [None] * count
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"kvstore-lane-{lane}", daemon=True)
+            for lane in range(count)
+        ]
+        self._closed = False
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, count: int, work: Callable[[int], bool]) -> Batch:
+        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
+
+        Raises Overloaded when too much waits already, Unavailable at once when the root hangs.
+        """
+        if self._closed:
+            raise Unavailable("the store is closed: open it again")
+        if self.stalled:
+            raise Unavailable("the root does not answer: every lane waits for it; check the mount")
+        if self._queue.qsize() >= self._queue_max:
+            raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
+        runners = min(count, self._width)
+        batch = Batch(count, runners, work)
+        if not runners:
+            batch._ended.set()
+        for _ in range(runners):
+            self._queue.put(batch)
+        return batch
+
+    def each(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
+        """``start`` and ``wait``."""
+        self.start(count, work).wait(deadline)
+
+    def run(self, work: Callable[[], T], deadline: Deadline) -> T:
+        """The result of one call, made on a lane. Raises what it raises, or DeadlinePassed."""
+        results: list[T] = []
+
+        def only(_: int) -> bool:
+            results.append(work())
+            return True
+
+        self.each(1, only, deadline)
+        return results[0]
+
+    @property
+    def stalled(self) -> bool:
+        """Whether every lane has been in one call for longer than ``stall_s``."""
+        limit = self._clock.monotonic_s() - self._stall_s
+        return all(since is not None and since < limit for since in self._busy_since_s)
+
+    @property
+    def waiting_count(self) -> int:
+        """Batches waiting for a lane."""
+        return self._queue.qsize()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Ends the idle lanes; one stuck in a call ends with the process."""
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        limit = self._clock.monotonic_s() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, limit - self._clock.monotonic_s()))
+
+    def _serve(self, lane: int) -> None:
+        while True:
+            batch = self._queue.get()
+            if batch is None:
+                return
+            self._busy_since_s[lane] = self._clock.monotonic_s()
+            batch.run()
+            self._busy_since_s[lane] = None
+            del batch  # while this lane waits for the next one, nobody's arrays hang on it

@@ -1,0 +1,113 @@
+"""Reading a held prefix layer by layer, the next layer being read while the engine uses this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.errors import HoldBroken, KVStoreError
+from kvstore.format.header import Header, expected_chunk
+from kvstore.node.chunks import Chunks
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.results import LayerMemory
+from kvstore.root.interface import Reader
+
+
+class LayerReader:
+    """The open files of one layer-by-layer read, up to a limit; the others are opened again for each layer."""
+
+    def __init__(self, chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, count: int, files_max: int):
+        self._chunks = chunks
+        self._lanes = lanes
+        self._counters = counters
+        self._chain = chain
+        self._count = count
+        self._files_max = files_max
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[Reader, Header]] = {}
+        self._closed = False
+        self.lost_at = count
+        """The first chunk that could not be read; all before it are good."""
+
+    def read(
+        self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
+    ) -> Iterator[tuple[int, LayerMemory]]:
+        """Yields each layer once it is in ``memory(layer)``, verified.
+
+        Raises HoldBroken where a chunk was lost: what was yielded holds for the tokens before it.
+        """
+        borrowed = Borrowed()
+        layers = self._chain.namespace.layout.layers
+        try:
+            following = self._start(0, memory(0), borrowed)
+            for layer in range(layers):
+                current = following
+                self._wait(current[0], deadline())
+                if layer + 1 < layers:
+                    following = self._start(layer + 1, memory(layer + 1), borrowed)
+                yield layer, current[1]
+        finally:
+            borrowed.withdraw()
+            self.close()
+
+    def close(self) -> None:
+        """Closes all files; idempotent."""
+        with self._lock:
+            self._closed = True
+            readers = [reader for reader, _ in self._open.values()]
+            self._open.clear()
+        for reader in readers:
+            reader.close()
+
+    def _start(self, layer: int, memory: LayerMemory, borrowed: Borrowed) -> tuple[Batch, LayerMemory]:
+        size = self._chain.namespace.layout.section_bytes
+
+        def work(index: int) -> bool:
+            part = slice(index * size, (index + 1) * size)
+            try:
+                intact = self._read_part(index, layer, [memory.k[part], memory.v[part]], borrowed)
+            except KVStoreError:
+                self._counters.add("miss_unreadable")
+                intact = False
+            if not intact:
+                with self._lock:
+                    self.lost_at = min(self.lost_at, index)
+            return intact
+
+        return self._lanes.start(self._count, work), memory
+
+    def _wait(self, batch: Batch, deadline: Deadline) -> None:
+        size = self._chain.namespace.layout.chunk_tokens
+        try:
+            batch.wait(deadline)
+        except DeadlinePassed as late:
+            self._counters.add("miss_deadline")
+            raise HoldBroken(f"a layer was not read in time: compute all tokens again ({late})", 0) from late
+        if self.lost_at < self._count:
+            raise HoldBroken(
+                f"the chunk of tokens {self.lost_at * size} to {(self.lost_at + 1) * size} was lost while its layers "
+                f"were read: compute from token {self.lost_at * size} on",
+                self.lost_at * size,
+            )
+
+    def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
+        expected = expected_chunk(self._chain, index)
+        with self._lock:
+            opened = self._open.pop(index, None)  # taken out: one thread at a time uses a reader
+        opened = opened or self._chunks.open(expected)
+        if opened is None:
+            return False
+        reader, header = opened
+        try:
+            return self._chunks.read_range(reader, header, expected, 2 * layer, sections, borrowed)
+        finally:
+            with self._lock:
+                keep = not self._closed and len(self._open) < self._files_max
+                if keep:
+                    self._open[index] = opened
+            if not keep:
+                reader.close()

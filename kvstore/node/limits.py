@@ -1,0 +1,54 @@
+"""Every limit and timing of a node in one place, with the relations between them checked once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from kvstore.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a node allows itself. Raises InvalidRequest where a value or a relation makes no sense."""
+
+    match_deadline_s: float = 5.0
+    """A match that takes longer is a miss."""
+    read_deadline_s: float = 15.0
+    """A read that takes longer is a miss; the memory it was to fill is not touched afterwards."""
+    write_deadline_s: float = 30.0
+    """A put that takes longer is shed: Unavailable, and what was published stays."""
+    meta_deadline_s: float = 5.0
+    """A call to etcd."""
+    stall_s: float = 5.0
+    """When every lane has been in one file-system call for this long, the root counts as hung: calls fail at once."""
+    lanes: int = 16
+    """Threads that do file-system calls."""
+    width: int = max(2, min(8, os.cpu_count() or 2))
+    """Lanes that one request may use at once."""
+    queue_max: int = 1024
+    """Requests waiting for a lane; more are refused with Overloaded."""
+    known_max: int = 1_000_000
+    """Addresses remembered as present (about 100 bytes each)."""
+    quantum_s: int = 60
+    """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
+    hold_max_s: float = 300.0
+    """A hold ends by itself after this time."""
+    holds_max: int = 100_000
+    """Holds alive at once."""
+    refresh_queue_max: int = 4096
+    """Chains waiting to have their recency renewed; more are dropped and counted."""
+    open_files_max: int = 256
+    """Files that one layer-by-layer read keeps open."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) <= 0:
+                raise InvalidRequest(f"limit {each.name}={getattr(self, each.name)!r}: expected more than 0")
+        if self.width > self.lanes:
+            raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more than all")
+        if self.hold_max_s < self.read_deadline_s:
+            raise InvalidRequest(
+                f"hold_max_s={self.hold_max_s} is under read_deadline_s={self.read_deadline_s}: "
+                "a hold must outlast the read it protects"
+            )

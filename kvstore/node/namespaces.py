@@ -1,0 +1,120 @@
+"""Namespaces on the root: who may use a name with which layout, and what each digest in a chunk file means.
+
+The records make chunk files understandable without etcd, and they are the claim itself where there is no etcd.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+
+from kvstore.buffers import Borrowed
+from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.recency import NS_PER_S
+from kvstore.root.interface import Root
+from kvstore.sources import Clock
+
+RECORD_BYTES_MAX = 1 << 20
+
+
+class NamespaceRecords:
+    """The records of one root; called on lanes only."""
+
+    def __init__(self, root: Root, session: Callable[[], bytes], numbers: Iterator[int], clock: Clock) -> None:
+        self._root = root
+        self._session = session
+        self._numbers = numbers
+        self._clock = clock
+
+    def claim(self, namespace: Namespace) -> None:
+        """Claims (tenant, name) for this layout, or confirms it, and records the namespace.
+
+        First writer wins, as for chunks. Raises LayoutMismatch where the name has another layout already.
+        """
+        claim = json.dumps(
+            {"name": namespace.name, "tenant": namespace.tenant, "layout": namespace.layout.to_dict()}, sort_keys=True
+        ).encode()
+        name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
+        _check(namespace, name, self._write_once(name, claim))
+        self._write_once(places.namespace_record(namespace.digest), namespace.to_json())
+
+    def check(self, namespace: Namespace) -> None:
+        """Raises LayoutMismatch where the name is claimed for another layout; claims nothing."""
+        name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
+        found = self._read(name)
+        if found is not None:
+            _check(namespace, name, found)
+
+    def find(self, digest: NamespaceDigest) -> Namespace | None:
+        """The namespace with this digest, if it was ever recorded here."""
+        raw = self._read(places.namespace_record(digest))
+        if raw is None:
+            return None
+        namespace = Namespace.from_json(raw)
+        return namespace if namespace.digest == digest else None
+
+    def list(self) -> list[Namespace]:
+        """All namespaces recorded on this root; unreadable records are left out (``fsck`` names them)."""
+        found = []
+        for entry in self._root.list(places.NAMESPACES):
+            if entry.stat is None or not entry.name.endswith(".json"):
+                continue
+            raw = self._read(Name(f"{places.NAMESPACES}/{entry.name}"))
+            try:
+                if raw is not None:
+                    found.append(Namespace.from_json(raw))
+            except InvalidRequest:
+                continue
+        return sorted(found, key=lambda each: (each.tenant, each.name, each.fingerprint, each.attributes))
+
+    def _write_once(self, name: Name, record: bytes) -> bytes:
+        """The record under ``name``: this one if there was none, else the one that is there."""
+        found = self._read(name)
+        if found is not None:
+            return found
+        staged = places.staged(self._session(), next(self._numbers))
+        stamp = int(self._clock.now_s()) * NS_PER_S
+        try:
+            self._root.stage(staged, [memoryview(record)], stamp_ns=stamp, durable=True)
+            self._root.publish(staged, name, durable=True)
+        except BaseException:
+            self._root.discard(staged)
+            raise
+        found = self._read(name)
+        return record if found is None else found
+
+    def _read(self, name: Name) -> bytes | None:
+        reader = self._root.open(name)
+        if reader is None:
+            return None
+        with reader:
+            raw = bytearray(min(reader.stat.size_bytes, RECORD_BYTES_MAX))
+            count = reader.read([memoryview(raw)], 0, Borrowed())
+            return bytes(raw[:count])
+
+
+def claim_key(tenant: str, name: str) -> bytes:
+    """A digest of tenant and name, for use in file names and keys of any alphabet and length."""
+    packed = json.dumps([tenant, name]).encode()
+    return hashlib.blake2b(packed, digest_size=16, person=b"kvstore.claim.1").digest()
+
+
+def _check(namespace: Namespace, name: Name, claim: bytes) -> None:
+    existing = _layout_of(name, claim)
+    if existing != namespace.layout:
+        raise LayoutMismatch(
+            f"namespace {namespace.name!r} (tenant {namespace.tenant!r}) exists with {existing}, "
+            f"but {namespace.layout} was asked for: use the same layout, or another name"
+        )
+
+
+def _layout_of(name: Name, record: bytes) -> Layout:
+    try:
+        return Layout.from_dict(json.loads(record)["layout"])
+    except (ValueError, KeyError, TypeError, InvalidRequest) as cause:
+        raise RootMismatch(f"{name} on the root is damaged: run kvstore fsck --repair ({cause})") from cause

@@ -1,0 +1,84 @@
+"""From a URL to a member: opens the root, checks that it is the right one, joins the cluster if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.presence import Presence
+from kvstore.meta.roots import bind_root, bound_root
+from kvstore.meta.session import Session
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Lanes
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.node import Node
+from kvstore.root.identity import RootId, RootIdentity, create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.open import open_root
+from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+T = TypeVar("T")
+
+
+def open_member(
+    url: str,
+    etcd: str | Sequence[str] | None = None,
+    *,
+    durable: bool = False,
+    limits: Limits | None = None,
+    etcd_tls: EtcdTls | None = None,
+    etcd_user: EtcdUser | None = None,
+    root_options: Mapping[str, Any] | None = None,
+    create: bool = True,
+    clock: Clock | None = None,
+    ids: Ids | None = None,
+) -> Member:
+    """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
+    limits, clock, ids = limits or Limits(), clock or SystemClock(), ids or RandomIds()
+    with ExitStack() as undo:
+        meta: Meta = MemoryMeta(clock=clock)
+        if etcd:
+            meta = EtcdMeta(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
+        undo.callback(meta.close)
+        root = _on_a_lane(lambda: open_root(url, root_options), limits, clock)
+        undo.callback(root.close)
+        known = bound_root(meta, root.url) if etcd else None
+        identity = _on_a_lane(
+            lambda: create_or_open(root, ids, create=create, expect=RootId(known) if known else None), limits, clock
+        )
+        if etcd:
+            bind_root(meta, root.url, identity.root)
+        member = join(root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids)
+        undo.pop_all()
+        return member
+
+
+def join(
+    root: Root, identity: RootIdentity, meta: Meta, *, durable: bool, limits: Limits, clock: Clock, ids: Ids
+) -> Member:
+    """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable."""
+    presence = Presence(meta, Keys(identity.root), clock=clock, ids=ids)
+    sessions = [ids.fresh()]
+
+    def began(session: Session) -> None:
+        sessions[0] = session.id  # never staged under before: rule W2
+
+    presence.attach(began)
+    presence.start(wait_s=limits.meta_deadline_s)
+    node = Node(root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids)
+    return Member(node, meta, presence)
+
+
+def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:
+    """Does something with the root on a lane of its own, because even looking at a dead mount may never return."""
+    lanes = Lanes(1, 1, 1, limits.stall_s, clock)
+    try:
+        return lanes.run(work, Deadline(clock, limits.write_deadline_s))
+    finally:
+        lanes.close(timeout_s=0.0)

@@ -1,0 +1,124 @@
+"""One put: chunks are staged by several lanes at once and published parents first.
+
+The order matters because a match finds the end of a cached prefix by bisection: a chunk must never be visible before
+its parent.  So staging (the bytes) runs in parallel, and whoever completes the next chunk in order publishes it and
+all that wait behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvstore.address import Chain
+from kvstore.buffers import Pieces
+from kvstore.errors import KVStoreError
+from kvstore.format.header import expected_chunk
+from kvstore.node.chunks import Chunks, Staged
+from kvstore.results import PutResult
+
+Source = Callable[[int], Pieces]
+"""The sections of a chunk, by its index in the chain: views of the caller's memory."""
+
+
+class Publication:
+    """The chunks from ``first`` on of one chain on their way into the store; ``add`` may be called by many threads."""
+
+    def __init__(self, chunks: Chunks, chain: Chain, first: int, durable: bool) -> None:
+        self._chunks = chunks
+        self._chain = chain
+        self._first = first
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._ready: dict[int, Staged | None] = {}
+        self._next = first
+        self._publishing = False
+        self._abandoned = False
+        self._written = 0
+        self._bytes_written = 0
+
+    def find(self, index: int) -> bool:
+        """Whether chunk ``index`` is in the store already; then it needs no bytes."""
+        expected = expected_chunk(self._chain, index)
+        if self._chunks.is_present(expected):
+            self._completed(index, None)
+            return True
+        return False
+
+    def add(self, index: int, sections: Pieces) -> None:
+        """Stages chunk ``index`` and publishes all whose parents are published."""
+        expected = expected_chunk(self._chain, index)
+        staged = self._chunks.stage(expected, sections, self._durable)
+        if self._chunks.root.traits.ordered_publish:
+            self._completed(index, staged)
+        elif self._abandoned:
+            self._chunks.discard(staged)
+        else:
+            # Publishing is the upload itself here; in order it would be one at a time. A child that is visible
+            # before its parent is only unreachable until the parent is there.
+            self._publish(staged)
+            self._completed(index, None)
+
+    def abandon(self) -> None:
+        """Nothing more is published; what is staged is removed. Idempotent."""
+        with self._lock:
+            self._abandoned = True
+            waiting = [staged for staged in self._ready.values() if staged]
+            self._ready = {index: None for index, staged in self._ready.items() if not staged}
+        for staged in waiting:
+            self._chunks.discard(staged)
+
+    def result(self) -> PutResult:
+        """What was done so far."""
+        with self._lock:
+            done = self._next - self._first
+            return PutResult(
+                tokens_present=self._next * self._chain.namespace.layout.chunk_tokens,
+                chunks_written=self._written,
+                chunks_found=max(0, done - self._written),
+                bytes_written=self._bytes_written,
+            )
+
+    def _completed(self, index: int, staged: Staged | None) -> None:
+        """Decides under the lock who publishes; publishes outside it."""
+        with self._lock:
+            abandoned = self._abandoned
+            if not abandoned:
+                self._ready[index] = staged
+                if self._publishing:
+                    return  # whoever publishes now takes this one too
+                self._publishing = True
+        if not abandoned:
+            self._publish_ready()
+        elif staged:
+            # The caller gave up while these bytes were being written: they may have changed since, so they must
+            # never get a name.
+            self._chunks.discard(staged)
+
+    def _publish_ready(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._next not in self._ready:
+                        self._publishing = False
+                        return
+                    staged = self._ready.pop(self._next)
+                if staged:
+                    self._publish(staged)
+                with self._lock:
+                    self._next += 1
+        except BaseException:
+            with self._lock:
+                self._publishing = False
+            raise
+
+    def _publish(self, staged: Staged) -> None:
+        try:
+            won = self._chunks.publish(staged, self._durable)
+        except KVStoreError:
+            self._chunks.discard(staged)
+            raise
+        if won:
+            with self._lock:
+                self._written += 1
+                self._bytes_written += staged.expected.payload_bytes

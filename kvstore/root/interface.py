@@ -1,0 +1,143 @@
+"""What the store needs of a shared root: ten operations on names, the same for a mount, an object store and memory.
+
+The truth about which chunks exist is here.  Every implementation passes one conformance suite; retries, limits and faults
+are wrappers, never cases inside.
+
+Errors: a missing file is a value (None or False).  ENOENT, ESTALE and ENOTCONN count as missing, because on a distributed
+file system that is how a file that another host deleted looks.  Anything else is raised as one of ``kvstore.errors``:
+Overloaded (no space, over quota), PermissionDenied (read-only, not allowed) or Unavailable (I/O error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.format.places import Name
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a root can do; where it cannot, the store has a slower or weaker way and says so."""
+
+    exclusive_publish: bool
+    """Of several writers of one name exactly one wins. Without it the last one wins, with equal content or a miss."""
+    ordered_publish: bool
+    """Publishing is cheap next to staging, so chunks are published strictly parents first."""
+    touch: bool
+    """The mtime of a file can be set."""
+    mapped: bool
+    """Files can be mapped into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What the root knows of a file without opening it."""
+
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a folder; ``name`` is its last part. ``stat`` is None for a folder."""
+
+    name: str
+    stat: Stat | None
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on what holds the root; None where nobody can tell (object stores)."""
+
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+class Reader(Protocol):
+    """An open file; used by one thread at a time. Close it, or use it as a context."""
+
+    stat: Stat
+
+    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+        """Fills ``pieces`` from ``offset`` on; returns the bytes read, fewer at the end of the file or if it vanished.
+
+        Writes into ``pieces`` only inside ``borrowed.writing()``, and never in a step that may block on the device.
+        """
+        ...
+
+    def map(self) -> memoryview | None:
+        """The whole file as read-only memory that stays valid after close; None where it vanished."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+    def __enter__(self) -> Reader: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Root(Protocol):
+    """A shared root. Methods may block on the device for ever: only ``Lanes`` calls them, with a deadline."""
+
+    url: str
+    traits: Traits
+
+    def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
+        """Writes a new file that nobody else sees yet, with mtime ``stamp_ns``; ``durable`` syncs it.
+
+        Makes the folder. The name must not have been used before (rule W2). On an error nothing of it is left behind
+        that ``discard`` would not remove.
+        """
+        ...
+
+    def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
+        """Gives a staged file its final name if nobody has it: first writer wins (rule W1). Never replaces.
+
+        True if this one won, False if the name was taken. The staged name is gone afterwards.
+        """
+        ...
+
+    def discard(self, staged: Name) -> None:
+        """Removes a staged file, as far as it exists."""
+        ...
+
+    def open(self, name: Name) -> Reader | None:
+        """Opens a file for reading; None where there is none."""
+        ...
+
+    def stat(self, name: Name) -> Stat | None:
+        """Size and mtime; None where there is none."""
+        ...
+
+    def touch(self, name: Name, stamp_ns: int) -> bool:
+        """Sets the mtime; False where the file is gone or the root cannot."""
+        ...
+
+    def move(self, source: Name, name: Name) -> bool:
+        """Renames a file to a name that nobody else uses, making its folder; False where the source is gone."""
+        ...
+
+    def remove(self, name: Name) -> bool:
+        """Deletes a file; False where there was none."""
+        ...
+
+    def remove_folder(self, name: Name) -> bool:
+        """Deletes an empty folder; False where it is not empty. A folder that does not exist counts as deleted."""
+        ...
+
+    def list(self, folder: Name) -> Iterator[Entry]:
+        """The entries of a folder in no order, streamed; nothing where there is no such folder."""
+        ...
+
+    def space(self) -> Space:
+        """Total and free room."""
+        ...
+
+    def close(self) -> None:
+        """Releases connections; idempotent."""
+        ...

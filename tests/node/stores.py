@@ -1,0 +1,85 @@
+"""Stores for tests: a member over any root, small layouts, and KV whose bytes follow from the tokens before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.meta.memory import MemoryMeta
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import Clock, RandomIds, SystemClock
+
+TINY = Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
+SMALL = Layout(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
+
+
+class SetClock:
+    """Wall time that a test sets; monotonic time is real, since lanes wait on it."""
+
+    def __init__(self, now_s: float) -> None:
+        self.wall_s = now_s
+
+    def now_s(self) -> float:
+        return self.wall_s
+
+    def monotonic_s(self) -> float:
+        return SystemClock().monotonic_s()
+
+
+def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = None, durable: bool = False) -> Member:
+    """A member of its own metadata on ``root``."""
+    clock, ids = clock or SystemClock(), RandomIds()
+    identity = create_or_open(root, ids)
+    meta = MemoryMeta(clock=clock)
+    return join(root, identity, meta, durable=durable, limits=limits or Limits(), clock=clock, ids=ids)
+
+
+def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:
+    """A store on ``root``, closed like any other."""
+    opened = PosixRoot(root) if isinstance(root, Path) else root
+    return Store(LocalPort(member_on(opened, limits, clock)))
+
+
+def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: bytes = b"") -> npt.NDArray[Any]:
+    """KV that the tokens determine, each chunk by all tokens up to its end; so no two prefixes have equal bytes."""
+    ids = np.asarray(tokens, dtype="<u4")
+    array = np.empty(layout.shape(len(ids)), layout.numpy_dtype)
+    raw = array.view(np.uint8)
+    for start in range(0, len(ids), layout.chunk_tokens):
+        part = ids[: start + layout.chunk_tokens]
+        digest = hashlib.blake2b(seed + part.tobytes(), digest_size=8).digest()
+        stop = min(start + layout.chunk_tokens, len(ids))
+        shape = raw[:, :, start:stop].shape
+        generator = np.random.default_rng(int.from_bytes(digest, "little"))
+        raw[:, :, start:stop] = generator.integers(0, 256, shape, dtype=np.uint8)
+    return array
+
+
+def same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
+    """Bit for bit equal, NaNs included."""
+    return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def chunk_files(root: Path) -> list[Path]:
+    """All published chunk files under a root."""
+    return sorted((root / "chunks").glob("*/*"))
+
+
+def counted(store: Store, name: str, action: Callable[[], object]) -> int:
+    """By how much a counter rises during ``action``."""
+    before = store.stats().get(name, 0)
+    action()
+    return int(store.stats().get(name, 0) - before)

@@ -1,0 +1,273 @@
+"""Every damage to a chunk file is a miss, counted, set aside, and repaired by the next put."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import Layout
+from kvstore.client import Cache, Store
+from kvstore.errors import HoldBroken
+from kvstore.format.checksum import checksum
+from kvstore.layout import DTYPES
+from tests.node.stores import TINY, chunk_files, counted, kv_of, same, store_on
+
+Spoil = Callable[[bytes], bytes]
+
+
+@pytest.fixture
+def store(tmp_root: Path) -> Iterator[Store]:
+    with store_on(tmp_root) as opened:
+        yield opened
+
+
+def the_file(root: Path) -> Path:
+    (file,) = chunk_files(root)
+    return file
+
+
+def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Path, spoil: Spoil) -> None:
+    """One chunk, spoiled: each way of reading misses it, and the next put makes it whole."""
+    tokens = np.arange(cache.layout.chunk_tokens)
+    kv = kv_of(cache.layout, tokens)
+    whole = file.read_bytes()
+    spoiled = spoil(whole)
+    assert spoiled != whole
+    file.write_bytes(spoiled)
+    missed = counted(store, "miss_damaged", lambda: cache.get(tokens))
+    assert missed == 1
+    assert cache.get(tokens)[0] == 0
+    assert cache.match(tokens) == 0
+    assert not file.exists(), "set aside before anybody hears of it"
+    assert cache.put(tokens, kv).chunks_written == 1
+    count, found = cache.get(tokens)
+    assert count == len(tokens) and same(found, kv)
+    for aside in (root / "quarantine").iterdir():
+        aside.unlink()
+
+
+def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cache.put(tokens, kv)
+    file = the_file(tmp_root)
+    whole = bytearray(file.read_bytes())
+    for position in range(len(whole)):
+        spoiled = whole.copy()
+        spoiled[position] ^= 1 << position % 8
+        file.write_bytes(spoiled)
+        assert cache.get(tokens)[0] == 0, f"byte {position}"
+        assert not file.exists()
+        assert cache.put(tokens, kv).chunks_written == 1
+        whole = bytearray(file.read_bytes())  # another incarnation
+    assert store.stats()["miss_damaged"] == len(whole)
+    assert same(cache.get(tokens)[1], kv)
+
+
+def test_each_length_truncated_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cache.put(tokens, kv)
+    file = the_file(tmp_root)
+    size = file.stat().st_size
+    for length in range(size):
+        with file.open("r+b") as opened:
+            opened.truncate(length)
+        # The put alone finds it, by its size, without a read before it.
+        assert cache.put(tokens, kv).chunks_written == 1, f"length {length}"
+        assert same(cache.get(tokens)[1], kv)
+    assert store.stats()["damage_size"] == size
+
+
+@pytest.mark.parametrize(
+    ("how", "spoil"),
+    [
+        ("zero-filled", lambda whole: bytes(len(whole))),
+        ("payload zero-filled", lambda whole: whole[:4096] + bytes(len(whole) - 4096)),
+        ("empty", lambda whole: b""),
+        ("longer", lambda whole: whole + b"\0"),
+        ("doubled", lambda whole: whole * 2),
+        ("sections exchanged", lambda whole: whole[:4096] + whole[4112:4128] + whole[4096:4112] + whole[4128:]),
+        ("another format version's", lambda whole: resealed(whole, 8, struct.pack("<H", 2))),
+        ("another checksum algorithm's", lambda whole: resealed(whole, 10, b"\x07")),
+        ("another address algorithm's", lambda whole: resealed(whole, 11, b"\x07")),
+        ("another kind's", lambda whole: resealed(whole, 12, b"\x01")),
+        ("another depth's", lambda whole: resealed(whole, 20, struct.pack("<I", 9))),
+        ("other tokens'", lambda whole: resealed(whole, 128, struct.pack("<I", 77))),
+    ],
+)
+def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(
+    store: Store, tmp_root: Path, how: str, spoil: Spoil
+) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(TINY.chunk_tokens)
+    cache.put(tokens, kv_of(TINY, tokens))
+    assert_missed_and_repaired(store, cache, tmp_root, the_file(tmp_root), spoil)
+
+
+def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
+    """With a header field changed and the header's checksum made right again."""
+    header = bytearray(whole[:4096])
+    header[offset : offset + len(value)] = value
+    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
+    return bytes(header) + whole[4096:]
+
+
+def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(4 * TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cache.put(tokens, kv)
+    first, second, *_ = chunk_files(tmp_root)
+    held = first.read_bytes()
+    shutil.copyfile(second, first)
+    second.write_bytes(held)
+    assert cache.get(tokens)[0] < len(tokens)
+    # Two files are damaged, and a read stops at the first: each round of get and put repairs at least one.
+    for _ in range(2):
+        cache.put(tokens, kv)
+        count, found = cache.get(tokens)
+        assert same(found, kv[:, :, :count])
+    cache.put(tokens, kv)
+    count, found = cache.get(tokens)
+    assert count == len(tokens) and same(found, kv)
+
+
+def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
+    tokens = np.arange(TINY.chunk_tokens)
+    ours, theirs = store.namespace("m", TINY, tenant="a"), store.namespace("m", TINY, tenant="b")
+    ours.put(tokens, kv_of(TINY, tokens))
+    file = the_file(tmp_root)
+    theirs.put(tokens, kv_of(TINY, tokens, b"other"))
+    (foreign,) = set(chunk_files(tmp_root)) - {file}
+    assert_missed_and_repaired(store, ours, tmp_root, file, lambda _: foreign.read_bytes())
+
+
+def test_same_tokens_after_another_prefix_are_another_chunk(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    size = TINY.chunk_tokens
+    tail = np.arange(100, 100 + size)
+    one, two = np.concatenate([np.arange(size), tail]), np.concatenate([np.arange(size) + 50, tail])
+    cache.put(one, kv_of(TINY, one))
+    assert cache.match(two) == 0
+    cache.put(two, kv_of(TINY, two))
+    assert same(cache.get(one)[1], kv_of(TINY, one))
+    assert same(cache.get(two)[1], kv_of(TINY, two))
+
+
+def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(5 * TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    written = {}
+    for end in range(TINY.chunk_tokens, len(tokens) + 1, TINY.chunk_tokens):
+        before = set(chunk_files(tmp_root)) if written else set()
+        cache.put(tokens[:end], kv[:, :, :end])
+        (written[end],) = set(chunk_files(tmp_root)) - before
+    third = written[3 * TINY.chunk_tokens]
+    spoiled = bytearray(third.read_bytes())
+    spoiled[-1] ^= 0xFF
+    third.write_bytes(spoiled)
+    count, found = cache.get(tokens)
+    assert count == 2 * TINY.chunk_tokens and same(found, kv[:, :, :count])
+    assert cache.match(tokens) == count, "the hole is known from now on"
+    result = cache.put(tokens, kv)
+    assert (result.chunks_written, result.chunks_found) == (1, 4)
+    assert same(cache.get(tokens)[1], kv)
+
+
+def test_views_verify_before_they_are_handed_out(store: Store, tmp_root: Path) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(2 * TINY.chunk_tokens)
+    cache.put(tokens, kv_of(TINY, tokens))
+    for file in chunk_files(tmp_root):
+        spoiled = bytearray(file.read_bytes())
+        spoiled[4096 + 3] ^= 4
+        file.write_bytes(spoiled)
+    with cache.hold(tokens) as hold:
+        assert hold.tokens == len(tokens)
+        assert hold.view() == []
+    assert store.stats()["damage_section_checksum"] >= 1
+
+
+@pytest.mark.parametrize("section", range(TINY.section_count))
+def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, section: int) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cache.put(tokens, kv)
+    file = the_file(tmp_root)
+    spoiled = bytearray(file.read_bytes())
+    spoiled[4096 + section * TINY.section_bytes] ^= 1
+    file.write_bytes(spoiled)
+    seen = []
+    with cache.hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
+        for layer, k, v in hold.layers():
+            assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+            seen.append(layer)
+    assert seen == list(range(section // 2))
+    assert broken.value.tokens_valid == 0
+    assert cache.put(tokens, kv).chunks_written == 1
+
+
+@given(
+    layout=st.builds(
+        Layout,
+        layers=st.integers(1, 4),
+        kv_heads=st.integers(1, 3),
+        head_dim=st.integers(1, 33),
+        dtype=st.sampled_from(sorted(DTYPES)),
+        chunk_tokens=st.integers(1, 40),
+    ),
+    chunks=st.integers(1, 5),
+    data=st.data(),
+)
+def test_random_damage_on_random_layouts_never_gives_wrong_bytes(layout: Layout, chunks: int, data: st.DataObject) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        with store_on(Path(folder)) as store:
+            cache = store.namespace("m", layout)
+            tokens = np.arange(chunks * layout.chunk_tokens + data.draw(st.integers(0, layout.chunk_tokens - 1)))
+            kv = kv_of(layout, tokens)
+            cache.put(tokens, kv)
+            files = chunk_files(Path(folder))
+            assert len(files) == chunks
+            for file in data.draw(st.lists(st.sampled_from(files), unique=True, min_size=1)):
+                whole = file.read_bytes()
+                file.write_bytes(spoil(data, whole, [other.read_bytes() for other in files if other != file]))
+            out = np.zeros_like(kv)
+            count = cache.get(tokens, out=out)
+            assert count < len(tokens) and same(out[:, :, :count], kv[:, :, :count])
+            for _ in range(chunks):  # a read finds the first damage of a chain; so each round repairs one at least
+                cache.put(tokens, kv)
+                count = cache.get(tokens, out=out)
+                assert same(out[:, :, :count], kv[:, :, :count])
+            cache.put(tokens, kv)
+            assert cache.get(tokens, out=out) == chunks * layout.chunk_tokens
+
+
+def spoil(data: st.DataObject, whole: bytes, others: list[bytes]) -> bytes:
+    """Damage of some kind; never the same bytes."""
+    kind = data.draw(st.sampled_from(["flip", "truncate", "zeros", "other", "garbage", "overwrite"]))
+    if kind == "other" and others:
+        return data.draw(st.sampled_from(others))
+    if kind == "truncate":
+        return whole[: data.draw(st.integers(0, len(whole) - 1))]
+    if kind == "zeros":
+        return bytes(len(whole))
+    if kind == "garbage":
+        return data.draw(st.binary(max_size=200)) + b"!"
+    position = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[position] ^= data.draw(st.integers(1, 255))
+    return bytes(flipped)

@@ -1,0 +1,256 @@
+"""A root that hangs, fails, fills up or turns read-only: every call ends in time, with a miss or the right error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client import Store
+from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, Delay, FaultyRoot, Hang, Missing, Rule, Torn
+from kvstore.root.posix import PosixRoot
+from tests.node.stores import SMALL, chunk_files, kv_of, same, store_on
+
+QUICK = Limits(
+    match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2
+)
+IN_TIME_S = 5.0
+"""A call's deadline here is 0.6 s at most; a busy machine may add to it, a call without a deadline would add for ever."""
+
+TOKENS = np.arange(6 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> FaultyRoot:
+    return FaultyRoot(PosixRoot(tmp_root))
+
+
+@pytest.fixture
+def store(root: FaultyRoot) -> Iterator[Store]:
+    opened = store_on(root, QUICK)
+    yield opened
+    root.set_rules([])
+    opened.close()
+
+
+class InTime:
+    """Asserts that a block ended within IN_TIME_S."""
+
+    def __enter__(self) -> None:
+        self.began_s = time.monotonic()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            assert time.monotonic() - self.began_s < IN_TIME_S
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_a_read_that_hangs_is_a_miss_and_never_writes_late(store: Store, root: FaultyRoot, operation: str) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    hang = Hang()
+    root.set_rules([Rule(operation, hang, nth=3)])
+    out = np.zeros_like(KV)
+    with InTime():
+        count = cache.get(TOKENS, out=out)
+    assert count < len(TOKENS) and same(out[:, :, :count], KV[:, :, :count])
+    assert hang.reached.is_set()
+    # The engine uses the memory for something else now; the read that wakes up must not touch it.
+    out[:] = 7
+    mine = out.copy()
+    root.set_rules([])
+    hang.release.set()
+    until = time.monotonic() + IN_TIME_S
+    while store.stats()["root_hangs"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert cache.get(TOKENS)[0] == len(TOKENS), "the store recovers by itself"
+    assert same(out, mine)
+    assert store.stats()["miss_deadline"] >= 1
+
+
+def test_a_match_that_hangs_is_a_miss(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    hang = Hang()
+    root.set_rules([Rule("stat", hang)])
+    with InTime():
+        assert cache.match(TOKENS) == 0
+    hang.release.set()
+    root.set_rules([])
+    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+@pytest.mark.parametrize("operation", ["stat", "stage", "publish"])
+def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
+    store: Store, root: FaultyRoot, tmp_root: Path, operation: str
+) -> None:
+    cache = store.namespace("m", SMALL)
+    hang = Hang()
+    root.set_rules([Rule(operation, hang, nth=2)])
+    kv = KV.copy()
+    with InTime(), pytest.raises(Unavailable, match="in time"):
+        cache.put(TOKENS, kv)
+    # The engine reuses the memory at once. What wakes up now must not publish what it finds there.
+    kv[:] = 0
+    root.set_rules([])
+    hang.release.set()
+    count, found = cache.get(TOKENS)
+    assert same(found, KV[:, :, :count])
+    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+    count, found = cache.get(TOKENS)
+    assert count == len(TOKENS) and same(found, KV)
+    assert store.stats()["miss_damaged"] == 0
+
+
+def test_when_every_lane_hangs_calls_fail_at_once_until_the_root_is_back(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS[:32], KV[:, :, :32])
+    hang = Hang()
+    root.set_rules([Rule("open", hang), Rule("stat", hang)])
+    for _ in range(QUICK.lanes):
+        cache.get(TOKENS[:32])
+    until = time.monotonic() + IN_TIME_S
+    while not store.stats()["root_hangs"] and time.monotonic() < until:
+        cache.get(TOKENS[:32])
+    assert store.stats()["root_hangs"] == 1
+    began_s = time.monotonic()
+    for _ in range(20):
+        assert cache.get(TOKENS[:32])[0] == 0
+        assert cache.match(TOKENS) <= 32
+        with pytest.raises(Unavailable, match="does not answer"):
+            cache.put(TOKENS, KV)
+    assert time.monotonic() - began_s < 20 * QUICK.read_deadline_s, "nobody waits for a root that is known to hang"
+    root.set_rules([])
+    hang.release.set()
+    until = time.monotonic() + IN_TIME_S
+    while store.stats()["root_hangs"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_closing_does_not_wait_for_a_root_that_hangs(root: FaultyRoot) -> None:
+    store = store_on(root, QUICK)
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    hang = Hang()
+    root.set_rules([Rule(operation, hang) for operation in ("open", "touch", "remove_folder")])
+    cache.get(TOKENS)
+    with InTime():
+        store.close()
+    hang.release.set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(ENOSPC, Overloaded), (EROFS, PermissionDenied), (EIO, Unavailable)],
+)
+@pytest.mark.parametrize("operation", ["stage", "publish"])
+def test_a_failing_put_says_why_and_keeps_what_was_published(
+    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: object, error: type[Exception]
+) -> None:
+    cache = store.namespace("m", SMALL)
+    root.set_rules([Rule(operation, fault, nth=4)])
+    with InTime(), pytest.raises(error, match=f"could not {operation}"):
+        cache.put(TOKENS, KV)
+    root.set_rules([])
+    count, found = cache.get(TOKENS)
+    assert count < len(TOKENS) and same(found, KV[:, :, :count])
+    assert not [file for file in (tmp_root / "staging").glob("*/*") if file.is_file()], "no torn files are left"
+    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+    assert store.stats()["put_failed"] == 1
+
+
+@pytest.mark.parametrize("operation", ["stat", "open", "read"])
+def test_io_errors_on_the_way_to_a_read_are_misses(store: Store, root: FaultyRoot, operation: str) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    cold_root = FaultyRoot(root.inner)
+    with store_on(cold_root, QUICK) as cold:
+        other = cold.namespace("m", SMALL)
+        cold_root.set_rules([Rule(operation, EIO)])
+        assert other.get(TOKENS)[0] == 0
+        assert cold.stats()["miss_unreadable"] >= 1
+    root.set_rules([Rule(operation, EIO, nth=3)])
+    out = np.zeros_like(KV)
+    count = cache.get(TOKENS, out=out)
+    assert same(out[:, :, :count], KV[:, :, :count])
+    root.set_rules([])
+    assert cache.get(TOKENS)[0] == len(TOKENS), "an I/O error does not set a good file aside"
+
+
+def test_a_chunk_that_vanishes_between_match_and_read_is_a_miss(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    with cache.hold(TOKENS) as hold:
+        root.set_rules([Rule("open", Missing(), nth=3)])
+        out = np.zeros_like(KV)
+        count = hold.read_into(out)
+        assert count < hold.tokens and same(out[:, :, :count], KV[:, :, :count])
+
+
+def test_a_torn_write_that_was_acknowledged_is_a_verified_miss(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    root.set_rules([Rule("stage", Torn(zeros=True), nth=2, times=1)])
+    cache.put(TOKENS, KV)
+    root.set_rules([])
+    count, found = cache.get(TOKENS)
+    assert count < len(TOKENS) and same(found, KV[:, :, :count])
+    cache.put(TOKENS, KV)
+    assert cache.get(TOKENS)[0] == len(TOKENS)
+
+
+def test_a_slow_root_is_only_slow(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    root.set_rules([Rule("stage", Delay(0.02)), Rule("open", Delay(0.02))])
+    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+    assert cache.get(TOKENS)[0] == len(TOKENS)
+
+
+def test_a_hold_past_its_time_may_not_be_read_any_more(store: Store) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    hold = cache.hold(TOKENS, ttl=0.05)
+    time.sleep(0.1)
+    with pytest.raises(HoldBroken, match="match again"):
+        hold.read_into(np.zeros_like(KV))
+    released = cache.hold(TOKENS)
+    released.release()
+    with pytest.raises(HoldBroken):
+        released.view()
+
+
+def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    hang = Hang()
+    with cache.hold(TOKENS) as hold:
+        root.set_rules([Rule("read", hang, nth=20)])
+        with InTime(), pytest.raises(HoldBroken, match="not read in time"):
+            for layer, k, _ in hold.layers():
+                assert same(k, KV[layer, 0])
+    hang.release.set()
+
+
+def test_a_damaged_file_on_a_read_only_root_is_a_miss_each_time(
+    store: Store, root: FaultyRoot, tmp_root: Path
+) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    for file in chunk_files(tmp_root):
+        spoiled = bytearray(file.read_bytes())
+        spoiled[5000] ^= 1
+        file.write_bytes(spoiled)
+    root.set_rules([Rule("move", EROFS)])
+    for _ in range(3):
+        assert cache.get(TOKENS)[0] == 0
+    assert store.stats()["quarantine_failed"] >= 3
+    root.set_rules([])
+    for _ in range(7):
+        cache.get(TOKENS)
+        cache.put(TOKENS, KV)
+    assert same(cache.get(TOKENS)[1], KV)
