@@ -7,8 +7,7 @@ System calls cannot be taken back, so every writer goes through ``Borrowed``, wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 ReadBuffer = bytes | bytearray | memoryview
 WriteBuffer = bytearray | memoryview
@@ -34,20 +33,21 @@ class Borrowed:
         self._users = 0
         self._withdrawn = False
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
+    def writing(self) -> Borrowed:
+        """A context around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
+        return self
+
+    def __enter__(self) -> None:
         with self._condition:
             if self._withdrawn:
                 raise Withdrawn
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._users -= 1
-                if not self._users:
-                    self._condition.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            self._users -= 1
+            if not self._users:
+                self._condition.notify_all()
 
     def check(self) -> None:
         """Raises Withdrawn once the caller took its memory back."""

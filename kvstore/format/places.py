@@ -44,9 +44,11 @@ def parse_chunk(file_name: str) -> tuple[Address, NamespaceId] | None:
     if not dot or len(address) != 2 * ADDRESS_BYTES or len(namespace) != 2 * NAMESPACE_ID_BYTES:
         return None
     try:
-        return Address(bytes.fromhex(address)), NamespaceId(bytes.fromhex(namespace))
+        found = Address(bytes.fromhex(address)), NamespaceId(bytes.fromhex(namespace))
     except ValueError:
         return None
+    # fromhex also takes spaces and upper case, which no name of ours has.
+    return found if f"{found[0].hex()}.{found[1].hex()}" == file_name else None
 
 
 def staging_folder(session: bytes) -> Name:

@@ -6,65 +6,100 @@ forgets it.  Being wrong costs a miss at the read, never a wrong byte.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address
+
+WAYS = 8
+BYTES_PER_ENTRY = 12
 
 
 class Known:
     """Address to the quantum in which it was last seen, and whether its recency was renewed in it.
 
-    Two generations instead of a linked list: when the younger is full the older is dropped, so that memory stays
-    bounded and a look-up is one or two dictionary reads.  Single operations on a dictionary are atomic, which is all
-    this needs.
+    A set-associative table of fixed size: the first 8 bytes of an address (a keyed hash, so evenly spread) choose a row
+    of 8 entries and are what is compared.  12 bytes an entry, all of them allocated at the start, so that a node's
+    memory does not depend on what passes through it.  A full row drops the entry seen longest ago.
+
+    Threads may race here: an entry can be lost or take over its neighbour's quantum, which costs a look-up or a miss.
     """
 
-    __slots__ = ("_generation_max", "_old", "_quantum_s", "_young")
+    __slots__ = ("_marks", "_mask", "_prints", "_quantum_s")
 
     def __init__(self, entries_max: int, quantum_s: int) -> None:
-        self._generation_max = max(1, entries_max // 2)
+        rows = 1 << max(0, (entries_max // WAYS).bit_length() - 1)
+        self._mask = rows - 1
         self._quantum_s = quantum_s
-        self._young: dict[Address, int] = {}
-        self._old: dict[Address, int] = {}
+        self._prints = np.zeros((rows, WAYS), np.uint64)
+        self._marks = np.zeros((rows, WAYS), np.uint32)
+        self._prints.fill(0)
+        self._marks.fill(0)
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return int(np.count_nonzero(self._marks))
 
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """Whether it was seen in this quantum or the one before."""
-        return self._seen(address) >> 1 >= quantum_start_s - self._quantum_s
+        return self._mark(address) >> 1 >= self._number(quantum_start_s) - 1
 
     def is_renewed(self, address: Address, quantum_start_s: int) -> bool:
         """Whether its recency is known to be of this quantum."""
-        seen = self._seen(address)
-        return bool(seen & 1) and seen >> 1 >= quantum_start_s
+        mark = self._mark(address)
+        return bool(mark & 1) and mark >> 1 >= self._number(quantum_start_s)
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool) -> None:
         """It was seen in this quantum; ``renewed`` if its stamp is of this quantum too."""
-        if len(self._young) >= self._generation_max and address not in self._young:
-            self._old, self._young = self._young, {}
-        renewed = renewed or self.is_renewed(address, quantum_start_s)
-        self._young[address] = quantum_start_s << 1 | renewed
+        row, at, mark = self._find(address)
+        number = self._number(quantum_start_s)
+        if at < 0:
+            at = int(self._marks[row].argmin())
+        elif mark & 1 and mark >> 1 >= number:
+            return
+        self._prints[row, at] = _print(address)
+        self._marks[row, at] = number << 1 | renewed
 
     def forget(self, address: Address) -> None:
         """It is not there, or not what it should be."""
-        self._young.pop(address, None)
-        self._old.pop(address, None)
+        row, at, _ = self._find(address)
+        if at >= 0:
+            self._marks[row, at] = 0
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._young, self._old = {}, {}
+        self._marks.fill(0)
 
-    def leading_count(self, addresses: tuple[Address, ...], quantum_start_s: int) -> int:
+    def leading_count(self, addresses: Sequence[Address], quantum_start_s: int) -> int:
         """How many leading addresses are remembered as present."""
-        oldest = (quantum_start_s - self._quantum_s) << 1
-        young, old = self._young, self._old
-        for count, address in enumerate(addresses):
-            seen = young.get(address)
-            if seen is None:
-                seen = old.get(address, -1)
-            if seen < oldest:
-                return count
-        return len(addresses)
+        if not addresses:
+            return 0
+        prints = np.frombuffer(b"".join(addresses), "<u8")[::2]
+        rows = (prints & np.uint64(self._mask)).astype(np.intp)
+        oldest = max(0, self._number(quantum_start_s) - 1) << 1
+        fresh = (self._prints[rows] == prints[:, None]) & (self._marks[rows] >= max(oldest, 1))
+        present: npt.NDArray[Any] = fresh.any(axis=1)
+        return len(addresses) if present.all() else int(present.argmin())
 
-    def _seen(self, address: Address) -> int:
-        seen = self._young.get(address)
-        return self._old.get(address, -1) if seen is None else seen
+    def _number(self, quantum_start_s: int) -> int:
+        """The quantum's number, small enough for 31 bits."""
+        return quantum_start_s // self._quantum_s
+
+    def _mark(self, address: Address) -> int:
+        return self._find(address)[2]
+
+    def _find(self, address: Address) -> tuple[int, int, int]:
+        """Row, place in it (-1 where it is not known) and mark."""
+        wanted = _print(address)
+        row = wanted & self._mask
+        prints, marks = self._prints[row].tolist(), self._marks[row].tolist()
+        for at, (found, mark) in enumerate(zip(prints, marks, strict=True)):
+            if found == wanted and mark:
+                return row, at, mark
+        return row, -1, 0
+
+
+def _print(address: Address) -> int:
+    return int.from_bytes(address[:8], "little")

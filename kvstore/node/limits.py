@@ -28,8 +28,8 @@ class Limits:
     """Lanes that one request may use at once."""
     queue_max: int = 1024
     """Requests waiting for a lane; more are refused with Overloaded."""
-    known_max: int = 1_000_000
-    """Addresses remembered as present (about 100 bytes each)."""
+    known_max: int = 1 << 20
+    """Addresses remembered as present, 12 bytes each, allocated at the start (a power of two, rounded down)."""
     quantum_s: int = 60
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0

@@ -29,7 +29,7 @@ from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.publish import Publication, Source
-from kvstore.node.reading import matched_count, read_chunks, read_leading
+from kvstore.node.reading import Reading, matched_count, read_chunks, read_leading
 from kvstore.node.refresh import Refresher
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
@@ -86,9 +86,7 @@ class Node:
 
     def check_namespace(self, namespace: Namespace, deadline_s: float | None = None) -> None:
         """Raises LayoutMismatch where the root has the name with another layout; claims nothing."""
-        self._lanes.run(
-            lambda: self._records.check(namespace), self._deadline(deadline_s, self.limits.read_deadline_s)
-        )
+        self._lanes.run(lambda: self._records.check(namespace), self._deadline(deadline_s, self.limits.read_deadline_s))
 
     def find_namespace(self, digest: NamespaceDigest, deadline_s: float | None = None) -> Namespace | None:
         """The namespace with this digest, if it was ever used on this root."""
@@ -139,6 +137,24 @@ class Node:
         count = read_leading(self._chunks, self._lanes, self.counters, hold.chain, hold.count, into, deadline)
         self._used(hold.chain, count)
         return count
+
+    def begin_read(self, hold: Hold, first: int, count: int, into: Callable[[int], Pieces]) -> Reading:
+        """Begins to read ``count`` held chunks from index ``first`` on into ``into(index)``, as for a stream that sends
+        some while the next are read.  Wait for it, or withdraw it; tell ``used`` at the end.
+
+        Raises HoldBroken where the hold has ended.
+        """
+        self.holds.check(hold)
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            return self._chunks.read(expected_chunk(hold.chain, first + at), into(first + at), borrowed)
+
+        return Reading(self._lanes, self.counters, count, read)
+
+    def used(self, hold: Hold, count: int) -> None:
+        """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
+        self.counters.add("requests_get")
+        self._used(hold.chain, count)
 
     def read_layers(
         self, hold: Hold, memory: Callable[[int], LayerMemory], deadline_s: float | None = None

@@ -11,7 +11,7 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 
 
 def matched_count(chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, deadline: Deadline) -> int:
@@ -56,6 +56,62 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
     return present
 
 
+class Reading:
+    """Chunks on their way into the caller's memory: begun, and waited for by whoever does more meanwhile."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        counters: Counters,
+        count: int,
+        read: Callable[[int, Borrowed], bool],
+        stop_at_miss: bool = True,
+    ) -> None:
+        self._counters = counters
+        self._read = read
+        self._stop_at_miss = stop_at_miss
+        self._borrowed = Borrowed()
+        self._done = bytearray(count)
+        self._batch: Batch | None = None
+        try:
+            self._batch = lanes.start(count, self._work)
+        except KVStoreError:
+            counters.add("miss_shed")
+
+    def wait(self, deadline: Deadline) -> bytearray:
+        """One byte per index, 1 where it was read.
+
+        Past the deadline the memory is withdrawn: what was read until then counts.
+        """
+        if self._batch is None:
+            return self._done
+        try:
+            self._batch.wait(deadline)
+        except DeadlinePassed:
+            self._borrowed.withdraw()
+            self._counters.add("miss_deadline")
+        except KVStoreError:
+            self._counters.add("miss_shed")
+        return self._done
+
+    def withdraw(self) -> None:
+        """Gives it up: returns when nobody writes into the memory any more. Idempotent."""
+        self._borrowed.withdraw()
+        if self._batch is not None:
+            self._batch.stop()
+
+    def _work(self, index: int) -> bool:
+        try:
+            intact = self._read(index, self._borrowed)
+        except Withdrawn:
+            return False
+        except KVStoreError:
+            self._counters.add("miss_unreadable")
+            return not self._stop_at_miss
+        self._done[index] = intact
+        return intact or not self._stop_at_miss
+
+
 def read_chunks(
     lanes: Lanes,
     counters: Counters,
@@ -66,31 +122,9 @@ def read_chunks(
 ) -> bytearray:
     """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; one byte per index, 1 where it succeeded.
 
-    Begins no more after a miss, unless told otherwise. Past the deadline the memory is withdrawn: what was read until
-    then counts.
+    Begins no more after a miss, unless told otherwise.
     """
-    done = bytearray(count)
-    borrowed = Borrowed()
-
-    def work(index: int) -> bool:
-        try:
-            intact = read(index, borrowed)
-        except Withdrawn:
-            return False
-        except KVStoreError:
-            counters.add("miss_unreadable")
-            return not stop_at_miss
-        done[index] = intact
-        return intact or not stop_at_miss
-
-    try:
-        lanes.each(count, work, deadline)
-    except DeadlinePassed:
-        borrowed.withdraw()
-        counters.add("miss_deadline")
-    except KVStoreError:
-        counters.add("miss_shed")
-    return done
+    return Reading(lanes, counters, count, read, stop_at_miss).wait(deadline)
 
 
 def read_leading(

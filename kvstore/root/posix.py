@@ -256,8 +256,8 @@ class PosixReader:
             start = 0
             for piece in pieces:
                 size = min(len(piece), count - start)
-                if size <= 0:
-                    break
+                if not size:
+                    continue
                 # numpy releases the GIL for a copy of this size; slice assignment would not.
                 np.copyto(
                     np.frombuffer(piece, np.uint8, size),

@@ -168,7 +168,7 @@ def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path
     cache = store.namespace("m", TINY)
     tokens = np.arange(5 * TINY.chunk_tokens)
     kv = kv_of(TINY, tokens)
-    written = {}
+    written: dict[int, Path] = {}
     for end in range(TINY.chunk_tokens, len(tokens) + 1, TINY.chunk_tokens):
         before = set(chunk_files(tmp_root)) if written else set()
         cache.put(tokens[:end], kv[:, :, :end])
@@ -231,7 +231,9 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, s
     chunks=st.integers(1, 5),
     data=st.data(),
 )
-def test_random_damage_on_random_layouts_never_gives_wrong_bytes(layout: Layout, chunks: int, data: st.DataObject) -> None:
+def test_random_damage_on_random_layouts_never_gives_wrong_bytes(
+    layout: Layout, chunks: int, data: st.DataObject
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:

@@ -12,7 +12,7 @@ import pytest
 from kvstore.client import Store
 from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import EIO, ENOSPC, EROFS, Delay, FaultyRoot, Hang, Missing, Rule, Torn
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import SMALL, chunk_files, kv_of, same, store_on
 
@@ -20,7 +20,7 @@ QUICK = Limits(
     match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2
 )
 IN_TIME_S = 5.0
-"""A call's deadline here is 0.6 s at most; a busy machine may add to it, a call without a deadline would add for ever."""
+"""A call's deadline here is 0.6 s at most; a busy machine may add to it, a call without one would never end."""
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -151,7 +151,7 @@ def test_closing_does_not_wait_for_a_root_that_hangs(root: FaultyRoot) -> None:
 )
 @pytest.mark.parametrize("operation", ["stage", "publish"])
 def test_a_failing_put_says_why_and_keeps_what_was_published(
-    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: object, error: type[Exception]
+    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: Fault, error: type[Exception]
 ) -> None:
     cache = store.namespace("m", SMALL)
     root.set_rules([Rule(operation, fault, nth=4)])
@@ -236,9 +236,7 @@ def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot)
     hang.release.set()
 
 
-def test_a_damaged_file_on_a_read_only_root_is_a_miss_each_time(
-    store: Store, root: FaultyRoot, tmp_root: Path
-) -> None:
+def test_a_damaged_file_on_a_read_only_root_is_a_miss_each_time(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
     cache = store.namespace("m", SMALL)
     cache.put(TOKENS, KV)
     for file in chunk_files(tmp_root):

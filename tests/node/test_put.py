@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_put_behind_a_hole_stores_nothing_and_deletes_nothing(store: Store, tmp_
     cache = store.namespace("m", SMALL)
     half = 4 * SMALL.chunk_tokens
     size = SMALL.chunk_tokens
-    first = {}
+    first: dict[int, Path] = {}
     for end in range(size, half + 1, size):
         before = set(chunk_files(tmp_root)) if first else set()
         cache.put(TOKENS[:end], KV[:, :, :end])
@@ -131,7 +132,7 @@ def test_another_layout_under_the_same_name_is_refused_with_both_named(tmp_root:
 
 @pytest.mark.parametrize("difference", ["name", "fingerprint", "tenant", "attributes"])
 def test_namespaces_that_differ_share_nothing(store: Store, difference: str) -> None:
-    one = {"name": "m", "fingerprint": "f", "tenant": "t", "attributes": {"rope": "1"}}
+    one: dict[str, Any] = {"name": "m", "fingerprint": "f", "tenant": "t", "attributes": {"rope": "1"}}
     two = {**one, difference: {"rope": "2"} if difference == "attributes" else "other"}
     first, second = store.namespace(layout=SMALL, **one), store.namespace(layout=SMALL, **two)
     first.put(TOKENS, KV)

@@ -1,0 +1,281 @@
+"""Walks a root folder by folder, names what is wrong, and repairs it if asked to.
+
+Streaming: memory does not grow with the root, but for 32 bytes per chunk while looking for unreachable ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Set
+from dataclasses import replace
+from functools import partial
+
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.header import Kind as HeaderKind
+from kvstore.format.places import Name
+from kvstore.fsck.inspect import Broken, Inspector
+from kvstore.fsck.reach import Reach
+from kvstore.fsck.records import Records
+from kvstore.fsck.repair import Outcome, Repairer
+from kvstore.fsck.report import FINDINGS_MAX, Finding, Kind, Progress, Report
+from kvstore.namespace import NamespaceId
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity
+from kvstore.root.interface import Entry, Root
+from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+STAGING_AGE_S = 3600.0
+STAGING_GRACE_S = 120.0
+"""A session may have begun after the list of live ones was read; what it stages is younger than this."""
+REACH_MAX = 10_000_000
+
+_GC_FOLDERS = frozenset({"trash", "plans", "pins"})
+"""Garbage collection's own, which it checks itself."""
+
+
+def fsck(
+    root: Root,
+    identity: RootIdentity,
+    *,
+    repair: bool = False,
+    verify_payload: bool = True,
+    live_sessions: Set[bytes] | None = None,
+    reach_max: int = REACH_MAX,
+    bytes_per_s: float | None = None,
+    findings_max: int = FINDINGS_MAX,
+    found: Callable[[Finding], object] = lambda finding: None,
+    progress: Callable[[Progress], object] = lambda progress: None,
+    staging_age_s: float = STAGING_AGE_S,
+    clock: Clock | None = None,
+    ids: Ids | None = None,
+    pause: Callable[[float], object] = time.sleep,
+) -> Report:
+    """Checks every file of a root, beside nodes that use it.
+
+    ``verify_payload`` reads all bytes, otherwise only headers. ``live_sessions`` are the ids of the sessions that live;
+    where nobody knows, what was staged more than ``staging_age_s`` ago counts as left by a dead one. Chunks without
+    their parent are looked for up to ``reach_max`` chunks (32 bytes of memory each). ``found`` is called with each
+    finding, ``progress`` after each file. ``bytes_per_s`` limits reading.
+
+    What lies in a folder that cannot be read is one finding. Raises the root's errors where the top cannot be read.
+    """
+    clock, ids = clock or SystemClock(), ids or RandomIds()
+    inspector = Inspector(
+        root, verify_payload=verify_payload, bytes_per_s=bytes_per_s, monotonic_s=clock.monotonic_s, pause=pause
+    )
+    repairer = Repairer(root, identity.shard_bits, inspector, ids.fresh())
+    walk = _Walk(root, identity, inspector, repairer, repair, Report(findings_max), found, progress, reach_max)
+    walk.top()
+    walk.namespaces()
+    walk.chunks()
+    walk.staging(live_sessions, staging_age_s, clock.now_s())
+    walk.quarantine()
+    walk.reach()
+    walk.report.read_bytes = inspector.read_bytes
+    return walk.report
+
+
+class _Walk:
+    """One check of one root; a method per folder."""
+
+    def __init__(
+        self,
+        root: Root,
+        identity: RootIdentity,
+        inspector: Inspector,
+        repairer: Repairer,
+        repair: bool,
+        report: Report,
+        found: Callable[[Finding], object],
+        progress: Callable[[Progress], object],
+        reach_max: int,
+    ) -> None:
+        self.report = report
+        self._root = root
+        self._identity = identity
+        self._inspector = inspector
+        self._repairer = repairer
+        self._repair = repair
+        self._found = found
+        self._progress = progress
+        self._reach = Reach(reach_max)
+        self._records = Records(root)
+        self._undescribed: set[NamespaceId] = set()
+        self._files_count = 0
+        self._shards_done = 0
+
+    def top(self) -> None:
+        """What lies in the root itself. The only folder that must be readable."""
+        ours = {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, *_GC_FOLDERS}
+        for entry in list(self._root.list(TOP)):
+            name = Name(entry.name)
+            if entry.name == places.FORMAT or entry.name in FILE_SYSTEMS_OWN:
+                continue
+            if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
+                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
+            elif entry.stat is not None or entry.name not in ours:
+                self._add(Kind.FOREIGN, name)
+
+    def namespaces(self) -> None:
+        """Every record and claim must be readable."""
+        for entry in self._entries(places.NAMESPACES):
+            name = Name(f"{places.NAMESPACES}/{entry.name}")
+            try:
+                wrong = self._records.read(entry)
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+                continue
+            if wrong is None:
+                continue
+            kind, detail = wrong
+            if kind is Kind.FOREIGN:
+                self._add(kind, name)
+            else:
+                # Taken away, the next node that opens the namespace writes it again; the digest guards what it says.
+                self._add(kind, name, detail, partial(self._repairer.set_aside, name))
+        self.report.namespaces_count = len(self._records.ids)
+
+    def chunks(self) -> None:
+        """Every chunk must be whole, and where its address says."""
+        for folder in self._entries(places.CHUNKS):
+            name = Name(f"{places.CHUNKS}/{folder.name}")
+            if folder.stat is not None or not _is_shard(folder.name):
+                self._add(Kind.FOREIGN, name)
+                continue
+            for entry in self._entries(name):
+                self._chunk(Name(f"{name}/{entry.name}"), entry)
+            self._shards_done += 1
+            self._tell()
+
+    def staging(self, live: Set[bytes] | None, age_s: float, now_s: float) -> None:
+        """What dead sessions left: staged files, and their folders."""
+        for folder in self._entries(places.STAGING):
+            name = Name(f"{places.STAGING}/{folder.name}")
+            session = _session(folder.name)
+            if folder.stat is not None or session is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            if live is not None and session in live:
+                continue
+            wanted_age_s = age_s if live is None else STAGING_GRACE_S
+            young = False
+            for entry in self._entries(name):
+                file = Name(f"{name}/{entry.name}")
+                if entry.stat is None:
+                    self._add(Kind.FOREIGN, file)
+                    continue
+                detail = f"{entry.stat.size_bytes} bytes"
+                if now_s - entry.stat.mtime_ns / NS_PER_S >= wanted_age_s:
+                    self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
+                else:
+                    young = True
+                    self._add(Kind.YOUNG_STAGING, file, detail)
+            if self._repair and live is not None and not young:
+                # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
+                remove_folder_quietly(self._root, name)
+
+    def quarantine(self) -> None:
+        """What nodes set aside: whole files go back, damaged ones are deleted, with repair."""
+        for entry in self._entries(places.QUARANTINE):
+            name = Name(f"{places.QUARANTINE}/{entry.name}")
+            if entry.stat is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            if self._repairer.is_ours(entry.name):
+                continue  # taken a moment ago, by this check: kept for whoever wants to know why it was damaged
+            try:
+                verdict = self._inspector.look(name)
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+                continue
+            if verdict is not None:
+                detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
+                self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
+            self._tell()
+
+    def reach(self) -> None:
+        """Chunks whose parent is not there."""
+        lost = self._reach.unreachable()
+        self.report.unreachable_count = None if lost is None else len(lost)
+        for name, parent in lost or ():
+            self._add(Kind.UNREACHABLE, name, f"its parent {parent.hex()} is not there")
+
+    def _chunk(self, name: Name, entry: Entry) -> None:
+        self._files_count += 1
+        parsed = places.parse_chunk(entry.name)
+        if entry.stat is None or parsed is None:
+            self._add(Kind.FOREIGN, name)
+            return
+        try:
+            verdict = self._inspector.look(name)
+        except KVStoreError as error:
+            self._add(Kind.UNREADABLE, name, str(error))
+            return
+        self._tell()
+        if verdict is None:
+            return  # removed since it was listed
+        if isinstance(verdict, Broken):
+            self._add(Kind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
+            return
+        header = verdict.header
+        right = self._repairer.right_name(header)
+        if right != name:
+            own_name = (header.address, NamespaceId(header.namespace[:8])) == parsed
+            kind = Kind.WRONG_SHARD if own_name else Kind.MISPLACED
+            self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
+            return
+        self.report.chunks_count += 1
+        self.report.chunks_bytes += header.file_bytes
+        self._reach.add(name, header.address, header.parent if header.kind is HeaderKind.TOKENS else None)
+        if parsed[1] not in self._records.ids and parsed[1] not in self._undescribed:
+            self._undescribed.add(parsed[1])
+            self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
+
+    def _entries(self, folder: Name) -> list[Entry]:
+        """A folder's entries, all read before any is acted upon: repairing changes the folder."""
+        try:
+            return list(self._root.list(folder))
+        except KVStoreError as error:
+            self._add(Kind.UNREADABLE, folder, str(error))
+            return []
+
+    def _add(self, kind: Kind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
+        finding = Finding(kind, name, detail)
+        if self._repair and act is not None:
+            action, said = act()
+            finding = replace(finding, action=action, detail="; ".join(part for part in (detail, said) if part))
+        self.report.add(finding)
+        self._found(finding)
+
+    def _tell(self) -> None:
+        self._progress(
+            Progress(
+                self._shards_done,
+                1 << self._identity.shard_bits,
+                self._files_count,
+                self._inspector.read_bytes,
+                self.report.problems_count,
+            )
+        )
+
+
+def remove_folder_quietly(root: Root, name: Name) -> None:
+    """Deletes a folder if it is empty and we may."""
+    try:
+        root.remove_folder(name)
+    except KVStoreError:
+        return
+
+
+def _is_shard(name: str) -> bool:
+    return len(name) == 4 and all(digit in "0123456789abcdef" for digit in name)
+
+
+def _session(name: str) -> bytes | None:
+    if len(name) != 32:
+        return None
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return None

@@ -1,0 +1,124 @@
+"""One chunk file looked at on its own: is it whole, and which chunk is it?
+
+A node verifies a file against the chunk that it asked for; here nothing is asked for, and the file has to show by
+itself that it is one of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from kvstore.buffers import Borrowed
+from kvstore.format.header import PAGE_BYTES, Damage, Damaged, Header, decode, header_bytes, is_self_consistent
+from kvstore.format.places import Name
+from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
+from kvstore.root.interface import Reader, Root
+
+HEADER_BYTES_MAX = header_bytes(4 * CHUNK_TOKENS_MAX, 2 * LAYERS_MAX)
+READ_BYTES = 4 << 20
+
+_SIZE_FIELD = slice(16, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A file that is a whole chunk."""
+
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A file that is not, and why."""
+
+    damage: Damage
+
+
+Verdict = Whole | Broken | None
+"""None: there is no such file."""
+
+
+class Inspector:
+    """Looks at files one by one, through one buffer, no faster than ``bytes_per_s`` on average."""
+
+    def __init__(
+        self,
+        root: Root,
+        *,
+        verify_payload: bool = True,
+        bytes_per_s: float | None = None,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.read_bytes = 0
+        self._root = root
+        self._verify_payload = verify_payload
+        self._bytes_per_s = bytes_per_s
+        self._monotonic_s = monotonic_s
+        self._pause = pause
+        self._started_s = monotonic_s()
+        self._buffer = bytearray(READ_BYTES)
+
+    def look(self, name: Name) -> Verdict:
+        """The verdict about one file. Raises the root's errors.
+
+        A file that looks broken is read a second time: on a root without exclusive publish another writer may have
+        replaced it between two reads.
+        """
+        verdict = self._look_once(name)
+        return self._look_once(name) if isinstance(verdict, Broken) else verdict
+
+    def _look_once(self, name: Name) -> Verdict:
+        reader = self._root.open(name)
+        if reader is None:
+            return None
+        with reader:
+            try:
+                header = self._header(reader)
+                if header.file_bytes != reader.stat.size_bytes:
+                    raise Damaged(Damage.SIZE)
+                if not is_self_consistent(header):
+                    raise Damaged(Damage.IDENTITY)
+                if self._verify_payload:
+                    self._payload(reader, header)
+            except Damaged as damaged:
+                return Broken(damaged.damage)
+        return Whole(header)
+
+    def _header(self, reader: Reader) -> Header:
+        page = self._read(reader, 0, PAGE_BYTES)
+        try:
+            return decode(page)
+        except Damaged as damaged:
+            # A header of several pages looks like this after the first. Its size field is checked before it is used.
+            size = int.from_bytes(page[_SIZE_FIELD], "little") if len(page) >= PAGE_BYTES else 0
+            if damaged.damage is not Damage.GEOMETRY or not PAGE_BYTES < size <= HEADER_BYTES_MAX:
+                raise
+        return decode(self._read(reader, 0, size))
+
+    def _payload(self, reader: Reader, header: Header) -> None:
+        offset = header.header_bytes
+        for expected in header.checksums:
+            state, end = xxhash.xxh3_64(), offset + header.section_bytes
+            while offset < end:
+                part = self._read(reader, offset, min(end - offset, READ_BYTES))
+                if not part:
+                    raise Damaged(Damage.SIZE)
+                state.update(part)
+                offset += len(part)
+            if state.intdigest() != expected:
+                raise Damaged(Damage.SECTION_CHECKSUM)
+
+    def _read(self, reader: Reader, offset: int, size: int) -> memoryview:
+        view = memoryview(self._buffer)[:size]
+        count = reader.read([view], offset, Borrowed())
+        self.read_bytes += count
+        if self._bytes_per_s is not None:
+            ahead_s = self.read_bytes / self._bytes_per_s - (self._monotonic_s() - self._started_s)
+            if ahead_s > 0:
+                self._pause(ahead_s)
+        return view[:count]

@@ -1,0 +1,127 @@
+"""What a check of a root found, and what it did about it."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvstore.format.places import Name
+
+FINDINGS_MAX = 10_000
+
+
+class Kind(enum.Enum):
+    """What can be wrong with a root, or worth knowing."""
+
+    DAMAGED = "damaged"
+    """A chunk file whose bytes are not what its header and format demand; the detail is the reason."""
+    MISPLACED = "misplaced"
+    """A whole chunk under another chunk's name (swapped files, another namespace's)."""
+    WRONG_SHARD = "wrong_shard"
+    """A whole chunk under its own name in another shard's folder, where nobody looks."""
+    FOREIGN = "foreign"
+    """Something that this store did not write. Never touched."""
+    ORPHAN_STAGING = "orphan_staging"
+    """A file that a dead session staged and never published."""
+    YOUNG_STAGING = "young_staging"
+    """Staged lately by a session of which nobody said whether it lives: perhaps a put on its way."""
+    QUARANTINED = "quarantined"
+    """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
+    BAD_RECORD = "bad_record"
+    """A namespace's record or claim that cannot be read."""
+    NO_RECORD = "no_record"
+    """Chunks of a namespace that no record describes: only a node that is told the namespace can use them."""
+    UNREACHABLE = "unreachable"
+    """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
+    UNREADABLE = "unreadable"
+    """The root did not let us look: an I/O error, or no permission."""
+    LEFTOVER = "leftover"
+    """The scratch folder of a ``check-root`` that was killed."""
+
+
+INFORMATION = frozenset({Kind.UNREACHABLE, Kind.YOUNG_STAGING, Kind.NO_RECORD})
+"""Findings of a sound root; they do not make a check fail."""
+
+
+class Action(enum.Enum):
+    """What repairing did about a finding."""
+
+    QUARANTINED = "quarantined"
+    """Set aside, so that the next put writes it again."""
+    RESTORED = "restored"
+    """Put back at its right name."""
+    REMOVED = "removed"
+    """Deleted: staged by a dead session, verified as damaged in quarantine, or a whole copy is at the right name."""
+    VANISHED = "vanished"
+    """Gone, or sound, when repairing looked again: another node was faster."""
+    FAILED = "failed"
+    """The root did not let us; the detail says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found. ``name`` is relative to the root; ``action`` is None where nothing was to be done."""
+
+    kind: Kind
+    name: Name
+    detail: str = ""
+    action: Action | None = None
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether a sound root would not have it."""
+        return self.kind not in INFORMATION and self.action is not Action.VANISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a check is: shards of all shards, and what was read."""
+
+    shards_done: int
+    shards_total: int
+    files_count: int
+    read_bytes: int
+    problems_count: int
+
+
+@dataclass(slots=True)
+class Report:
+    """The whole outcome. ``findings`` keeps the first ``findings_max``; the counts are of all."""
+
+    findings_max: int = FINDINGS_MAX
+    findings: list[Finding] = field(default_factory=list)
+    counts: Counter[Kind] = field(default_factory=Counter)
+    actions: Counter[Action] = field(default_factory=Counter)
+    problems_count: int = 0
+    chunks_count: int = 0
+    chunks_bytes: int = 0
+    read_bytes: int = 0
+    namespaces_count: int = 0
+    unreachable_count: int | None = None
+    """None where it was not looked for, or the root has too many chunks to."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong (information apart): exit code 0 of ``kvstore fsck``, else 1."""
+        return self.problems_count == 0
+
+    @property
+    def unrepaired_count(self) -> int:
+        """Problems that are still there."""
+        done = (Action.QUARANTINED, Action.RESTORED, Action.REMOVED)
+        return self.problems_count - sum(self.actions[action] for action in done)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether there were more findings than ``findings`` keeps."""
+        return self.counts.total() > len(self.findings)
+
+    def add(self, finding: Finding) -> None:
+        """Counts a finding, and keeps it while there is room."""
+        self.counts[finding.kind] += 1
+        self.problems_count += finding.is_problem
+        if finding.action is not None:
+            self.actions[finding.action] += 1
+        if len(self.findings) < self.findings_max:
+            self.findings.append(finding)

@@ -1,0 +1,160 @@
+"""A second process on a mounted file system, for the probes of ``check-root`` that need a rival.
+
+Run as ``python -m kvstore.root.contender FOLDER``. Reads one JSON object per line, answers each with one, and ends when
+its input does, so that it never outlives whoever started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ANSWER_S = 30.0
+TURN_S = 0.002
+
+
+class Contender:
+    """The rival, seen from the process that checks. ``folder`` is where it sees the scratch folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.root.contender", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # The package may be importable here only because of this process's own search path.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)},
+        )
+
+    def send(self, what: str, **parameters: Any) -> None:
+        """Starts something; ``receive`` gives its outcome."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps({"what": what, **parameters}) + "\n")
+        self._child.stdin.flush()
+
+    def receive(self) -> Any:
+        """The outcome of what was sent. Raises OSError where it failed, or the rival is gone."""
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise OSError("the second process ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["code"], answer["error"])
+        return answer["outcome"]
+
+    def ask(self, what: str, **parameters: Any) -> Any:
+        """``send`` and ``receive``."""
+        self.send(what, **parameters)
+        return self.receive()
+
+    def close(self) -> None:
+        """Ends the process, by force if it hangs on the mount."""
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        try:
+            self._child.wait(ANSWER_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+
+def create_names(folder: str, prefix: str, names_count: int, at_s: float, me: str) -> list[int]:
+    """Which of many names this process created with O_EXCL, starting at wall time ``at_s``."""
+    return _compete(at_s, names_count, lambda number: _create(f"{folder}/{prefix}{number}"))
+
+
+def prepare_links(folder: str, prefix: str, names_count: int, me: str) -> None:
+    """Makes the files that ``link_names`` links, one for each name.
+
+    GlusterFS allows about a hundred links to one file, and the store never makes more than two.
+    """
+    for number in range(names_count):
+        _create(f"{folder}/{prefix}{me}-{number}")
+
+
+def link_names(folder: str, prefix: str, names_count: int, at_s: float, me: str) -> list[int]:
+    """Which of many names this process linked a file of its own to."""
+    return _compete(
+        at_s, names_count, lambda number: os.link(f"{folder}/{prefix}{me}-{number}", f"{folder}/{prefix}{number}")
+    )
+
+
+def rename_into(folder: str, fence: str, stop: str, me: str) -> int:
+    """Renames files into folder ``fence`` as fast as it can until ``stop`` exists; how many got in."""
+    count = 0
+    source = f"{folder}/{fence}-source-{me}"
+    while not os.path.exists(f"{folder}/{stop}"):
+        try:
+            if not os.path.exists(source):
+                _create(source)
+            os.rename(source, f"{folder}/{fence}/{me}{count}")
+        except OSError:
+            continue  # the folder is not there at the moment: what the fence is for
+        count += 1
+    return count
+
+
+def wait_for(folder: str, name: str, present: bool, limit_s: float) -> float:
+    """Seconds until a name is there (or is not); -1 if that took longer than ``limit_s``."""
+    start_s = time.monotonic()
+    while os.path.exists(f"{folder}/{name}") != present:
+        if time.monotonic() - start_s > limit_s:
+            return -1.0
+        time.sleep(0.0005)
+    return time.monotonic() - start_s
+
+
+def read_hex(folder: str, name: str) -> str:
+    """A small file's content in hexadecimal digits."""
+    with open(f"{folder}/{name}", "rb") as file:
+        return file.read().hex()
+
+
+def _create(path: str) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+
+
+def _compete(at_s: float, names_count: int, take: Callable[[int], object]) -> list[int]:
+    won = []
+    for number in range(names_count):
+        # A start of its own for each name: otherwise whoever begins first takes them all before the other has looked.
+        while time.time() < at_s + number * TURN_S:
+            pass
+        try:
+            take(number)
+        except FileExistsError:
+            continue
+        won.append(number)
+    return won
+
+
+_DOES: dict[str, Callable[..., Any]] = {
+    "create": create_names,
+    "prepare_links": prepare_links,
+    "link": link_names,
+    "rename_into": rename_into,
+    "wait_for": wait_for,
+    "read": read_hex,
+}
+
+
+def _serve(folder: str) -> None:
+    for line in sys.stdin:
+        parameters = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"outcome": _DOES[parameters.pop("what")](folder, **parameters)}
+        except OSError as error:
+            answer = {"error": str(error), "code": error.errno or 0}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

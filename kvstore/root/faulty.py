@@ -1,0 +1,327 @@
+"""A root that fails on purpose, by rule: for tests, and for rehearsing an outage on a real mount.
+
+A wrapper of any root.  Rules say which call is struck (operation, name, the how-many-th, a probability from a seed) and
+by what.  The first rule that strikes decides; later rules still count the call.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.format.places import Name
+from kvstore.root.interface import Entry, Reader, Root, Space, Stat, Traits
+
+OPERATIONS = frozenset(
+    "stage publish discard open stat touch move remove remove_folder list space read map".split(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fails:
+    """The call raises, as the rim would for that errno. ``ENOSPC``, ``EIO`` and ``EROFS`` are ready-made."""
+
+    error: type[KVStoreError]
+    code: int
+
+    def make(self, operation: str, name: str) -> KVStoreError:
+        """The exception, with its cause attached as a real root does."""
+        error = self.error(f"could not {operation} {name}: {_strerror(self.code)} (injected)")
+        error.__cause__ = OSError(self.code, _strerror(self.code), name)
+        return error
+
+
+ENOSPC = Fails(Overloaded, errno.ENOSPC)
+EIO = Fails(Unavailable, errno.EIO)
+EROFS = Fails(PermissionDenied, errno.EROFS)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The file looks as if it were not there: None, False, nothing listed, no bytes read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """The call takes ``seconds`` longer."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The call stands still until ``release`` is set, as on a dead mount; ``reached`` tells that it does.
+
+    For ``read``, ``after_bytes`` of the caller's memory are filled before it hangs.
+    """
+
+    after_bytes: int = 0
+    reached: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """``stage`` writes only the first half, and says nothing: what a host crash leaves without fsync.
+
+    With ``zeros`` the second half is there, but zero (a file system that allocates late).
+    """
+
+    zeros: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """``read`` or ``map`` delivers the byte at ``position`` of the file with all bits turned."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """``read`` delivers ``bytes_max`` at most, as if the file had been truncated."""
+
+    bytes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The file is deleted first, as if another host had, and then the call goes on."""
+
+
+Fault = Fails | Missing | Delay | Hang | Torn | Flipped | Short | Lost
+
+_ONLY_FOR: dict[type, frozenset[str]] = {
+    Missing: frozenset("open stat touch move remove list read map".split()),
+    Torn: frozenset({"stage"}),
+    Flipped: frozenset({"read", "map"}),
+    Short: frozenset({"read"}),
+    Lost: frozenset("publish open stat touch move remove read map".split()),
+}
+
+
+def _any_name(name: Name) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Strikes ``operation`` on names that ``matches``: from the ``nth`` such call on, ``times`` times (None: always),
+
+    each with ``probability``. Raises ValueError for an operation that does not exist, or that the fault cannot strike.
+    """
+
+    operation: str
+    fault: Fault
+    matches: Callable[[Name], bool] = _any_name
+    nth: int = 1
+    times: int | None = None
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.operation not in _ONLY_FOR.get(type(self.fault), OPERATIONS):
+            raise ValueError(f"{self.fault!r} cannot strike {self.operation!r}")
+
+
+class FaultyRoot:
+    """``root`` with faults. ``calls`` counts per operation, ``struck`` per operation and fault's class name."""
+
+    def __init__(
+        self,
+        root: Root,
+        rules: Sequence[Rule] = (),
+        *,
+        seed: int = 0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.inner = root
+        self.url = root.url
+        self.traits: Traits = root.traits
+        self.calls: Counter[str] = Counter()
+        self.struck: Counter[tuple[str, str]] = Counter()
+        self._random = random.Random(seed)
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._rules: list[_Armed] = []
+        self.set_rules(rules)
+
+    def set_rules(self, rules: Sequence[Rule]) -> None:
+        """Replaces all rules, their counts beginning anew; none for a root without faults."""
+        with self._lock:
+            self._rules = [_Armed(rule) for rule in rules]
+
+    def strike(self, operation: str, name: Name) -> Fault | None:
+        """Counts the call; waits, raises or loses the file where a rule says so; returns what is left to be done."""
+        with self._lock:
+            self.calls[operation] += 1
+            due = [armed for armed in self._rules if armed.is_due(operation, name, self._random)]
+            if not due:
+                return None
+            due[0].struck += 1
+            fault = due[0].rule.fault
+            self.struck[operation, type(fault).__name__] += 1
+        if isinstance(fault, Fails):
+            raise fault.make(operation, name)
+        if isinstance(fault, Delay):
+            self._sleep(fault.seconds)
+        elif isinstance(fault, Lost) and operation != "publish":
+            self.inner.remove(name)
+        elif isinstance(fault, Hang) and operation != "read":
+            fault.reached.set()
+            fault.release.wait()
+        return fault
+
+    def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
+        fault = self.strike("stage", name)
+        if isinstance(fault, Torn):
+            pieces = _torn(pieces, fault.zeros)
+        self.inner.stage(name, pieces, stamp_ns=stamp_ns, durable=durable)
+
+    def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
+        # Rules match the final name; what gets lost is the staged file, since the other is not there yet.
+        fault = self.strike("publish", name)
+        if isinstance(fault, Lost):
+            self.inner.discard(staged)
+        return self.inner.publish(staged, name, durable=durable)
+
+    def discard(self, staged: Name) -> None:
+        self.strike("discard", staged)
+        self.inner.discard(staged)
+
+    def open(self, name: Name) -> Reader | None:
+        if isinstance(self.strike("open", name), Missing):
+            return None
+        reader = self.inner.open(name)
+        return None if reader is None else FaultyReader(self, name, reader)
+
+    def stat(self, name: Name) -> Stat | None:
+        return None if isinstance(self.strike("stat", name), Missing) else self.inner.stat(name)
+
+    def touch(self, name: Name, stamp_ns: int) -> bool:
+        return not isinstance(self.strike("touch", name), Missing) and self.inner.touch(name, stamp_ns)
+
+    def move(self, source: Name, name: Name) -> bool:
+        return not isinstance(self.strike("move", source), Missing) and self.inner.move(source, name)
+
+    def remove(self, name: Name) -> bool:
+        return not isinstance(self.strike("remove", name), Missing) and self.inner.remove(name)
+
+    def remove_folder(self, name: Name) -> bool:
+        self.strike("remove_folder", name)
+        return self.inner.remove_folder(name)
+
+    def list(self, folder: Name) -> Iterator[Entry]:
+        return iter(()) if isinstance(self.strike("list", folder), Missing) else self.inner.list(folder)
+
+    def space(self) -> Space:
+        self.strike("space", Name(""))
+        return self.inner.space()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyReader:
+    """An open file of a FaultyRoot."""
+
+    __slots__ = ("_inner", "_name", "_root", "stat")
+
+    def __init__(self, root: FaultyRoot, name: Name, inner: Reader) -> None:
+        self._root = root
+        self._name = name
+        self._inner = inner
+        self.stat = inner.stat
+
+    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+        fault = self._root.strike("read", self._name)
+        if isinstance(fault, Missing):
+            return 0
+        if isinstance(fault, Short):
+            return self._inner.read(_first(pieces, fault.bytes_max), offset, borrowed)
+        if isinstance(fault, Hang):
+            before = _first(pieces, fault.after_bytes)
+            done = self._inner.read(before, offset, borrowed) if before else 0
+            # Outside borrowed.writing(), like every step that may block: the caller can take its memory back meanwhile.
+            fault.reached.set()
+            fault.release.wait()
+            borrowed.check()
+            return done + self._inner.read(skip(pieces, done), offset + done, borrowed)
+        done = self._inner.read(pieces, offset, borrowed)
+        if isinstance(fault, Flipped) and offset <= fault.position < offset + done:
+            with borrowed.writing():
+                _flip(pieces, fault.position - offset)
+        return done
+
+    def map(self) -> memoryview | None:
+        fault = self._root.strike("map", self._name)
+        mapped = None if isinstance(fault, Missing) else self._inner.map()
+        if mapped is not None and isinstance(fault, Flipped) and fault.position < len(mapped):
+            copy = bytearray(mapped)
+            copy[fault.position] ^= 0xFF
+            return memoryview(copy).toreadonly()
+        return mapped
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> FaultyReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Armed:
+    """A rule and how often it has matched and struck."""
+
+    __slots__ = ("matched", "rule", "struck")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.matched = 0
+        self.struck = 0
+
+    def is_due(self, operation: str, name: Name, source: random.Random) -> bool:
+        rule = self.rule
+        if operation != rule.operation or not rule.matches(name):
+            return False
+        self.matched += 1
+        if self.matched < rule.nth or (rule.times is not None and self.struck >= rule.times):
+            return False
+        return rule.probability >= 1.0 or source.random() < rule.probability
+
+
+def _first(pieces: Pieces, count: int) -> list[memoryview]:
+    """The first ``count`` bytes of ``pieces``."""
+    head: list[memoryview] = []
+    for piece in pieces:
+        if count <= 0:
+            break
+        head.append(piece[:count])
+        count -= len(piece)
+    return head
+
+
+def _torn(pieces: Pieces, zeros: bool) -> list[memoryview]:
+    size = byte_length(pieces)
+    head = _first(pieces, size // 2)
+    return [*head, memoryview(bytes(size - size // 2))] if zeros else head
+
+
+def _flip(pieces: Pieces, position: int) -> None:
+    for piece in pieces:
+        if position < len(piece):
+            piece[position] ^= 0xFF
+            return
+        position -= len(piece)
+
+
+def _strerror(code: int) -> str:
+    return f"{errno.errorcode[code]}"

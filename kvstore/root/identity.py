@@ -1,0 +1,212 @@
+"""Which root this is: the ``FORMAT`` file, made once and never changed.
+
+It guards against a file system that is not mounted, one mounted in another's place, and a version that this code does
+not know: each would otherwise look like an empty or a damaged cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NewType
+
+from kvstore.buffers import Borrowed
+from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.recency import NS_PER_S
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids, SystemClock
+
+RootId = NewType("RootId", bytes)
+
+FORMAT_NAME = "kvstore"
+VERSION = 1
+SHARD_BITS_DEFAULT = 12
+FORMAT_BYTES_MAX = 4096
+TOP = Name("")
+"""The root's own folder, for listings."""
+
+SETTLE_S = 0.5
+SETTLE_ATTEMPTS_MAX = 20
+
+_OURS = frozenset({places.STAGING, places.QUARANTINE, places.NAMESPACES, places.CHUNKS})
+FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})
+"""What a file system itself keeps at its top."""
+SCRATCH_FOLDER = re.compile(r"\.check-[0-9a-f]+")
+"""What ``check-root`` works in, and leaves behind if it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootIdentity:
+    """What ``FORMAT`` says: the root's id (16 bytes), its generation, the bits of an address that name its shard."""
+
+    root: RootId
+    generation: int
+    shard_bits: int
+    version: int = VERSION
+
+    def to_json(self) -> bytes:
+        """The content of ``FORMAT``."""
+        fields = {
+            "format": FORMAT_NAME,
+            "version": self.version,
+            "root": self.root.hex(),
+            "generation": self.generation,
+            "shard_bits": self.shard_bits,
+        }
+        return json.dumps(fields).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, content: bytes) -> RootIdentity:
+        """The inverse of to_json; keys that this version does not know are ignored.
+
+        Raises RootMismatch for another version, or anything that is not a ``FORMAT`` file.
+        """
+        try:
+            fields = json.loads(content)
+            name, version = fields["format"], fields["version"]
+        except (ValueError, KeyError, TypeError) as cause:
+            raise _not_a_format(content) from cause
+        if name != FORMAT_NAME or type(version) is not int:
+            raise _not_a_format(content)
+        if version != VERSION:
+            raise RootMismatch(
+                f"the root has format version {version}, this kvstore reads version {VERSION}: "
+                f"use a kvstore that knows version {version}, or another folder"
+            )
+        try:
+            root, generation, shard_bits = bytes.fromhex(fields["root"]), fields["generation"], fields["shard_bits"]
+        except (ValueError, KeyError, TypeError) as cause:
+            raise _not_a_format(content) from cause
+        sound = (
+            len(root) == 16
+            and type(generation) is int
+            and generation >= 1
+            and type(shard_bits) is int
+            and 0 <= shard_bits <= places.SHARD_BITS_MAX
+        )
+        if not sound:
+            raise _not_a_format(content)
+        return cls(RootId(root), generation, shard_bits)
+
+
+def read_identity(root: Root) -> RootIdentity | None:
+    """What ``FORMAT`` says; None where there is none. Raises RootMismatch as RootIdentity.from_json does."""
+    content = read_small(root, places.FORMAT, FORMAT_BYTES_MAX)
+    return None if content is None else RootIdentity.from_json(content)
+
+
+def create_or_open(
+    root: Root,
+    ids: Ids,
+    *,
+    shard_bits: int = SHARD_BITS_DEFAULT,
+    create: bool = True,
+    expect: RootId | None = None,
+    clock: Clock | None = None,
+    pause: Callable[[float], object] = time.sleep,
+) -> RootIdentity:
+    """The identity of a root, which is made a root first if it is an empty folder and ``create`` allows it.
+
+    Of several hosts that make one at the same moment all get the winner's. ``shard_bits`` counts only for a new root.
+    ``expect`` is the id that the root must have.
+
+    Raises RootMismatch for another id, an unknown version, a folder that holds something else, or, without ``create``,
+    one that is no root; InvalidRequest for shard_bits outside 0 to 16.
+    """
+    if not 0 <= shard_bits <= places.SHARD_BITS_MAX:
+        raise InvalidRequest(f"shard_bits={shard_bits}: expected 0 to {places.SHARD_BITS_MAX}")
+    found = read_identity(root)
+    if found is None and not create:
+        raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
+    if found is None and expect is not None:
+        # Whoever expects an id has seen the root before: this is its empty mount point, not a place for a new one.
+        raise RootMismatch(
+            f"{root.url} has no FORMAT file, expected root {expect.hex()}: is the file system mounted?",
+        )
+    if found is None:
+        found = _create(root, ids, shard_bits, clock or SystemClock(), pause)
+    if expect is not None and found.root != expect:
+        raise RootMismatch(
+            f"{root.url} is root {found.root.hex()}, expected {expect.hex()}: another file system is mounted there"
+        )
+    return found
+
+
+def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
+    """A small file as a whole; None where there is none. At most ``bytes_max`` + 1 bytes, so that more shows."""
+    reader = root.open(name)
+    if reader is None:
+        return None
+    with reader:
+        content = bytearray(min(reader.stat.size_bytes, bytes_max + 1))
+        count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
+    return bytes(content[:count])
+
+
+def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable[[float], object]) -> RootIdentity:
+    foreign = _foreign_entry(root)
+    if foreign is not None:
+        # Looked at before FORMAT was there: another host may have made the root, and published chunks, meanwhile.
+        found = read_identity(root)
+        if found is None:
+            raise RootMismatch(
+                f"{root.url} holds {foreign!r} but no FORMAT file: "
+                "give an empty folder, or restore FORMAT from a backup"
+            )
+        return found
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    mine = RootIdentity(RootId(ids.fresh()), 1, shard_bits)
+    try:
+        # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
+        root.stage(staged, [memoryview(mine.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        root.publish(staged, places.FORMAT, durable=True)
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+    if root.traits.exclusive_publish:
+        found = read_identity(root)
+        if found is None:
+            raise Unavailable(f"{root.url}: FORMAT was written and is not there; check the mount (kvstore check-root)")
+        return found
+    return _settled(root, pause)
+
+
+def _settled(root: Root, pause: Callable[[float], object]) -> RootIdentity:
+    """The identity once it has stood still for SETTLE_S.
+
+    Without an exclusive publish a rival that looked before we wrote may still replace ours. One that takes longer than
+    SETTLE_S between looking and writing is not noticed here; its etcd (other root id) and ours then disagree, loudly.
+    """
+    last = read_identity(root)
+    for _ in range(SETTLE_ATTEMPTS_MAX):
+        pause(SETTLE_S)
+        found = read_identity(root)
+        if found is not None and found == last:
+            return found
+        last = found
+    raise Unavailable(f"{root.url}: FORMAT kept changing; start one node first, then the others")
+
+
+def _foreign_entry(root: Root) -> str | None:
+    """Something that keeps this folder from becoming a root: a thing not ours, or chunks of a root without FORMAT."""
+    for entry in root.list(TOP):
+        if entry.name in FILE_SYSTEMS_OWN or SCRATCH_FOLDER.fullmatch(entry.name):
+            continue
+        if entry.name not in _OURS:
+            return entry.name
+        if entry.name == places.CHUNKS and next(iter(root.list(places.CHUNKS)), None) is not None:
+            return entry.name
+    return None
+
+
+def _not_a_format(content: bytes) -> RootMismatch:
+    return RootMismatch(
+        f"the FORMAT file is not one of kvstore's: it begins with {content[:60]!r}, expected "
+        f'{{"format": "kvstore", "version": {VERSION}, ...}}; restore it from a backup, or give an empty folder'
+    )

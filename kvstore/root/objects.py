@@ -1,0 +1,298 @@
+"""A root that is not mounted: an object store, or anything else that fsspec reaches by URL.
+
+What differs from a mounted root, and what is done about it:
+
+* There is no link(2). Publishing is the PUT itself, conditional on the name being free where the server can
+  (``exclusive_publish``). Where it cannot, we look and then write: of two writers at the same moment the last wins,
+  and a reader in between may get sections of both. It verifies each, so that is a miss, never wrong bytes.
+* A staged file exists in this process only. Staged as an object it would have to be copied by the server to be
+  published, which doubles the writes and is not conditional everywhere. The bytes that wait are those of puts in
+  flight, which the node limits; ``staged_bytes_max`` is the second line.
+* The mtime is the time of the PUT and cannot be set, so recency is what it was at publication.
+* Publishing costs as much as writing, so a prompt's chunks are published side by side (``ordered_publish`` is False).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.root.interface import Entry, Space, Stat, Traits
+from kvstore.root.remote import GONE, Remote, connect, is_gone, translated
+from kvstore.sources import Ids, RandomIds
+
+STAGED_BYTES_MAX = 4 << 30
+RANGE_BYTES_MAX = 32 << 20
+"""One GET asks for no more, so that a read of a large chunk does not hold all of it twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Bytes that wait to be published; None while they are being collected."""
+
+    size_bytes: int
+    content: bytes | None
+
+
+class ObjectRoot:
+    """A root at ``path`` of a Remote; ``exclusive_publish`` says whether the server decides who created a name."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        path: str,
+        url: str,
+        *,
+        exclusive_publish: bool,
+        staged_bytes_max: int = STAGED_BYTES_MAX,
+    ) -> None:
+        self.url = url
+        self.traits = Traits(exclusive_publish=exclusive_publish, ordered_publish=False, touch=False, mapped=False)
+        self._remote = remote
+        self._base = path
+        self._staged: dict[Name, _Staged] = {}
+        self._staged_bytes = 0
+        self._staged_bytes_max = staged_bytes_max
+        self._lock = threading.Lock()
+
+    def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
+        size = byte_length(pieces)
+        with self._lock:
+            if name in self._staged:
+                raise Unavailable(f"could not write {name}: the staging name was used before")
+            if self._staged_bytes + size > self._staged_bytes_max:
+                raise Overloaded(
+                    f"could not stage {size} bytes: {self._staged_bytes} are on their way to {self.url}, "
+                    f"over the limit of {self._staged_bytes_max}; put less at a time"
+                )
+            self._staged[name] = _Staged(size, None)
+            self._staged_bytes += size
+        content = b"".join(pieces)
+        with self._lock:
+            self._staged[name] = _Staged(size, content)
+
+    def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
+        with self._lock:
+            waiting = self._staged.get(staged)
+        if waiting is None or waiting.content is None:
+            return self._put_back(staged, name)
+        won = self._put(name, waiting.content)
+        self.discard(staged)
+        return won
+
+    def discard(self, staged: Name) -> None:
+        with self._lock:
+            waiting = self._staged.pop(staged, None)
+            if waiting is not None:
+                self._staged_bytes -= waiting.size_bytes
+
+    def open(self, name: Name) -> ObjectReader | None:
+        stat = self.stat(name)
+        return None if stat is None else ObjectReader(self._remote, self._at(name), stat)
+
+    def stat(self, name: Name) -> Stat | None:
+        with translated("look at", self._at(name)):
+            return self._remote.stat(self._at(name))
+
+    def touch(self, name: Name, stamp_ns: int) -> bool:
+        return False
+
+    def move(self, source: Name, name: Name) -> bool:
+        """Copies, then deletes: whoever fails in between leaves both, which ``fsck`` finds."""
+        with translated("move", self._at(source)):
+            try:
+                self._remote.copy(self._at(source), self._at(name))
+            except GONE:
+                return False
+            with suppress(*GONE):
+                self._remote.delete(self._at(source))
+        return True
+
+    def remove(self, name: Name) -> bool:
+        with translated("remove", self._at(name)):
+            # S3 answers a deletion alike whether there was an object or not.
+            if self._remote.stat(self._at(name)) is None:
+                return False
+            try:
+                self._remote.delete(self._at(name))
+            except GONE:
+                return False
+        return True
+
+    def remove_folder(self, name: Name) -> bool:
+        with translated("remove", self._at(name)):
+            return self._remote.remove_folder(self._at(name))
+
+    def list(self, folder: Name) -> Iterator[Entry]:
+        with translated("list", self._at(folder)):
+            for page in self._remote.pages(self._at(folder)):
+                yield from page
+
+    def space(self) -> Space:
+        return Space(None, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._staged.clear()
+            self._staged_bytes = 0
+        with translated("close", self._base):
+            self._remote.close()
+
+    def _put_back(self, source: Name, name: Name) -> bool:
+        """Publishes a file that is on the server already: one that was quarantined by mistake. Never conditional."""
+        with translated("publish", self._at(name)):
+            if self._remote.stat(self._at(source)) is None:
+                raise Unavailable(f"could not publish {name}: the staged file {source} is gone")
+            won = self._remote.stat(self._at(name)) is None
+            if won:
+                self._remote.copy(self._at(source), self._at(name))
+            with suppress(*GONE):
+                self._remote.delete(self._at(source))
+        return won
+
+    def _put(self, name: Name, content: bytes) -> bool:
+        path = self._at(name)
+        with translated("publish", path):
+            if not self.traits.exclusive_publish and self._remote.stat(path) is not None:
+                return False
+            try:
+                if self.traits.exclusive_publish:
+                    self._remote.create(path, content)
+                else:
+                    self._remote.write(path, content)
+            except FileExistsError:
+                return False
+            except OSError:
+                # Also a refusal: 412 from servers that do not name the condition (Ceph), 409 or 500 while another
+                # host's PUT is under way (AWS, rclone), 412 to a retry of a PUT of ours whose answer was lost.
+                # Where folders are real (SFTP) it may be a torn file of ours, which has another size.
+                found = self._remote.stat(path)
+                if found is not None and found.size_bytes == len(content):
+                    return False
+                raise
+        return True
+
+    def _at(self, name: Name) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+
+class ObjectReader:
+    """A file of an ObjectRoot. Each read is a GET of its own: the bytes are those of that moment."""
+
+    __slots__ = ("_path", "_remote", "stat")
+
+    def __init__(self, remote: Remote, path: str, stat: Stat) -> None:
+        self._remote = remote
+        self._path = path
+        self.stat = stat
+
+    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+        end = min(offset + byte_length(pieces), self.stat.size_bytes)
+        start, target = offset, _Target(pieces)
+        while start < end:
+            borrowed.check()
+            stop = min(end, start + RANGE_BYTES_MAX)
+            with translated("read", self._path):
+                try:
+                    # Into memory of its own: the network may take for ever, and the caller may leave meanwhile.
+                    content = memoryview(self._remote.read(self._path, start, stop))[: stop - start]
+                except OSError as cause:
+                    if is_gone(cause):
+                        break
+                    raise
+            with borrowed.writing():
+                target.fill(content)
+            start += len(content)
+            if start < stop:
+                break
+        return max(0, start - offset)
+
+    def map(self) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is held open between reads."""
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Target:
+    """Pieces being filled in order."""
+
+    __slots__ = ("_index", "_pieces", "_start")
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._index = 0
+        self._start = 0
+
+    def fill(self, content: memoryview) -> None:
+        while len(content):
+            piece = self._pieces[self._index]
+            size = min(len(piece) - self._start, len(content))
+            piece[self._start : self._start + size] = content[:size]
+            content = content[size:]
+            self._start += size
+            if self._start == len(piece):
+                self._index += 1
+                self._start = 0
+
+
+def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids: Ids | None = None) -> ObjectRoot:
+    """Connects to the store of ``url`` and tries whether its writes can be conditional.
+
+    ``options`` are those of fsspec for that scheme (``endpoint_url``, ``key``, ...). Raises InvalidRequest for a scheme
+    that no library serves, RootMismatch where the bucket does not exist, Unavailable, PermissionDenied.
+    """
+    remote, path = connect(url, options or {})
+    if not path.strip("/"):
+        raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.rstrip('/')}/NAME")
+    try:
+        exclusive = remote.conditional and _creates_exclusively(remote, path, ids or RandomIds())
+    except BaseException:
+        remote.close()
+        raise
+    return ObjectRoot(remote, path, url, exclusive_publish=exclusive)
+
+
+def _creates_exclusively(remote: Remote, path: str, ids: Ids) -> bool:
+    """Whether the second of two creations of one name is refused: tried on the store, never assumed.
+
+    ``rclone serve s3`` ignores the condition, AWS and Ceph obey it.
+    """
+    # A staging name of a session that nobody has: if we die here, fsck clears it away as such.
+    key = f"{path}/{places.staged(ids.fresh(), 0)}"
+    with translated("open", path):
+        try:
+            remote.stat(key)
+        except (TypeError, ValueError) as cause:
+            # Libraries that connect on first use find wrong options, or an endpoint that is no URL, only now.
+            raise InvalidRequest(f"root {path}: {cause}; check its options") from cause
+        try:
+            remote.create(key, b"1")
+        except PermissionError:
+            return False  # readable only: publishing will say so itself
+        except FileNotFoundError as cause:
+            raise RootMismatch(f"root {path}: no such bucket; make it, or check the name") from cause
+        except (TypeError, ValueError, NotImplementedError):
+            return False  # a library from before conditional writes
+        try:
+            remote.create(key, b"2")
+            refused = False
+        except OSError:
+            refused = True
+        kept = remote.read(key, 0, 1) == b"1"
+        with suppress(*GONE):
+            remote.delete(key)
+    return refused and kept

@@ -1,0 +1,96 @@
+"""From what a user types to a root: a path or a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of fsspec (gs://, az://, sftp://, ...)"
+_VIA_FSSPEC = "fsspec+"
+
+_memory: dict[str, MemoryFiles] = {}
+_memory_lock = threading.Lock()
+
+
+def open_root(url: str, options: Mapping[str, Any] | None = None) -> Root:
+    """Opens the root at ``url``; connects and tries the store out where it is not a mounted file system.
+
+    A path or ``file:///path`` is a folder, which is made if its parent exists. ``memory://name`` is one root for
+    everybody in this process who opens that name; ``memory://`` a new one. Anything else goes through fsspec, with
+    ``options``; ``fsspec+SCHEME://`` sends it there even where we have a root of our own.
+
+    Raises InvalidRequest for what is no such URL, RootMismatch where the folder's parent does not exist,
+    PermissionDenied, Unavailable.
+    """
+    if not isinstance(url, str) or not url or "\0" in url:
+        raise InvalidRequest(f"root {url!r}: expected {_KNOWN}")
+    found = _URL.fullmatch(url)
+    if found is None:
+        if "://" in url or re.match(r"(file|memory|s3):", url):
+            raise InvalidRequest(f"root {url!r} is no URL; expected {_KNOWN}")
+        return _open_folder(os.path.abspath(os.path.expanduser(url)))
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file":
+        return _open_folder(_file_path(url, rest))
+    if scheme == "memory":
+        return _open_memory(rest)
+    return _open_remote(url, scheme, rest, options)
+
+
+def _file_path(url: str, rest: str) -> str:
+    path = unquote(rest.removeprefix("localhost"))
+    if not path.startswith("/"):
+        raise InvalidRequest(f"root {url!r} names a host or a relative path: expected file:///absolute/path")
+    return os.path.abspath(path)
+
+
+def _open_folder(path: str) -> PosixRoot:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise InvalidRequest(f"root {path} is not a folder: give a folder") from None
+    except FileNotFoundError as cause:
+        raise RootMismatch(
+            f"root {path}: {os.path.dirname(path)} does not exist; make it, or is the file system not mounted?"
+        ) from cause
+    except NotADirectoryError as cause:
+        raise InvalidRequest(f"root {path}: {os.path.dirname(path)} is not a folder") from cause
+    except PermissionError as cause:
+        raise PermissionDenied(f"root {path}: may not make that folder; make it, owned by this user") from cause
+    except OSError as cause:
+        raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
+    return PosixRoot(path)
+
+
+def _open_memory(name: str) -> MemoryRoot:
+    if not name:
+        return MemoryRoot()
+    with _memory_lock:
+        files = _memory.setdefault(name, MemoryFiles())
+    return MemoryRoot(files, name=name)
+
+
+def _open_remote(url: str, scheme: str, rest: str, options: Mapping[str, Any] | None) -> Root:
+    scheme = scheme.removeprefix(_VIA_FSSPEC)
+    import fsspec
+
+    from kvstore.root.objects import open_object_root
+
+    if scheme not in fsspec.available_protocols():
+        raise InvalidRequest(f"root {url!r}: nobody knows the scheme {scheme!r}; expected {_KNOWN}")
+    if "::" in rest:
+        raise InvalidRequest(
+            f"root {url!r}: chained file systems keep copies that other hosts do not see; give one URL"
+        )
+    return open_object_root(f"{scheme}://{rest}", options)

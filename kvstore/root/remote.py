@@ -1,0 +1,192 @@
+"""The few calls that ObjectRoot makes of fsspec, and what their errors mean to us.
+
+Separate from ``objects.py`` because file systems differ in them (``s3.py`` has the ways of S3), while the rules of the
+store do not.  fsspec keeps listings and instances for its callers; both are turned off, because another host's
+chunk that a listing does not show yet would be a miss, and one that it still shows a lie.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any
+
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.root.interface import Entry, Stat
+
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What a file that is not there looks like."""
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.EMFILE, errno.ENFILE})
+_REFUSED_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_GONE_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
+_CONDITIONAL = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+_MTIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
+
+class Remote:
+    """Any fsspec file system. Paths are its own, without protocol; sizes in bytes. Raises what fsspec raises."""
+
+    def __init__(self, fs: Any, *, conditional: bool = False) -> None:
+        self.fs = fs
+        self.conditional = conditional
+        """Whether the server decides about ``create``. Elsewhere fsspec looks first and writes then."""
+
+    def stat(self, path: str) -> Stat | None:
+        """One file; None where there is none, or only a folder."""
+        try:
+            found = self.fs.info(path)
+        except OSError as cause:
+            if is_gone(cause):
+                return None
+            raise
+        return None if found.get("type") == "directory" else stat_of(found)
+
+    def read(self, path: str, start: int, end: int) -> bytes:
+        """Bytes from ``start`` up to ``end``."""
+        content: bytes = self.fs.cat_file(path, start=start, end=end)
+        return content
+
+    def create(self, path: str, content: bytes) -> None:
+        """Writes a file that must not exist, where the file system can tell; FileExistsError where it does."""
+        self._write(path, content, "create")
+
+    def write(self, path: str, content: bytes) -> None:
+        """Writes a file, replacing one that is there."""
+        self._write(path, content, None)
+
+    def copy(self, source: str, path: str) -> None:
+        """Copies a file on the server."""
+        try:
+            self.fs.cp_file(source, path)
+        except FileNotFoundError:
+            if self.stat(source) is None:
+                raise
+            self.make_folder(path)
+            self.fs.cp_file(source, path)
+
+    def delete(self, path: str) -> None:
+        """Deletes a file."""
+        self.fs.rm_file(path)
+
+    def pages(self, folder: str) -> Iterator[list[Entry]]:
+        """The entries of a folder, as many at a time as the file system gives; nothing where there is no folder."""
+        self.fs.invalidate_cache(folder)
+        try:
+            found = self.fs.ls(folder, detail=True, refresh=True)
+        except GONE:
+            return
+        yield [entry_of(item) for item in found if item["name"].strip("/") != folder.strip("/")]
+
+    def remove_folder(self, folder: str) -> bool:
+        """Deletes an empty folder, where the file system has such a thing; False where it is not empty."""
+        if any(self.pages(folder)):
+            return False
+        try:
+            self.fs.rmdir(folder)
+        except GONE:
+            return True
+        except (OSError, NotImplementedError):
+            return not any(self.pages(folder))
+        return True
+
+    def make_folder(self, path: str) -> None:
+        """The folder of ``path``, for file systems that need one (SFTP, HDFS)."""
+        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def close(self) -> None:
+        """Most file systems of fsspec have nothing to close but what the garbage collector finds."""
+
+    def _write(self, path: str, content: bytes, mode: str | None) -> None:
+        options = {} if mode is None else {"mode": mode}
+        try:
+            self.fs.pipe_file(path, content, **options)
+        except FileNotFoundError:
+            self.make_folder(path)
+            self.fs.pipe_file(path, content, **options)
+
+
+def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
+    """The file system of a URL, and the path in it. ``options`` go to fsspec as they are.
+
+    Raises InvalidRequest where no library serves the scheme, or the options are not its.
+    """
+    # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take.
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        if scheme in ("s3", "s3a"):
+            from kvstore.root.s3 import S3Remote, s3_options
+
+            fs, path = fsspec.url_to_fs(url, **_private(s3_options(options)))
+            remote: Remote = S3Remote(fs)
+        else:
+            fs, path = fsspec.url_to_fs(url, **_private(options))
+            remote = Remote(fs, conditional=scheme in _CONDITIONAL)
+    except ImportError as cause:
+        extra = "kvstore[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
+        raise InvalidRequest(f"root {url}: {cause}; run `pip install {extra}`") from cause
+    except (TypeError, ValueError) as cause:
+        raise InvalidRequest(f"root {url}: {cause}; check its options") from cause
+    except OSError as cause:
+        raise _error("open", url, cause) from cause
+    return remote, path.rstrip("/")
+
+
+def _private(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options, "use_listings_cache": False, "skip_instance_cache": True}
+
+
+def stat_of(found: Mapping[str, Any]) -> Stat:
+    """Size and mtime from fsspec's description of a file; mtime 0 where it has none."""
+    return Stat(int(found.get("size") or 0), _mtime_ns(found))
+
+
+def entry_of(found: Mapping[str, Any]) -> Entry:
+    """A folder's entry from fsspec's description."""
+    name = str(found["name"]).rstrip("/").rpartition("/")[2]
+    return Entry(name, None if found.get("type") == "directory" else stat_of(found))
+
+
+def _mtime_ns(found: Mapping[str, Any]) -> int:
+    for key in _MTIME_KEYS:
+        value = found.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, int | float):
+            return int(value * 1_000_000) * 1_000
+    return 0
+
+
+@contextmanager
+def translated(action: str, path: str) -> Iterator[None]:
+    """The rim: whatever a foreign library raises becomes what a caller can act on."""
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except Exception as cause:  # the rim: fsspec's implementations raise errors of a dozen libraries
+        raise _error(action, path, cause) from cause
+
+
+def is_gone(cause: OSError) -> bool:
+    """Whether an error means that the file is not there (any more)."""
+    return isinstance(cause, GONE) or cause.errno in _GONE_ERRNOS
+
+
+def _error(action: str, path: str, cause: Exception) -> KVStoreError:
+    said = f"could not {action} {path}: {type(cause).__name__}: {cause}"
+    code = cause.errno if isinstance(cause, OSError) else None
+    if code in _FULL_ERRNOS:
+        return Overloaded(f"{said}; the store is full or busy: free space (kvstore-gc), or back off")
+    if isinstance(cause, PermissionError) or code in _REFUSED_ERRNOS or "Credential" in type(cause).__name__:
+        return PermissionDenied(f"{said}; check the credentials and the policy of the root")
+    if isinstance(cause, NotImplementedError):
+        return InvalidRequest(f"{said}; this file system cannot hold a root")
+    return Unavailable(f"{said}; check the address of the store and the network")

@@ -1,0 +1,97 @@
+"""What S3 does in its own way: one request where fsspec makes two, listings page by page, and limits on waiting.
+
+Works on a file system of ``s3fs`` (``pip install kvstore[s3]``), which fsspec imports for a root in a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvstore.root.interface import Entry, Stat
+from kvstore.root.remote import GONE, Remote, stat_of
+
+CONNECT_TIMEOUT_S = 3
+READ_TIMEOUT_S = 10
+REQUEST_ATTEMPTS_MAX = 3
+"""botocore's, for one request: connection errors, 5xx, throttling."""
+CALL_ATTEMPTS_MAX = 2
+"""s3fs's, for a call: also an answer that broke off. Its default times botocore's is 25, minutes on a dead network."""
+CONNECTIONS_MAX = 64
+SINGLE_PUT_BYTES = 1 << 31
+"""s3fs writes up to twice this size with one PUT; a multipart upload is not conditional on every server."""
+
+
+class S3Remote(Remote):
+    """A bucket, or a prefix in one."""
+
+    def __init__(self, fs: Any) -> None:
+        super().__init__(fs, conditional=True)
+        self._closed = False
+        fs.retries = CALL_ATTEMPTS_MAX
+
+    def stat(self, path: str) -> Stat | None:
+        bucket, key = self._split(path)
+        try:
+            # fsspec's info lists the bucket after a miss, to see whether the name is a folder.
+            found = self.fs.call_s3("head_object", Bucket=bucket, Key=key)
+        except GONE:
+            return None
+        return stat_of({"size": found["ContentLength"], "LastModified": found.get("LastModified")})
+
+    def pages(self, folder: str) -> Iterator[list[Entry]]:
+        bucket, key = self._split(folder)
+        prefix = f"{key}/" if key else ""
+        more: dict[str, Any] = {}
+        while True:
+            # fsspec's ls collects a folder of any size before it returns.
+            page = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+            found = [Entry(item["Prefix"][len(prefix) : -1], None) for item in page.get("CommonPrefixes", ())]
+            found += [
+                Entry(item["Key"][len(prefix) :], stat_of({"size": item["Size"], "LastModified": item["LastModified"]}))
+                for item in page.get("Contents", ())
+                if item["Key"] != prefix
+            ]
+            if found:
+                yield found
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def remove_folder(self, folder: str) -> bool:
+        return not any(self.pages(folder))
+
+    def copy(self, source: str, path: str) -> None:
+        self.fs.cp_file(source, path)
+
+    def close(self) -> None:
+        if self.fs._s3 is not None and not self._closed:
+            self._closed = True
+            self.fs.close_session(self.fs.loop, self.fs._s3)
+
+    def _write(self, path: str, content: bytes, mode: str | None) -> None:
+        options = {} if mode is None else {"mode": mode}
+        self.fs.pipe_file(path, content, chunksize=SINGLE_PUT_BYTES, **options)
+
+    def _split(self, path: str) -> tuple[str, str]:
+        bucket, _, key = path.strip("/").partition("/")
+        return bucket, key
+
+
+def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for s3fs: the caller's, with limits on waiting where the caller sets none."""
+    # Imported here, where somebody asked for a bucket.
+    from s3fs.core import AioConfig
+
+    config: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "retries": {"mode": "standard", "total_max_attempts": REQUEST_ATTEMPTS_MAX},
+        "max_pool_connections": CONNECTIONS_MAX,
+    }
+    # Chunks carry checksums of their own. botocore's cost a second pass over the bytes, and some servers answer a range
+    # with the checksum of the whole object, which fails every such read. Older botocore has neither option.
+    for option in ("request_checksum_calculation", "response_checksum_validation"):
+        if option in AioConfig.OPTION_DEFAULTS:
+            config[option] = "when_required"
+    return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}

@@ -1,0 +1,299 @@
+"""Bad input gets a clear error that says what was wrong, what was expected, and what to do; and harms nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout
+from kvstore.client import Cache, Store
+from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.layout import DTYPES
+from kvstore.node.limits import Limits
+from tests.node.stores import SMALL, kv_of, same, store_on
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+
+
+@pytest.fixture
+def store(tmp_root: Path) -> Iterator[Store]:
+    with store_on(tmp_root) as opened:
+        yield opened
+
+
+@pytest.fixture
+def cache(store: Store) -> Cache:
+    return store.namespace("m", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([1, -2, 3], "token -2 at position 1"),
+        ([1, 2**32], "token 4294967296 at position 1"),
+        (np.array([1, -5], np.int16), "token -5 at position 1"),
+        ([1, 2**70], "expected integers"),
+        ([1.5, 2.0], "expected integers"),
+        (np.zeros(3, np.float32), "float32"),
+        (np.zeros(3, bool), "expected integers"),
+        ([[1, 2], [3, 4]], "one dimension"),
+        ([[1, 2], [3]], "flat sequence"),
+        (["a", "b"], "expected integers"),
+        ([1, None], "NoneType"),
+        ("hello", "str"),
+        (b"hello", "bytes"),
+        (17, "int: expected a sequence"),
+        (None, "NoneType"),
+        (range(5_000_000), "over the limit of 4194304"),
+    ],
+)
+def test_tokens_that_are_no_tokens(cache: Cache, tokens: Any, says: str) -> None:
+    for call in (cache.match, cache.get, cache.hold, cache.pin, cache.refcount, lambda wrong: cache.put(wrong, KV)):
+        with pytest.raises(InvalidRequest, match=says):
+            call(tokens)
+    with pytest.raises(ValueError, match=says):
+        cache.match(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [0, 1, 2, 2**32 - 1] * 8,
+        tuple(range(32)),
+        range(32),
+        np.arange(32, dtype=np.int64),
+        np.arange(32, dtype=np.uint16),
+        np.arange(32, dtype=">u4"),
+        np.arange(64, dtype=np.uint32)[::2],
+    ],
+)
+def test_any_sequence_of_ints_is_taken(cache: Cache, tokens: Any) -> None:
+    kv = kv_of(SMALL, np.asarray(tokens, dtype=np.uint32))
+    assert cache.put(tokens, kv).tokens_present == 32
+    assert cache.match([int(token) for token in tokens]) == 32
+    assert same(cache.get(tokens)[1], kv)
+
+
+def test_empty_and_single_token_prompts_are_ordinary(cache: Cache) -> None:
+    for tokens in ([], [7], np.empty(0, np.int64)):
+        kv = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
+        assert cache.match(tokens) == 0
+        result = cache.put(tokens, kv)
+        assert (result.tokens_present, result.chunks_written) == (0, 0)
+        count, found = cache.get(tokens)
+        assert count == 0 and found.shape == SMALL.shape(0)
+        with cache.hold(tokens) as hold:
+            assert hold.tokens == 0 and hold.view() == [] and list(hold.layers()) == []
+        assert cache.pin(tokens).tokens == 0
+        assert cache.refcount(tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("kv", "says"),
+    [
+        (KV[:, :, :-1], r"has 63 tokens: expected 64"),
+        (KV[0], r"has shape \(2, 64, 2, 8\)"),
+        (KV[:2], r"expected \(3, 2, tokens, 2, 8\)"),
+        (KV.astype(np.float32), "dtype float32: expected float16"),
+        (KV.view(np.int16), "dtype int16"),
+        (KV.tolist(), "is a list: expected a numpy array"),
+        (None, "NoneType"),
+        (KV.swapaxes(2, 3), "shape"),
+    ],
+)
+def test_kv_that_does_not_fit_the_layout(cache: Cache, kv: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        cache.put(TOKENS, kv)
+    assert cache.match(TOKENS) == 0
+
+
+@pytest.mark.parametrize("prefix", [-16, 1, 17, 80, 1.0, "16"])
+def test_a_prefix_is_a_multiple_of_chunk_tokens(cache: Cache, prefix: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"multiple of chunk_tokens \(16\) from 0 to 64"):
+        cache.put(TOKENS, KV, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        np.asfortranarray,
+        lambda kv: np.ascontiguousarray(kv[::-1])[::-1],
+        lambda kv: np.repeat(kv, 2, axis=2)[:, :, ::2],
+        lambda kv: np.concatenate([kv, kv], axis=2)[:, :, : kv.shape[2]],
+        lambda kv: np.ascontiguousarray(kv.swapaxes(0, 1)).swapaxes(0, 1),
+        lambda kv: np.ascontiguousarray(kv.swapaxes(3, 4)).swapaxes(3, 4),
+        lambda kv: kv.view(np.uint16),
+    ],
+)
+def test_arrays_in_any_memory_order_are_put_and_read_into(cache: Cache, view: Any) -> None:
+    kv = view(KV)
+    assert cache.put(TOKENS, kv).tokens_present == len(TOKENS)
+    assert same(cache.get(TOKENS)[1], KV)
+    out = view(np.zeros_like(KV))
+    assert cache.get(TOKENS, out=out) == len(TOKENS)
+    assert np.array_equal(out.view(np.uint16) if out.flags.c_contiguous else np.ascontiguousarray(out).view(np.uint16),
+                          KV.view(np.uint16))  # fmt: skip
+    with cache.hold(TOKENS) as hold:
+        out = view(np.zeros_like(KV))
+        assert hold.read_into(out) == len(TOKENS)
+
+
+def test_out_says_how_much_is_read(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    for room in (0, 5, 16, 40, 64, 100):
+        out = np.zeros(SMALL.shape(room), SMALL.numpy_dtype)
+        count = cache.get(TOKENS, out=out)
+        assert count == min(room, 64) // 16 * 16
+        assert same(out[:, :, :count], KV[:, :, :count])
+    read_only = np.zeros_like(KV)
+    read_only.flags.writeable = False
+    with pytest.raises(InvalidRequest, match="read-only"):
+        cache.get(TOKENS, out=read_only)
+    with cache.hold(TOKENS) as hold, pytest.raises(InvalidRequest, match="room for 10 tokens"):
+        hold.read_into(np.zeros(SMALL.shape(10), SMALL.numpy_dtype))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: str) -> None:
+    layout = Layout(2, 2, 8, dtype, 8)
+    cache = store.namespace(dtype, layout)
+    tokens = range(24)
+    kv = kv_of(layout, tokens)
+    assert cache.put(tokens, kv).tokens_present == 24
+    found = cache.get(tokens)[1]
+    assert found.dtype == DTYPES[dtype] and same(found, kv)
+    with cache.hold(tokens) as hold:
+        assert same(np.concatenate([view.view(np.uint8) for view in hold.view()], axis=2), kv.view(np.uint8))
+        for layer, k, v in hold.layers():
+            assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+    assert ml_dtypes.bfloat16 is not None
+
+
+def test_views_are_read_only(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    with cache.hold(TOKENS) as hold:
+        for view in hold.view():
+            assert not view.flags.writeable
+            with pytest.raises(ValueError, match="read-only"):
+                view[:] = 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layers": 0},
+        {"layers": -1},
+        {"layers": 1.0},
+        {"layers": True},
+        {"kv_heads": 10**9},
+        {"head_dim": 0},
+        {"dtype": "float64"},
+        {"chunk_tokens": 0},
+        {"chunk_tokens": 65_537},
+        {"layers": 1024, "kv_heads": 1024, "head_dim": 1024},
+    ],
+)
+def test_layouts_that_make_no_sense(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"expected|over the limit"):
+        Layout(**{"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float16", "chunk_tokens": 16, **fields})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": ""},
+        {"name": "x" * 1000},
+        {"name": 7},
+        {"name": "m", "tenant": "\ud800"},
+        {"name": "m", "fingerprint": "f" * 5000},
+        {"name": "m", "attributes": {str(number): "" for number in range(65)}},
+        {"name": "m", "attributes": {"rope": 1}},
+    ],
+)
+def test_namespaces_that_make_no_sense(store: Store, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        store.namespace(layout=SMALL, **arguments)
+    with pytest.raises(InvalidRequest, match=r"kvstore\.Layout"):
+        store.namespace("m", {"layers": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keys", "buffers", "says"),
+    [
+        ([b"short"], [b"x"], "key 0 is 5 bytes"),
+        ([b"k" * 65], [b"x"], "key 0 is 65 bytes"),
+        (["k" * 16], [b"x"], "key 0 is a str"),
+        (b"k" * 16, [b"x"], "one bytes: expected a list"),
+        ([b"k" * 16], [], "0 buffers for 1 keys"),
+        ([b"k" * 16], [b""], "has 0 bytes"),
+        ([b"k" * 16], [7], "is a int"),
+        ([b"k" * 16], [np.zeros((4, 4))[:, ::2]], "not contiguous"),
+    ],
+)
+def test_blocks_that_make_no_sense(cache: Cache, keys: Any, buffers: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        cache.blocks.put(keys, buffers)
+
+
+def test_blocks_are_read_into_writable_memory_of_their_size(cache: Cache) -> None:
+    keys = [bytes([number]) * 32 for number in range(6)]
+    payloads = [bytes([number]) * (100 + number) for number in range(6)]
+    assert cache.blocks.put(keys, payloads) == [True] * 6
+    with pytest.raises(InvalidRequest, match="read-only"):
+        cache.blocks.get(keys, payloads)
+    buffers = [bytearray(100 + number) for number in range(6)]
+    buffers[3] = bytearray(7)
+    assert cache.blocks.get(keys, buffers) == [True, True, True, False, True, True]
+    assert [bytes(buffer) for buffer in buffers[:3]] == payloads[:3]
+    buffers[3] = bytearray(103)
+    assert cache.blocks.get(keys, buffers) == [True] * 6, "a wrong size asked for did not harm the block"
+    assert cache.blocks.put([keys[0]], [b"another size"]) == [False], "first writer wins"
+    assert cache.blocks.put([keys[0]], [b"x" * 100]) == [True]
+    assert cache.blocks.match([*keys, b"absent" * 4]) == 6
+    assert cache.blocks.match([b"absent" * 4, *keys]) == 0
+    array = np.zeros(105, np.uint8)
+    assert cache.blocks.get([keys[5]], [array]) == [True] and array.tobytes() == payloads[5]
+
+
+def test_a_million_tokens_are_matched_and_stored(store: Store) -> None:
+    layout = Layout(1, 1, 1, "int8", 256)
+    cache = store.namespace("long", layout)
+    tokens = np.arange(1_000_000)
+    kv = np.ones(layout.shape(len(tokens)), np.int8)
+    assert cache.match(tokens) == 0
+    assert cache.put(tokens, kv).tokens_present == 999_936
+    assert cache.match(tokens) == 999_936
+    assert cache.get(tokens)[0] == 999_936
+
+
+@pytest.mark.parametrize("url", ["", "nonsense://x", "file:relative", "http//", "file://host/path"])
+def test_roots_that_are_no_urls(url: str) -> None:
+    with pytest.raises((InvalidRequest, RootMismatch)):
+        kvstore.open(url, create=False)
+
+
+def test_a_folder_that_is_no_root_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(RootMismatch, match="empty folder"):
+        kvstore.open(str(tmp_path))
+    with pytest.raises(RootMismatch, match="mounted"):
+        kvstore.open(str(tmp_path / "elsewhere"), create=False)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "elsewhere"] == ["precious.txt"]
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="more than 0"):
+        Limits(lanes=0)
+    with pytest.raises(InvalidRequest, match="over lanes"):
+        Limits(lanes=2, width=3)
+    with pytest.raises(InvalidRequest, match="outlast"):
+        Limits(hold_max_s=1.0)
+    with pytest.raises(InvalidRequest, match="durability"):
+        kvstore.open("/nowhere", durability="maybe")

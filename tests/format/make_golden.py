@@ -1,0 +1,67 @@
+"""Writes the golden files of the current format version: ``python -m tests.format.make_golden FOLDER``.
+
+For a new version only, into a new folder: what is committed is never written again (``FORMAT.md``, section 6).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.address import Chain
+from kvstore.format.checksum import checksum
+from kvstore.format.header import VERSION, Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.tokens import token_array
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One file, and everything it was written from."""
+
+    file: str
+    expected: Expected
+    incarnation: Incarnation
+    payload: bytes
+
+    def content(self) -> bytes:
+        size = self.expected.section_bytes
+        sums = [checksum(self.payload[start : start + size]) for start in range(0, len(self.payload), size)]
+        return bytes(encode(self.expected, self.incarnation, sums)) + self.payload
+
+
+SMALL = Namespace.of(
+    "golden",
+    Layout(layers=2, kv_heads=1, head_dim=4, dtype="bfloat16", chunk_tokens=4),
+    fingerprint="sha256:0123",
+    tenant="prüfer",
+    attributes={"rope": "yarn", "tp": "0/1"},
+)
+LONG = Namespace.of("golden-long", Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=1500))
+
+
+def goldens() -> list[Golden]:
+    """The second chunk of a chain, a block, and a chunk whose header takes two pages."""
+    chunk = expected_chunk(Chain.of(SMALL, token_array([1, 2, 3, 4, 0xFFFFFFFF, 6, 7, 8, 9])), 1)
+    block = expected_block(SMALL, bytes(range(32)), 100)
+    long = expected_chunk(Chain.of(LONG, token_array(np.arange(1500) * 77)), 0)
+    return [
+        Golden(f"chunk.v{VERSION}.bin", chunk, Incarnation(bytes(range(16))), bytes(range(128))),
+        Golden(f"block.v{VERSION}.bin", block, Incarnation(bytes(range(16, 32))), bytes(range(100, 200))),
+        Golden(f"long.v{VERSION}.bin", long, Incarnation(bytes(range(32, 48))), bytes(i % 251 for i in range(3000))),
+    ]
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for golden in goldens():
+        with (folder / golden.file).open("xb") as file:
+            file.write(golden.content())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,68 @@
+"""Random namespaces, chains and chunk files for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, Chain
+from kvstore.format.checksum import checksum
+from kvstore.format.header import Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.layout import DTYPES, Layout
+from kvstore.namespace import Namespace
+from kvstore.tokens import token_array
+
+token_ids = st.integers(0, 2**32 - 1)
+layouts = st.builds(
+    Layout,
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 9),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    chunk_tokens=st.integers(1, 7),
+)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+namespaces = st.builds(
+    Namespace.of,
+    name=texts.filter(bool),
+    layout=layouts,
+    fingerprint=texts,
+    tenant=texts,
+    attributes=st.dictionaries(texts, texts, max_size=3),
+)
+
+
+@dataclass(frozen=True)
+class ChunkFile:
+    """A chunk as it is stored, and what a reader expects of it."""
+
+    expected: Expected
+    incarnation: Incarnation
+    payload: bytes
+    content: bytes
+
+
+def chunk_file(expected: Expected, incarnation: bytes, payload: bytes) -> ChunkFile:
+    """Encodes a chunk."""
+    size = expected.section_bytes
+    sums = [checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)]
+    header = encode(expected, Incarnation(incarnation), sums)
+    return ChunkFile(expected, Incarnation(incarnation), payload, bytes(header) + payload)
+
+
+@st.composite
+def chunk_files(draw: st.DrawFn) -> ChunkFile:
+    """A chunk of tokens somewhere in a chain, or a block."""
+    namespace = draw(namespaces)
+    if draw(st.booleans()):
+        key = draw(st.binary(min_size=BLOCK_KEY_BYTES_MIN, max_size=BLOCK_KEY_BYTES_MAX))
+        expected = expected_block(namespace, key, draw(st.integers(1, 300)))
+    else:
+        size = namespace.layout.chunk_tokens
+        tokens = draw(st.lists(token_ids, min_size=size, max_size=4 * size))
+        chain = Chain.of(namespace, token_array(tokens))
+        expected = expected_chunk(chain, draw(st.integers(0, len(chain) - 1)))
+    seed = draw(st.integers(0, 255))
+    payload = bytes((seed + 31 * n) % 256 for n in range(expected.payload_bytes))
+    return chunk_file(expected, draw(st.binary(min_size=16, max_size=16)), payload)

@@ -1,0 +1,182 @@
+"""The header's codec: what is written is read back, and every damage is noticed as damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvstore.address import Address, Chain
+from kvstore.format.checksum import checksum
+from kvstore.format.header import (
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Kind,
+    decode,
+    decode_as,
+    expected_chunk,
+    header_bytes,
+    is_self_consistent,
+)
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.tokens import token_array
+from tests.format.strategies import ChunkFile, chunk_file, chunk_files
+
+
+@given(chunk_files())
+def test_what_was_encoded_is_decoded(file: ChunkFile) -> None:
+    header, expected = decode_as(file.content, file.expected), file.expected
+    assert (header.kind, header.address, header.parent) == (expected.kind, expected.address, expected.parent)
+    assert (header.namespace, header.depth, header.identity) == (expected.namespace, expected.depth, expected.identity)
+    assert header.incarnation == file.incarnation
+    assert header.section_bytes == expected.section_bytes
+    assert header.file_bytes == expected.file_bytes == len(file.content)
+    assert header.header_bytes % PAGE_BYTES == 0
+    size = header.section_bytes
+    payload = file.content[header.header_bytes :]
+    assert list(header.checksums) == [
+        checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)
+    ]
+    assert is_self_consistent(header)
+
+
+@given(chunk_files())
+@settings(max_examples=3)
+def test_each_byte_of_a_header_flipped_is_damage(file: ChunkFile) -> None:
+    header = bytearray(file.content[: file.expected.header_bytes])
+    for position in range(len(header)):
+        header[position] ^= 0xFF
+        with pytest.raises(Damaged):
+            decode(header)
+        header[position] ^= 0xFF
+    decode(header)
+
+
+@given(chunk_files(), st.data())
+def test_each_bit_of_a_header_flipped_is_damage(file: ChunkFile, data: st.DataObject) -> None:
+    header = bytearray(file.content[: file.expected.header_bytes])
+    position = data.draw(st.integers(0, len(header) * 8 - 1))
+    header[position // 8] ^= 1 << position % 8
+    with pytest.raises(Damaged):
+        decode(header)
+
+
+@given(chunk_files(), st.data())
+def test_a_truncated_header_is_damage(file: ChunkFile, data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, file.expected.header_bytes - 1))
+    with pytest.raises(Damaged):
+        decode(file.content[:size])
+
+
+def test_a_header_of_several_pages_truncated_at_any_page_is_damage() -> None:
+    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=3000)
+    expected = expected_chunk(Chain.of(Namespace.of("long", layout), token_array(range(3000))), 0)
+    file = chunk_file(expected, bytes(16), bytes(6000))
+    assert expected.header_bytes == 3 * PAGE_BYTES
+    for size in (PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES - 1):
+        with pytest.raises(Damaged) as caught:
+            decode(file.content[:size])
+        assert caught.value.damage is Damage.GEOMETRY
+    assert decode(file.content[: 3 * PAGE_BYTES]).depth == 0
+
+
+@given(chunk_files(), st.integers(0, 4096))
+def test_a_zero_filled_end_of_a_header_is_damage(file: ChunkFile, start: int) -> None:
+    size = file.expected.header_bytes
+    start = min(start, size - 8)
+    with pytest.raises(Damaged):
+        decode(file.content[:start] + bytes(size - start))
+
+
+@given(st.binary(max_size=9000))
+@example(b"\x93KVCHNK\n" + b"\xff" * 9000)
+@example(b"\x93KVCHNK\n\x01\x00\x01\x01\x00" + b"\xff" * 9000)
+@example(b"\x93KVCHNK\n\x01\x00\x01\x01\x01\0\0\0\x00\x10\0\0" + b"\x00" * 4078)
+def test_random_bytes_are_damage_and_nothing_else(content: bytes) -> None:
+    with pytest.raises(Damaged):
+        decode(content)
+
+
+@given(chunk_files(), st.data())
+def test_random_changes_of_a_header_are_damage_and_nothing_else(file: ChunkFile, data: st.DataObject) -> None:
+    header = bytearray(file.content[: file.expected.header_bytes])
+    start = data.draw(st.integers(0, 200))
+    junk = data.draw(st.binary(min_size=1, max_size=60))
+    if header[start : start + len(junk)] == junk:
+        return
+    header[start : start + len(junk)] = junk
+    with pytest.raises(Damaged):
+        decode(header)
+
+
+@given(chunk_files(), chunk_files())
+def test_another_chunks_header_is_not_the_one_asked_for(file: ChunkFile, other: ChunkFile) -> None:
+    if file.expected.address == other.expected.address:
+        return
+    with pytest.raises(Damaged) as caught:
+        decode_as(other.content, file.expected)
+    assert caught.value.damage is Damage.IDENTITY
+
+
+@given(chunk_files())
+def test_every_field_of_the_identity_counts(file: ChunkFile) -> None:
+    wanted = file.expected
+    flipped = Address(bytes([wanted.address[0] ^ 1]) + wanted.address[1:])
+    others = [
+        replace(wanted, kind=Kind.BLOCK if wanted.kind is Kind.TOKENS else Kind.TOKENS),
+        replace(wanted, address=flipped),
+        replace(wanted, parent=flipped),
+        replace(wanted, namespace=NamespaceDigest(flipped + wanted.namespace[16:])),
+        replace(wanted, depth=wanted.depth + 1),
+        replace(wanted, identity=bytes([wanted.identity[0] ^ 1]) + wanted.identity[1:]),
+    ]
+    for other in others:
+        with pytest.raises(Damaged) as caught:
+            decode_as(file.content, other)
+        assert caught.value.damage is Damage.IDENTITY
+    for other in (
+        replace(wanted, section_bytes=wanted.section_bytes + 1),
+        replace(wanted, section_count=wanted.section_count + 1),
+    ):
+        with pytest.raises(Damaged) as caught:
+            decode_as(file.content, other)
+        assert caught.value.damage is Damage.GEOMETRY
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "damage"),
+    [
+        (0, b"\x00", Damage.MAGIC),
+        (8, b"\x02", Damage.VERSION),
+        (9, b"\x01", Damage.VERSION),
+        (10, b"\x02", Damage.ALGORITHM),
+        (11, b"\x02", Damage.ALGORITHM),
+        (12, b"\x02", Damage.ALGORITHM),
+        (16, b"\x01", Damage.GEOMETRY),
+        (16, b"\xff\xff\xff\xff", Damage.GEOMETRY),
+        (24, b"\xff\xff\xff\xff", Damage.GEOMETRY),
+        (28, b"\xff\xff\xff\xff", Damage.GEOMETRY),
+        (40, b"\x00\x00\x00", Damage.HEADER_CHECKSUM),
+        (4088, b"\x00\x00", Damage.HEADER_CHECKSUM),
+    ],
+)
+def test_each_reason_is_told_apart(offset: int, value: bytes, damage: Damage) -> None:
+    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=2)
+    expected = expected_chunk(Chain.of(Namespace.of("reasons", layout), token_array([1, 2])), 0)
+    content = bytearray(chunk_file(expected, bytes(16), bytes(4)).content)
+    content[offset : offset + len(value)] = value
+    with pytest.raises(Damaged) as caught:
+        decode(content)
+    assert caught.value.damage is damage
+
+
+@given(st.integers(0, 70_000), st.integers(0, 3000))
+def test_a_header_is_the_fewest_pages_that_hold_it(identity_bytes: int, section_count: int) -> None:
+    size = header_bytes(identity_bytes, section_count)
+    used = 128 + identity_bytes + 8 * section_count + 8
+    assert size % PAGE_BYTES == 0
+    assert used <= size < used + 8 + PAGE_BYTES

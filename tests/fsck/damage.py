@@ -1,0 +1,89 @@
+"""Roots with chunks in them, and the ways in which a file can go wrong."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.address import Address, Chain
+from kvstore.buffers import Borrowed
+from kvstore.format import places
+from kvstore.format.checksum import checksum
+from kvstore.format.header import Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.format.places import Name
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace, NamespaceId
+from kvstore.node.namespaces import NamespaceRecords
+from kvstore.root.identity import RootIdentity, create_or_open
+from kvstore.root.interface import Root
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.tokens import token_array
+
+NOW_S = 1_700_000_000.0
+SHARD_BITS = 4
+LAYOUT = Layout(layers=2, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=4)
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A root with one chain of chunks, and a block."""
+
+    root: Root
+    identity: RootIdentity
+    namespace: Namespace
+    chain: Chain
+
+    def expected(self, index: int) -> Expected:
+        return expected_chunk(self.chain, index)
+
+    def name(self, index: int) -> Name:
+        return self.name_of(self.chain.addresses[index])
+
+    def name_of(self, address: Address) -> Name:
+        return places.chunk(address, NamespaceId(self.namespace.digest[:8]), SHARD_BITS)
+
+    def content(self, index: int) -> bytes:
+        return chunk_bytes(self.expected(index))
+
+
+def chunk_bytes(expected: Expected) -> bytes:
+    payload = np.random.default_rng(expected.depth).bytes(expected.payload_bytes)
+    size = expected.section_bytes
+    sums = [checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)]
+    return bytes(encode(expected, Incarnation(RandomIds().fresh()), sums)) + payload
+
+
+def write(root: Root, name: Name, content: bytes, *, age_s: float = 0.0) -> None:
+    """Puts a file at any name, replacing what is there: how damage comes about."""
+    root.remove(name)
+    staged = Name(f"{name}.{next(_numbers)}.writing")
+    root.stage(staged, [memoryview(content)], stamp_ns=int((NOW_S - age_s) * 1e9), durable=False)
+    assert root.publish(staged, name, durable=False)
+
+
+def read(root: Root, name: Name) -> bytes | None:
+    reader = root.open(name)
+    if reader is None:
+        return None
+    with reader:
+        content = bytearray(reader.stat.size_bytes)
+        return bytes(content[: reader.read([memoryview(content)], 0, Borrowed())]) if content else b""
+
+
+def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:
+    """Makes a root with a chain of chunks, one block, and the namespace's records."""
+    identity = create_or_open(root, RandomIds(), shard_bits=SHARD_BITS)
+    namespace = Namespace.of(name, LAYOUT)
+    session = RandomIds().fresh()
+    NamespaceRecords(root, lambda: session, _numbers, SystemClock()).claim(namespace)
+    root.remove_folder(places.staging_folder(session))
+    filled = Filled(root, identity, namespace, Chain.of(namespace, token_array(range(4 * chunks_count))))
+    for index in range(chunks_count):
+        write(root, filled.name(index), filled.content(index))
+    block = expected_block(namespace, b"k" * 16, 500)
+    write(root, filled.name_of(block.address), chunk_bytes(block))
+    return filled

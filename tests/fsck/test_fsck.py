@@ -1,0 +1,469 @@
+"""Each thing that can be wrong with a root is found, named, and put right without harming anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.format import places
+from kvstore.format.header import Damage
+from kvstore.format.places import Name
+from kvstore.fsck import Action, Finding, Kind, Progress, Report, fsck
+from kvstore.namespace import Namespace, NamespaceId
+from kvstore.node.namespaces import claim_key
+from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Rule
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryRoot
+from kvstore.root.objects import open_object_root
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from kvstore.tokens import token_array
+from tests.fsck.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
+
+SESSION = bytes(range(16))
+OLD = 7200.0
+
+
+class Clock:
+    """Stands still."""
+
+    def now_s(self) -> float:
+        return NOW_S
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+
+@pytest.fixture(params=["memory", "posix", "fsspec"])
+def filled(request: pytest.FixtureRequest) -> Iterator[Filled]:
+    if request.param == "fsspec":
+        root: Root = open_object_root(f"memory://fsck-{RandomIds().fresh().hex()}/root")
+    elif request.param == "posix":
+        root = PosixRoot(request.getfixturevalue("tmp_root"))
+    else:
+        root = MemoryRoot()
+    yield fill(root)
+    root.close()
+
+
+@pytest.fixture
+def memory() -> Filled:
+    return fill(MemoryRoot())
+
+
+def check(filled: Filled, **options: Any) -> Report:
+    return fsck(filled.root, filled.identity, clock=Clock(), **options)
+
+
+def found(report: Report) -> list[tuple[Kind, str, str, Action | None]]:
+    return [(one.kind, one.name, one.detail, one.action) for one in report.findings]
+
+
+def names(root: Root, folder: str) -> set[str]:
+    return {entry.name for entry in root.list(Name(folder))}
+
+
+def test_a_sound_root_is_clean(filled: Filled) -> None:
+    variants: list[dict[str, Any]] = [{}, {"repair": True}, {"verify_payload": False}, {"live_sessions": set()}]
+    for options in variants:
+        report = check(filled, **options)
+        assert report.findings == []
+        assert report.is_clean and report.unrepaired_count == 0
+        assert (report.chunks_count, report.namespaces_count, report.unreachable_count) == (7, 1, 0)
+
+
+def test_an_empty_root_is_clean() -> None:
+    root = MemoryRoot()
+    filled = fill(root, 0)
+    assert check(filled, repair=True).is_clean
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Damage]] = {
+    "magic": (lambda content: b"\0" + content[1:], Damage.MAGIC),
+    "version": (lambda content: content[:8] + b"\x02" + content[9:], Damage.VERSION),
+    "algorithm": (lambda content: content[:10] + b"\x09" + content[11:], Damage.ALGORITHM),
+    "header": (lambda content: content[:200] + b"\xff" + content[201:], Damage.HEADER_CHECKSUM),
+    "geometry": (lambda content: content[:16] + b"\xff" * 4 + content[20:], Damage.GEOMETRY),
+    "payload": (lambda content: content[:-1] + bytes([content[-1] ^ 1]), Damage.SECTION_CHECKSUM),
+    "first payload byte": (lambda content: content[:4096] + bytes([content[4096] ^ 1]) + content[4097:],
+                           Damage.SECTION_CHECKSUM),
+    "truncated": (lambda content: content[:-1], Damage.SIZE),
+    "truncated header": (lambda content: content[:100], Damage.SIZE),
+    "empty": (lambda content: b"", Damage.SIZE),
+    "longer": (lambda content: content + b"\0", Damage.SIZE),
+    "zeros": (lambda content: bytes(len(content)), Damage.MAGIC),
+    "zero-filled end": (lambda content: content[:4100] + bytes(len(content) - 4100), Damage.SECTION_CHECKSUM),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_chunk_is_found_with_its_reason_and_set_aside(filled: Filled, damage: str) -> None:
+    change, reason = DAMAGES[damage]
+    write(filled.root, filled.name(5), change(filled.content(5)))
+    report = check(filled)
+    assert found(report) == [(Kind.DAMAGED, filled.name(5), reason.value, None)]
+    assert not report.is_clean and report.unrepaired_count == 1
+    assert filled.root.stat(filled.name(5)) is not None, "looking must not change anything"
+
+    report = check(filled, repair=True)
+    assert [(one.kind, one.action) for one in report.findings] == [(Kind.DAMAGED, Action.QUARANTINED)]
+    assert not report.is_clean and report.unrepaired_count == 0
+    assert filled.root.stat(filled.name(5)) is None, "the next put can write it again"
+    assert len(names(filled.root, "quarantine")) == 1
+
+    report = check(filled, repair=True)
+    assert [(one.kind, one.action) for one in report.findings] == [(Kind.QUARANTINED, Action.REMOVED)]
+    assert check(filled).is_clean
+
+
+def test_payload_is_not_read_when_only_headers_are_asked_for(memory: Filled) -> None:
+    write(memory.root, memory.name(5), DAMAGES["payload"][0](memory.content(5)))
+    report = check(memory, verify_payload=False)
+    assert report.is_clean
+    assert report.read_bytes == 7 * 4096
+
+
+def test_two_swapped_files_go_back_to_their_own_names(filled: Filled) -> None:
+    a, b = filled.content(0), filled.content(3)
+    write(filled.root, filled.name(0), b)
+    write(filled.root, filled.name(3), a)
+    report = check(filled)
+    assert {(one.kind, one.name) for one in report.findings if one.is_problem} == {
+        (Kind.MISPLACED, filled.name(0)),
+        (Kind.MISPLACED, filled.name(3)),
+    }
+    check(filled, repair=True)
+    assert read(filled.root, filled.name(0)) == a
+    assert read(filled.root, filled.name(3)) == b
+    assert check(filled).findings == []
+
+
+def test_files_in_each_others_places_in_a_ring_all_go_home(filled: Filled) -> None:
+    contents = [filled.content(index) for index in range(6)]
+    for index in range(6):
+        write(filled.root, filled.name(index), contents[(index + 1) % 6])
+    check(filled, repair=True)
+    assert [read(filled.root, filled.name(index)) for index in range(6)] == contents
+    assert check(filled).findings == []
+
+
+def test_another_namespaces_chunk_under_our_name_goes_to_its_own(filled: Filled) -> None:
+    other = fill(filled.root, 2, "other")
+    theirs = other.content(1)
+    filled.root.remove(other.name(1))
+    write(filled.root, filled.name(2), theirs)
+    report = check(filled, repair=True)
+    assert Kind.MISPLACED in report.counts
+    assert read(filled.root, other.name(1)) == theirs
+    assert filled.root.stat(filled.name(2)) is None
+
+
+def test_a_misplaced_copy_is_deleted_where_a_whole_one_is_in_place(filled: Filled) -> None:
+    write(filled.root, filled.name(5), filled.content(0))
+    report = check(filled, repair=True)
+    assert [(one.kind, one.action) for one in report.findings if one.kind is Kind.MISPLACED] == [
+        (Kind.MISPLACED, Action.REMOVED)
+    ]
+    assert read(filled.root, filled.name(0)) is not None
+    assert names(filled.root, "quarantine") == set()
+
+
+def test_a_misplaced_whole_copy_replaces_a_damaged_one(filled: Filled) -> None:
+    whole = filled.content(0)
+    write(filled.root, filled.name(0), whole[:-1])
+    write(filled.root, filled.name(5), whole)
+    check(filled, repair=True)
+    assert read(filled.root, filled.name(0)) == whole
+
+
+def test_a_chunk_in_the_wrong_shard_is_moved_to_its_own(filled: Filled) -> None:
+    address = filled.chain.addresses[2]
+    wrong = Name(f"chunks/{(places.shard(address, SHARD_BITS) + 1) % 16:04x}/{filled.name(2).rpartition('/')[2]}")
+    content = read(filled.root, filled.name(2))
+    assert content is not None
+    filled.root.move(filled.name(2), wrong)
+    report = check(filled, repair=True)
+    assert [(one.kind, one.name, one.action) for one in report.findings if one.is_problem] == [
+        (Kind.WRONG_SHARD, wrong, Action.RESTORED)
+    ]
+    assert read(filled.root, filled.name(2)) == content
+    assert check(filled).is_clean
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["holiday.jpg", "mine/file", "chunks/file", "chunks/folder/file", "chunks/0001/file.txt", "chunks/0001/sub/file",
+     "staging/file", "staging/folder/file", "quarantine/sub/file", "namespaces/readme.txt", "chunks/fffff/file"],
+)  # fmt: skip
+def test_foreign_things_are_named_and_never_touched(filled: Filled, name: str) -> None:
+    write(filled.root, Name(name), b"mine")
+    report = check(filled, repair=True, live_sessions=set())
+    assert [one.kind for one in report.findings] == [Kind.FOREIGN]
+    assert name.startswith(report.findings[0].name)
+    assert read(filled.root, Name(name)) == b"mine"
+
+
+@pytest.mark.parametrize("name", ["lost+found/x", "trash/x/y", "plans/x", "pins/o/p", ".snapshot/x"])
+def test_what_file_systems_and_garbage_collection_keep_is_not_ours_to_judge(memory: Filled, name: str) -> None:
+    write(memory.root, Name(name), b"theirs")
+    assert check(memory, repair=True).findings == []
+
+
+def test_the_scratch_folder_of_a_killed_check_is_removed(memory: Filled) -> None:
+    write(memory.root, Name(".check-00ff/race/1"), b"x")
+    report = check(memory)
+    assert [(one.kind, one.name) for one in report.findings] == [(Kind.LEFTOVER, ".check-00ff")]
+    assert check(memory, repair=True).actions == {Action.REMOVED: 1}
+    assert check(memory).is_clean
+
+
+def test_what_a_dead_session_staged_is_removed_and_what_a_live_one_staged_is_kept(memory: Filled) -> None:
+    live, dead = bytes(16), SESSION
+    for session in (live, dead):
+        write(memory.root, places.staged(session, 1), b"part", age_s=OLD)
+    report = check(memory, repair=True, live_sessions={live})
+    assert found(report) == [(Kind.ORPHAN_STAGING, places.staged(dead, 1), "4 bytes", Action.REMOVED)]
+    assert names(memory.root, "staging") == {live.hex()}
+    assert read(memory.root, places.staged(live, 1)) == b"part"
+
+
+def test_a_session_that_began_after_the_live_ones_were_listed_is_not_robbed(memory: Filled) -> None:
+    write(memory.root, places.staged(SESSION, 1), b"part", age_s=5)
+    report = check(memory, repair=True, live_sessions=set())
+    assert found(report) == [(Kind.YOUNG_STAGING, places.staged(SESSION, 1), "4 bytes", None)]
+    assert report.is_clean
+    assert read(memory.root, places.staged(SESSION, 1)) == b"part"
+
+
+@pytest.mark.parametrize(("age_s", "kind"), [(3500.0, Kind.YOUNG_STAGING), (3700.0, Kind.ORPHAN_STAGING)])
+def test_where_nobody_knows_who_lives_an_hour_decides(memory: Filled, age_s: float, kind: Kind) -> None:
+    write(memory.root, places.staged(SESSION, 1), b"part", age_s=age_s)
+    report = check(memory, repair=True)
+    assert [one.kind for one in report.findings] == [kind]
+    assert (memory.root.stat(places.staged(SESSION, 1)) is None) is (kind is Kind.ORPHAN_STAGING)
+
+
+def test_an_empty_staging_folder_of_a_dead_session_is_no_finding_and_goes(memory: Filled) -> None:
+    write(memory.root, places.staged(SESSION, 1), b"part")
+    memory.root.remove(places.staged(SESSION, 1))
+    assert check(memory, live_sessions=set()).findings == []
+    assert check(memory, live_sessions=set(), repair=True).findings == []
+    assert names(memory.root, "staging") == set()
+
+
+def test_a_whole_chunk_in_quarantine_is_published_back(filled: Filled) -> None:
+    content = read(filled.root, filled.name(2))
+    aside = places.quarantined(filled.chain.addresses[2], SESSION, 1)
+    assert filled.root.move(filled.name(2), aside)
+    report = check(filled)
+    assert (Kind.QUARANTINED, aside, "whole", None) in found(report)
+    report = check(filled, repair=True)
+    assert report.actions == {Action.RESTORED: 1}
+    assert read(filled.root, filled.name(2)) == content
+    assert check(filled).is_clean
+
+
+def test_a_whole_chunk_in_quarantine_does_not_replace_a_published_one(filled: Filled) -> None:
+    published = read(filled.root, filled.name(2))
+    write(filled.root, places.quarantined(filled.chain.addresses[2], SESSION, 1), filled.content(2))
+    report = check(filled, repair=True)
+    assert report.actions == {Action.REMOVED: 1}
+    assert read(filled.root, filled.name(2)) == published
+    assert names(filled.root, "quarantine") == set()
+
+
+def test_chunks_without_their_parent_are_told_as_information(memory: Filled) -> None:
+    memory.root.remove(memory.name(2))
+    report = check(memory)
+    assert found(report) == [
+        (Kind.UNREACHABLE, memory.name(3), f"its parent {memory.chain.addresses[2].hex()} is not there", None)
+    ]
+    assert report.is_clean and report.unreachable_count == 1
+
+
+def test_looking_for_unreachable_chunks_is_given_up_beyond_its_limit(memory: Filled) -> None:
+    memory.root.remove(memory.name(2))
+    report = check(memory, reach_max=3)
+    assert report.findings == [] and report.unreachable_count is None
+
+
+def test_chunks_of_an_unrecorded_namespace_are_told_once(memory: Filled) -> None:
+    memory.root.remove(places.namespace_record(memory.namespace.digest))
+    report = check(memory)
+    assert report.counts == {Kind.NO_RECORD: 1}
+    assert memory.namespace.digest.hex() in report.findings[0].detail
+    assert report.is_clean
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[]", b'{"layout": 5, "name": "x", "tenant": ""}'])
+@pytest.mark.parametrize("which", ["record", "claim"])
+def test_an_unreadable_record_is_found_and_makes_room_for_a_new_one(filled: Filled, which: str, content: bytes) -> None:
+    namespace = filled.namespace
+    record = places.namespace_record(namespace.digest)
+    name = record if which == "record" else places.namespace_claim(claim_key(namespace.tenant, namespace.name))
+    assert filled.root.stat(name) is not None
+    write(filled.root, name, content)
+    report = check(filled)
+    assert [(one.kind, one.name) for one in report.findings if one.is_problem] == [(Kind.BAD_RECORD, name)]
+    check(filled, repair=True)
+    assert filled.root.stat(name) is None
+    fill(filled.root, 0)
+    assert check(filled, repair=True).counts.keys() <= {Kind.QUARANTINED}
+    assert check(filled).is_clean
+
+
+def test_a_record_under_another_namespaces_name_is_found(memory: Filled) -> None:
+    other = Namespace.of("other", LAYOUT)
+    write(memory.root, places.namespace_record(other.digest), memory.namespace.to_json())
+    report = check(memory)
+    assert [(one.kind, one.name) for one in report.findings] == [
+        (Kind.BAD_RECORD, places.namespace_record(other.digest))
+    ]
+
+
+def test_an_unreadable_file_is_a_finding_and_the_rest_is_checked(memory: Filled) -> None:
+    inner = memory.root
+    write(inner, memory.name(5), b"damaged")
+    root = FaultyRoot(inner, [Rule("read", EIO, lambda name: name == memory.name(1))])
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert {(one.kind, one.name) for one in report.findings if one.is_problem} == {
+        (Kind.UNREADABLE, memory.name(1)),
+        (Kind.DAMAGED, memory.name(5)),
+    }
+    assert inner.stat(memory.name(1)) is not None, "what cannot be read is not known to be damaged"
+
+
+def test_an_unreadable_folder_is_a_finding(memory: Filled) -> None:
+    root = FaultyRoot(memory.root, [Rule("list", EIO, lambda name: name == "chunks")])
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain))
+    assert [(one.kind, one.name) for one in report.findings] == [(Kind.UNREADABLE, "chunks")]
+
+
+def test_a_root_whose_top_cannot_be_read_is_an_error(memory: Filled) -> None:
+    root = FaultyRoot(memory.root, [Rule("list", EIO)])
+    with pytest.raises(Unavailable):
+        check(Filled(root, memory.identity, memory.namespace, memory.chain))
+
+
+def test_what_cannot_be_repaired_is_said_to_have_failed(memory: Filled) -> None:
+    write(memory.root, memory.name(5), b"damaged")
+    root = FaultyRoot(memory.root, [Rule("move", EROFS)])
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert [(one.kind, one.action) for one in report.findings] == [(Kind.DAMAGED, Action.FAILED)]
+    assert report.unrepaired_count == 1
+
+
+class Meddling(FaultyRoot):
+    """A root in which another node acts just before a file is taken."""
+
+    def __init__(self, inner: Root, act: Any) -> None:
+        super().__init__(inner)
+        self.act = act
+
+    def move(self, source: Name, name: Name) -> bool:
+        if self.act is not None:
+            act, self.act = self.act, None
+            act()
+        return super().move(source, name)
+
+
+def test_a_good_file_that_another_node_put_in_place_meanwhile_goes_back(memory: Filled) -> None:
+    whole = memory.content(5)
+    write(memory.root, memory.name(5), b"damaged")
+    root = Meddling(memory.root, lambda: write(memory.root, memory.name(5), whole))
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert [(one.kind, one.action) for one in report.findings] == [(Kind.DAMAGED, Action.VANISHED)]
+    assert report.is_clean
+    assert read(memory.root, memory.name(5)) == whole
+    assert names(memory.root, "quarantine") == set()
+
+
+def test_a_file_that_another_node_took_away_meanwhile_is_no_problem(memory: Filled) -> None:
+    write(memory.root, memory.name(5), b"damaged")
+    root = Meddling(memory.root, lambda: memory.root.remove(memory.name(5)))
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert report.is_clean and report.actions == {Action.VANISHED: 1}
+
+
+def test_a_whole_chunk_that_another_node_put_under_a_swapped_name_meanwhile_is_not_mistaken(memory: Filled) -> None:
+    # Chunk 0's bytes lie under chunk 5's name; just before they are taken, another node repairs that name.
+    whole = memory.content(5)
+    write(memory.root, memory.name(5), memory.content(0))
+    memory.root.remove(memory.name(0))
+    root = Meddling(memory.root, lambda: write(memory.root, memory.name(5), whole))
+    check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert read(memory.root, memory.name(5)) == whole
+    assert memory.root.stat(memory.name(0)) is None
+
+
+def test_findings_are_streamed_and_the_kept_ones_limited(memory: Filled) -> None:
+    for index in range(6):
+        write(memory.root, memory.name(index), b"damaged")
+    streamed: list[Finding] = []
+    report = check(memory, findings_max=2, found=streamed.append)
+    assert len(streamed) == 6 and len(report.findings) == 2
+    assert report.counts == {Kind.DAMAGED: 6} and report.problems_count == 6 and report.is_truncated
+
+
+def test_progress_counts_up_to_all_shards(memory: Filled) -> None:
+    steps: list[Progress] = []
+    report = check(memory, progress=steps.append)
+    assert steps[-1].files_count == 7 and steps[-1].shards_total == 1 << SHARD_BITS
+    assert steps[-1].read_bytes == report.read_bytes > 0
+    assert [step.files_count for step in steps] == sorted(step.files_count for step in steps)
+    assert steps[-1].shards_done == len(names(memory.root, "chunks"))
+
+
+def test_reading_keeps_to_its_rate(memory: Filled) -> None:
+    now, pauses = [0.0], []
+
+    class Ticking(Clock):
+        def monotonic_s(self) -> float:
+            return now[0]
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    report = fsck(memory.root, memory.identity, bytes_per_s=1000.0, clock=Ticking(), pause=pause)
+    assert sum(pauses) == pytest.approx(report.read_bytes / 1000.0)
+
+
+def test_a_header_of_several_pages_and_sections_larger_than_the_buffer_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvstore.address import Chain
+    from kvstore.format.header import expected_chunk
+    from kvstore.layout import Layout
+
+    monkeypatch.setattr("kvstore.fsck.inspect.READ_BYTES", 20_000)
+    filled = fill(MemoryRoot(), 0)
+    namespace = Namespace.of("long", Layout(layers=1, kv_heads=1, head_dim=50, dtype="int8", chunk_tokens=3000))
+    expected = expected_chunk(Chain.of(namespace, token_array(range(3000))), 0)
+    assert expected.header_bytes == 3 * 4096 and expected.section_bytes == 150_000
+    name = places.chunk(expected.address, NamespaceId(namespace.digest[:8]), SHARD_BITS)
+    content = bytearray(chunk_bytes(expected))
+    write(filled.root, name, bytes(content))
+    assert check(filled).is_clean
+    content[-140_000] ^= 1
+    write(filled.root, name, bytes(content))
+    assert [one.detail for one in check(filled).findings if one.is_problem] == ["section_checksum"]
+
+
+def test_a_link_to_somewhere_else_is_never_followed_out_of_the_root(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("mine")
+    (tmp_path / "root").mkdir()
+    filled = fill(PosixRoot(tmp_path / "root"))
+    (tmp_path / "root/.check-ab").mkdir()
+    (tmp_path / "root/.check-ab/link").symlink_to(tmp_path / "precious")
+    (tmp_path / "root/chunks/0001").mkdir(exist_ok=True)
+    (tmp_path / "root/chunks/0001/link").symlink_to(tmp_path / "precious")
+    (tmp_path / "root/staging" / SESSION.hex()).symlink_to(tmp_path / "precious")
+    check(filled, repair=True, live_sessions=set())
+    assert (tmp_path / "precious/file").read_text() == "mine"
+    assert not (tmp_path / "root/.check-ab").exists()

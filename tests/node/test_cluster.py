@@ -1,0 +1,206 @@
+"""Nodes in a cluster, with a real etcd: what goes there, what never does, and what happens while it does not answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client import Store
+from kvstore.errors import LayoutMismatch, RootMismatch, Unavailable
+from kvstore.meta.server import EmbeddedEtcd
+from kvstore.node.limits import Limits
+from tests.etcd_fixture import eventually, running_etcd
+from tests.node.stores import SMALL, TINY, kv_of, same
+
+pytestmark = pytest.mark.slow
+
+TOKENS = np.arange(6 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+QUICK = Limits(meta_deadline_s=2.0)
+IN_TIME_S = 10.0
+"""A call to etcd gives up after 2 s here; a busy machine may add to it."""
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+def store(tmp_root: Path, etcd: EmbeddedEtcd) -> Iterator[Store]:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as opened:
+        yield opened
+
+
+def in_time(began_s: float) -> bool:
+    return time.monotonic() - began_s < IN_TIME_S
+
+
+def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
+    cache = store.namespace("m", TINY)
+    kv_operations = store._port._member.meta  # type: ignore[attr-defined]
+    tokens = np.arange(500 * TINY.chunk_tokens)
+    kv = np.ones(TINY.shape(len(tokens)), np.int8)
+    began_s = time.monotonic()
+    before = kv_operations.operations_count
+    for start in range(20):
+        prompt = tokens + start
+        assert cache.match(prompt) in (0, len(prompt))
+        cache.put(prompt, kv)
+        assert cache.get(prompt)[0] == len(prompt)
+        with cache.hold(prompt) as hold:
+            hold.view()
+        cache.blocks.put([start.to_bytes(16, "big")], [b"block"])
+        cache.blocks.match([start.to_bytes(16, "big")])
+    keepalives_max = (time.monotonic() - began_s) / (15 / 3) + 2
+    assert kv_operations.operations_count - before <= keepalives_max
+
+
+def test_nodes_of_one_root_see_each_others_chunks_and_pins(store: Store, tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as other:
+        cache, theirs = store.namespace("m", SMALL), other.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        assert same(theirs.get(TOKENS)[1], KV)
+        with cache.pin(TOKENS, ttl=60, owner="test") as pin:
+            assert pin.tokens == len(TOKENS)
+            assert cache.refcount(TOKENS) == theirs.refcount(TOKENS) == 1
+            second = theirs.pin(TOKENS[:32], ttl=60)
+            assert theirs.refcount(TOKENS[:32]) == 2, "a pin covers the whole prefix"
+            assert theirs.refcount(TOKENS) == 1
+            (found,) = [one for one in other.pins() if one.id == pin.id]
+            assert (found.owner, found.namespace, found.tokens) == ("test", "m", len(TOKENS))
+            assert abs(found.expires_s - time.time() - 60) < 30
+            assert other.unpin(second.id) and not other.unpin(second.id)
+        assert cache.refcount(TOKENS) == 0 and not pin.release()
+
+
+def test_a_pin_ends_with_its_lease(store: Store) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    cache.pin(TOKENS, ttl=1)
+    assert cache.refcount(TOKENS) == 1
+    eventually(lambda: cache.refcount(TOKENS) == 0)
+
+
+def test_a_pin_outlives_its_process_but_not_its_ttl(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as first:
+        cache = first.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        pin = cache.pin(TOKENS, ttl=60)
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as later:
+        assert later.namespace("m", SMALL).refcount(TOKENS) == 1
+        assert later.unpin(pin.id)
+
+
+def test_clear_keeps_what_is_pinned(store: Store) -> None:
+    cache, other = store.namespace("m", SMALL), store.namespace("other", SMALL)
+    cache.put(TOKENS, KV)
+    other.put(TOKENS, KV)
+    with cache.pin(TOKENS[:32], ttl=60):
+        cleared = cache.clear()
+        assert cleared.chunks == 4 and cleared.bytes >= 4 * SMALL.chunk_bytes
+        assert cache.match(TOKENS) == 32
+        assert other.match(TOKENS) == len(TOKENS)
+    assert cache.clear().chunks == 2
+
+
+def test_a_layout_claimed_by_another_node_is_refused(store: Store, tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    store.namespace("m", SMALL)
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as other:
+        with pytest.raises(LayoutMismatch, match="another"):
+            other.namespace("m", TINY)
+        other.namespace("m", SMALL, fingerprint="new weights")
+    with kvstore.open(str(tmp_root)) as alone, pytest.raises(LayoutMismatch):
+        alone.namespace("m", TINY)
+
+
+def test_an_empty_mount_point_is_not_taken_for_the_root(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    mount = tmp_root / "mnt"
+    with kvstore.open(str(mount), etcd=etcd.endpoints) as store:
+        store.namespace("m", SMALL).put(TOKENS, KV)
+    shutil.rmtree(mount)
+    mount.mkdir()
+    with pytest.raises(RootMismatch, match="mounted"):
+        kvstore.open(str(mount), etcd=etcd.endpoints)
+    assert not list(mount.iterdir()), "nothing was written into it"
+    with kvstore.open(str(tmp_root / "other")) as foreign:
+        foreign.namespace("m", SMALL)
+    mount.rmdir()
+    shutil.move(tmp_root / "other", mount)
+    with pytest.raises(RootMismatch):
+        kvstore.open(str(mount), etcd=etcd.endpoints)
+
+
+@pytest.mark.parametrize("how", ["stopped", "frozen"])
+def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path, tmp_path: Path, how: str) -> None:
+    with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
+        cache = store.namespace("m", SMALL)
+        if how == "stopped":
+            etcd.stop()
+        else:
+            os.kill(etcd.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+            assert same(cache.get(TOKENS)[1], KV)
+            with cache.hold(TOKENS) as hold:
+                assert hold.tokens == len(TOKENS)
+            assert in_time(began_s)
+            for call in (
+                lambda: cache.pin(TOKENS, ttl=60),
+                lambda: cache.refcount(TOKENS),
+                store.pins,
+                lambda: store.namespace("new", SMALL),
+            ):
+                began_s = time.monotonic()
+                with pytest.raises(Unavailable):
+                    call()
+                assert in_time(began_s)
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
+            assert in_time(began_s)
+        finally:
+            if how == "stopped":
+                etcd.start()
+            else:
+                os.kill(etcd.pid, signal.SIGCONT)
+
+        def pinned() -> bool:
+            try:
+                return cache.pin(TOKENS, ttl=60).tokens == len(TOKENS)
+            except Unavailable:
+                return False
+
+        eventually(pinned)
+        assert store.stats()["session_alive"] == 1
+        store.namespace("new", SMALL)
+
+
+def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        hold = cache.hold(TOKENS)
+        member = store._port._member  # type: ignore[attr-defined]
+        lost = member.presence.current()
+        member.meta.revoke(lost.lease)
+        lost.beat()
+        eventually(lambda: store.stats()["sessions_lost"] == 1)
+        with pytest.raises(Unavailable, match="match again"):
+            hold.read_into(np.zeros_like(KV))
+        eventually(lambda: store.stats()["session_alive"] == 1)
+        assert member.presence.current().id != lost.id
+        assert cache.put(TOKENS, KV).chunks_found == 6
+        cache.clear()
+        assert cache.put(TOKENS, KV).chunks_written == 6
+        assert cache.pin(TOKENS, ttl=60).release()

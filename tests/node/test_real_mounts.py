@@ -1,0 +1,129 @@
+"""Real file systems that fill up, turn read-only, freeze or vanish under a store. Needs root, for mounting."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import Layout
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.node.limits import Limits
+from tests.node.stores import kv_of, same, store_on
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
+]
+
+LAYOUT = Layout(layers=2, kv_heads=4, head_dim=64, dtype="int8", chunk_tokens=64)
+QUICK = Limits(match_deadline_s=1.0, read_deadline_s=1.0, write_deadline_s=1.0, stall_s=1.0)
+IN_TIME_S = 10.0
+TOKENS = np.arange(4 * LAYOUT.chunk_tokens)
+KV = kv_of(LAYOUT, TOKENS)
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)} does not work here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "tmpfs"
+    mount.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount))
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture
+def loop_ext4(tmp_path: Path) -> Iterator[Path]:
+    for tool in ("mkfs.ext4", "fsfreeze"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    image, mount = tmp_path / "image", tmp_path / "ext4"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", str(image))
+    run("mount", "-o", "loop", str(image), str(mount))
+    yield mount / "root"
+    subprocess.run(["fsfreeze", "-u", str(mount)], capture_output=True, check=False)
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_is_overloaded_and_keeps_what_was_there(small_tmpfs: Path) -> None:
+    with store_on(small_tmpfs, QUICK) as store:
+        cache = store.namespace("m", LAYOUT)
+        cache.put(TOKENS, KV)
+        big = np.arange(1000, 1000 + 128 * LAYOUT.chunk_tokens)
+        kv = kv_of(LAYOUT, big)
+        with pytest.raises(Overloaded, match="free space on the root"):
+            cache.put(big, kv)
+        assert same(cache.get(TOKENS)[1], KV)
+        count, found = cache.get(big)
+        assert 0 < count < len(big) and same(found, kv[:, :, :count]), "what fitted is there and right"
+        assert not list(small_tmpfs.glob("staging/*/*")), "no torn file keeps the disk full"
+        cache.clear()
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_a_root_turned_read_only_still_serves(small_tmpfs: Path) -> None:
+    with store_on(small_tmpfs, QUICK) as store:
+        cache = store.namespace("m", LAYOUT)
+        cache.put(TOKENS, KV)
+        run("mount", "-o", "remount,ro", str(small_tmpfs))
+        assert same(cache.get(TOKENS)[1], KV)
+        more = np.concatenate([TOKENS, TOKENS])
+        with pytest.raises(PermissionDenied, match="Read-only"):
+            cache.put(more, kv_of(LAYOUT, more))
+        run("mount", "-o", "remount,rw", str(small_tmpfs))
+        assert cache.put(more, kv_of(LAYOUT, more)).tokens_present == len(more)
+
+
+def test_a_root_unmounted_under_the_store_is_misses(small_tmpfs: Path) -> None:
+    with store_on(small_tmpfs, QUICK) as store:
+        cache = store.namespace("m", LAYOUT)
+        cache.put(TOKENS, KV)
+        subprocess.run(["umount", "-l", str(small_tmpfs)], check=True)
+        assert cache.get(TOKENS)[0] == 0
+        assert cache.match(TOKENS) == 0
+        run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small_tmpfs))
+
+
+def test_a_frozen_file_system_delays_nobody_beyond_the_deadline(loop_ext4: Path) -> None:
+    with store_on(loop_ext4, QUICK) as store:
+        cache = store.namespace("m", LAYOUT)
+        cache.put(TOKENS, KV)
+        more = np.concatenate([TOKENS, TOKENS])
+        kv = kv_of(LAYOUT, more)
+        subprocess.run(["fsfreeze", "-f", str(loop_ext4.parent)], check=True)
+        try:
+            began_s = time.monotonic()
+            for _ in range(3):
+                with pytest.raises(Unavailable):
+                    cache.put(more, kv)
+                count, found = cache.get(more)
+                assert same(found, kv[:, :, :count])
+            assert time.monotonic() - began_s < 3 * IN_TIME_S
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(loop_ext4.parent)], check=True)
+        until = time.monotonic() + IN_TIME_S
+        while True:
+            try:
+                assert cache.put(more, kv).tokens_present == len(more)
+                break
+            except KVStoreError:
+                assert time.monotonic() < until, "the store did not recover"
+                time.sleep(0.05)
+        count, found = cache.get(more)
+        assert count == len(more) and same(found, kv)
+        assert store.stats()["miss_damaged"] == 0

@@ -1,0 +1,157 @@
+"""Recency without etcd and without atime: what mtimes say after readers and writers used a chain."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.address import Address
+from kvstore.client import Store
+from kvstore.node.known import Known
+from kvstore.node.limits import Limits
+from kvstore.recency import is_fresh, quantum_of, stamp_ns
+from tests.node.stores import TINY, SetClock, chunk_files, kv_of, store_on
+
+NOW_S = 1_800_000_000.0
+QUANTUM_S = Limits().quantum_s
+CHUNKS = 6
+TOKENS = np.arange(CHUNKS * TINY.chunk_tokens)
+
+
+def drain(store: Store) -> None:
+    store._port._node.drain()  # type: ignore[attr-defined]
+
+
+def mtimes(root: Path) -> list[int]:
+    """The chunks' mtimes, newest first."""
+    return sorted((file.stat().st_mtime_ns for file in chunk_files(root)), reverse=True)
+
+
+def chain_stamps(now_s: float, count: int = CHUNKS) -> list[int]:
+    return [stamp_ns(quantum_of(now_s, QUANTUM_S), depth) for depth in range(count)]
+
+
+def test_a_child_is_strictly_staler_than_its_parent_in_one_quantum() -> None:
+    stamps = chain_stamps(NOW_S)
+    assert stamps == sorted(stamps, reverse=True) and len(set(stamps)) == CHUNKS
+    assert all(is_fresh(stamp, quantum_of(NOW_S, QUANTUM_S)) for stamp in stamps)
+    assert not any(is_fresh(stamp, quantum_of(NOW_S + QUANTUM_S, QUANTUM_S)) for stamp in stamps)
+    deepest = stamp_ns(quantum_of(NOW_S, QUANTUM_S), 50_000_000)
+    assert is_fresh(deepest, quantum_of(NOW_S, QUANTUM_S))
+
+
+def test_a_put_stamps_chunks_with_their_depth(tmp_root: Path) -> None:
+    with store_on(tmp_root, clock=SetClock(NOW_S)) as store:
+        store.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
+    assert mtimes(tmp_root) == chain_stamps(NOW_S)
+
+
+def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        for _ in range(3):
+            cache.get(TOKENS)
+        drain(store)
+        assert store.stats()["refreshed"] == 0, "what is of this quantum is not renewed"
+        clock.wall_s += QUANTUM_S
+        for _ in range(5):
+            cache.get(TOKENS[: 3 * TINY.chunk_tokens])
+            drain(store)
+        assert store.stats()["refreshed"] == 3
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, 3) + chain_stamps(NOW_S)[3:]
+        cache.get(TOKENS)
+        drain(store)
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s)
+
+
+def test_a_put_that_finds_its_chunks_renews_them(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        clock.wall_s += 10 * QUANTUM_S
+        half = 3 * TINY.chunk_tokens
+        cache.put(TOKENS[:half], kv_of(TINY, TOKENS)[:, :, :half])
+        drain(store)
+        assert mtimes(tmp_root)[:3] == chain_stamps(clock.wall_s, 3)
+
+
+def test_a_host_whose_clock_is_behind_does_not_make_a_chunk_staler(tmp_root: Path) -> None:
+    with store_on(tmp_root, clock=SetClock(NOW_S)) as store:
+        store.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
+    before = mtimes(tmp_root)
+    with store_on(tmp_root, clock=SetClock(NOW_S - 10 * QUANTUM_S)) as behind:
+        behind.namespace("m", TINY).get(TOKENS)
+        drain(behind)
+    assert mtimes(tmp_root) == before
+
+
+def test_atime_plays_no_part(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        for file in chunk_files(tmp_root):
+            os.utime(file, ns=(1, file.stat().st_mtime_ns))
+        clock.wall_s += QUANTUM_S
+        cache.get(TOKENS)
+        drain(store)
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s)
+
+
+def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        clock.wall_s += QUANTUM_S
+        cache.get(TOKENS)
+        for file in chunk_files(tmp_root):
+            file.unlink()
+        clock.wall_s += QUANTUM_S
+        assert cache.get(TOKENS)[0] == 0
+        drain(store)
+
+
+def addresses_of(count: int) -> tuple[Address, ...]:
+    return tuple(Address(blake2b(bytes([1]) * number, digest_size=16).digest()) for number in range(count))
+
+
+def test_known_forgets_what_is_old_and_stays_bounded() -> None:
+    known = Known(128, QUANTUM_S)
+    quantum = quantum_of(NOW_S, QUANTUM_S)
+    addresses = addresses_of(1000)
+    for address in addresses:
+        known.add(address, quantum, renewed=False)
+    assert len(known) <= 128
+    last = addresses[-1]
+    assert known.is_present(last, quantum) and known.is_present(last, quantum + QUANTUM_S)
+    assert not known.is_present(last, quantum + 2 * QUANTUM_S)
+    assert not known.is_renewed(last, quantum)
+    known.add(last, quantum, renewed=True)
+    known.add(last, quantum, renewed=False)
+    assert known.is_renewed(last, quantum), "seen again without a look at its stamp, it is still renewed"
+    known.add(last, quantum + QUANTUM_S, renewed=False)
+    assert not known.is_renewed(last, quantum + QUANTUM_S)
+    known.clear()
+    assert len(known) == 0 and not known.is_present(last, quantum)
+
+
+def test_known_counts_the_unbroken_lead() -> None:
+    known = Known(1 << 12, QUANTUM_S)
+    quantum = quantum_of(NOW_S, QUANTUM_S)
+    addresses = addresses_of(50)
+    assert known.leading_count((), quantum) == known.leading_count(addresses, quantum) == 0
+    for address in addresses:
+        known.add(address, quantum, renewed=True)
+    assert known.leading_count(addresses, quantum) == 50
+    known.forget(addresses[20])
+    assert known.leading_count(addresses, quantum) == 20
+    assert known.leading_count(addresses[21:], quantum) == 29
+    assert known.leading_count(addresses, quantum + 2 * QUANTUM_S) == 0
+    assert known.leading_count(addresses, 0) == 20, "a clock that went back does not make it forget"

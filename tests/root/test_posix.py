@@ -1,0 +1,186 @@
+"""What only a mounted root has: cold files, hostile names, full and read-only mounts, a stop between any two steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
+from kvstore.format.places import Name
+from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
+from tests.root.roots import content_of, names, publish, stage
+
+A = Name("chunks/0001/a")
+
+
+def publish_cold(path: Path, content: bytes) -> PosixRoot:
+    """A published file whose bytes are not in the page cache, as far as the kernel obeys."""
+    root = PosixRoot(path)
+    staged = Name("staging/cold/0.part")
+    root.stage(staged, [memoryview(content)], stamp_ns=0, durable=True)
+    root.publish(staged, A, durable=True)
+    fd = os.open(path / A, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return root
+
+
+def test_a_cold_file_is_read_whole_into_pieces_of_any_size(tmp_path: Path) -> None:
+    content = os.urandom(2 * BOUNCE_BYTES + 12_345)
+    root = publish_cold(tmp_path, content)
+    memory = bytearray(len(content))
+    view, pieces, start = memoryview(memory), [], 0
+    for size in (0, 1, 4095, 0, 100_000, BOUNCE_BYTES, 0, len(content)):
+        pieces.append(view[start : start + size])
+        start += size
+    reader = root.open(A)
+    assert reader is not None
+    with reader:
+        assert reader.read(pieces, 0, Borrowed()) == len(content)
+    assert memory == content
+
+
+def test_a_cold_file_is_not_read_into_memory_that_was_taken_back(tmp_path: Path) -> None:
+    root = publish_cold(tmp_path, bytes(3 * BOUNCE_BYTES))
+    memory, borrowed = bytearray(b"\xee" * 3 * BOUNCE_BYTES), Borrowed()
+    borrowed.withdraw()
+    reader = root.open(A)
+    assert reader is not None
+    with reader, pytest.raises(Withdrawn):
+        reader.read([memoryview(memory)], 0, borrowed)
+    assert memory.count(0xEE) == len(memory)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link", "link to a folder"])
+def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / A
+    path.parent.mkdir(parents=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        path.symlink_to(tmp_path)
+    root = PosixRoot(tmp_path)
+    assert root.stat(A) is None
+    assert root.open(A) is None
+    assert len(list(root.list(Name("chunks/0001")))) == 1
+
+
+class Stopped(BaseException):
+    """What a test throws at a named point; like SIGKILL, nothing may rely on catching it."""
+
+
+STEPS = ["stage.created", "stage.written", "stage.complete", "publish.before", "publish.linked", "publish.done"]
+
+
+@pytest.mark.parametrize("point", STEPS)
+def test_stopped_at_any_point_a_chunk_is_there_whole_or_not_at_all(tmp_root: Path, point: str) -> None:
+    reached = []
+
+    def step(name: str) -> None:
+        reached.append(name)
+        if name == point:
+            raise Stopped
+
+    content = bytes(range(256)) * 100
+    with pytest.raises(Stopped):
+        publish(PosixRoot(tmp_root, step=step), A, content)
+    assert reached == STEPS[: STEPS.index(point) + 1]
+    survivor = PosixRoot(tmp_root)
+    published = point in ("publish.linked", "publish.done")
+    assert content_of(survivor, A) == (content if published else None)
+    assert publish(survivor, A, content) is not published
+    assert content_of(survivor, A) == content
+
+
+def test_a_published_file_has_one_name_left(tmp_root: Path) -> None:
+    root = PosixRoot(tmp_root)
+    publish(root, A, b"content")
+    assert os.stat(tmp_root / A).st_nlink == 1
+    assert publish(root, A, b"other") is False
+    assert [file for _, _, files in os.walk(tmp_root / "staging") for file in files] == []
+
+
+@contextmanager
+def mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A small tmpfs of its own. Needs root, and the right to mount."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_ENOSPC_on_a_full_file_system_is_overloaded_and_passes_when_there_is_room(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", 1 << 20) as folder:
+        root = PosixRoot(folder)
+        assert publish(root, A, bytes(700_000)) is True
+        staged = Name("staging/full/0.part")
+        with pytest.raises(Overloaded, match="free space"):
+            root.stage(staged, [memoryview(bytes(700_000))], stamp_ns=0, durable=False)
+        root.discard(staged)
+        assert names(root, "staging/full") == set(), "a torn file was left on the full file system"
+        assert content_of(root, A) == bytes(700_000), "reads go on"
+        assert root.touch(A, 1_000_000_000) is True
+        space = root.space()
+        assert space.total_bytes == 1 << 20 and space.free_bytes is not None and space.free_bytes < 700_000
+        root.remove(A)
+        assert publish(root, A, bytes(700_000)) is True
+
+
+def test_EROFS_on_a_read_only_file_system_is_permission_denied_and_reads_go_on(tmp_path: Path) -> None:
+    with mounted(tmp_path / "readonly", 1 << 20) as folder:
+        root = PosixRoot(folder)
+        publish(root, A, b"content")
+        staged = stage(root, b"late")
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        for call in (
+            lambda: stage(root, b"new"),
+            lambda: root.publish(staged, Name("chunks/0001/b"), durable=False),
+            lambda: root.move(A, Name("quarantine/a")),
+            lambda: root.remove(A),
+        ):
+            with pytest.raises(PermissionDenied, match="mount options"):
+                call()
+        assert root.touch(A, 5) is False, "recency is advice: not being able to renew it must not fail a read"
+        assert content_of(root, A) == b"content"
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+        assert publish(root, Name("chunks/0001/b"), b"new") is True
+
+
+def test_a_mount_that_went_away_is_an_empty_root_or_an_error_never_wrong_bytes(tmp_path: Path) -> None:
+    with mounted(tmp_path / "gone", 1 << 20) as folder:
+        root = PosixRoot(folder)
+        publish(root, A, b"content")
+        reader = root.open(A)
+        assert reader is not None
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        try:
+            assert root.stat(A) is None
+            assert root.open(A) is None
+            assert list(root.list(Name("chunks"))) == []
+            memory = bytearray(7)
+            with reader, suppress(KVStoreError):
+                count = reader.read([memoryview(memory)], 0, Borrowed())
+                assert memory[:count] == b"content"[:count]
+        finally:
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
