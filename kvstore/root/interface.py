@@ -1,11 +1,12 @@
 """What the store needs of a shared root: ten operations on names, the same for a mount, an object store and memory.
 
-The truth about which chunks exist is here.  Every implementation passes one conformance suite; retries, limits and faults
-are wrappers, never cases inside.
+The truth about which chunks exist is here.  Every implementation passes one conformance suite; retries, limits and
+faults are wrappers, never cases inside.
 
-Errors: a missing file is a value (None or False).  ENOENT, ESTALE and ENOTCONN count as missing, because on a distributed
-file system that is how a file that another host deleted looks.  Anything else is raised as one of ``kvstore.errors``:
-Overloaded (no space, over quota), PermissionDenied (read-only, not allowed) or Unavailable (I/O error).
+Errors: a missing file is a value (None or False).  ENOENT, ESTALE and ENOTCONN count as missing, because on a
+distributed file system that is how a file that another host deleted looks.  Anything else is raised as one of
+``kvstore.errors``: Overloaded (no space, over quota), PermissionDenied (read-only, not allowed) or Unavailable (I/O
+error).
 """
 
 from __future__ import annotations
