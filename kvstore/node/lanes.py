@@ -7,7 +7,6 @@ mount.
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -27,35 +26,44 @@ class DeadlinePassed(Unavailable):
 class Batch:
     """Work on the numbers 0 to count - 1, done by several lanes at once, in rising order of starting."""
 
-    def __init__(self, count: int, runners: int, work: Callable[[int], bool]) -> None:
+    def __init__(self, count: int, work: Callable[[int], bool]) -> None:
         self._count = count
         self._work = work
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._runners_left = runners
+        self._next = 0
+        self._runners = 0
         self._ended = threading.Event()
         self._stopped = False
         self.error: BaseException | None = None
+        if not count:
+            self._ended.set()
 
     def run(self) -> None:
-        """One lane's share. Stops everybody at the first error, or when ``work`` returns False."""
+        """One lane's share. Stops everybody at the first error, or when ``work`` returns False.
+
+        A lane that comes late, when the others have done it all, returns at once; nobody waits for it.
+        """
+        with self._lock:
+            self._runners += 1
         try:
-            while not self._stopped:
-                number = next(self._numbers)
-                if number >= self._count:
-                    break
+            while (number := self._take()) is not None:
                 if not self._work(number):
                     self._stopped = True
         except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
-            with self._lock:
-                self.error = self.error or error
+            self.error = self.error or error
             self._stopped = True
         finally:
             with self._lock:
-                self._runners_left -= 1
-                last = not self._runners_left
-            if last:
-                self._ended.set()
+                self._runners -= 1
+                if not self._runners and (self._stopped or self._next >= self._count):
+                    self._ended.set()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._stopped or self._next >= self._count:
+                return None
+            self._next += 1
+            return self._next - 1
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when all lanes are done with it; raises their first error, or DeadlinePassed."""
@@ -99,11 +107,8 @@ class Lanes:
             raise Unavailable("the root does not answer: every lane waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
-        runners = min(count, self._width)
-        batch = Batch(count, runners, work)
-        if not runners:
-            batch._ended.set()
-        for _ in range(runners):
+        batch = Batch(count, work)
+        for _ in range(min(count, self._width)):
             self._queue.put(batch)
         return batch
 
