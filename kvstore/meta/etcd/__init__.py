@@ -1,0 +1,10 @@
+"""Metadata in etcd v3, over gRPC channels of our own.
+
+A package of a few nouns: ``client`` (the operations), ``members`` (which member answers, and until when), ``watch``,
+``faults`` (what an etcd error means), ``wire`` (messages), ``access`` (endpoints, TLS, user).
+"""
+
+from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser
+from kvstore.meta.etcd.client import EtcdMeta
+
+__all__ = ["Endpoints", "EtcdMeta", "EtcdTls", "EtcdUser"]

@@ -1,0 +1,106 @@
+"""What an error from etcd or gRPC means for the call that met it.
+
+One table instead of cases in the callers: whether the request can have taken effect, whether another member may do
+better, and which of our errors it becomes.  The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import grpc
+
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+
+
+class Effect(Enum):
+    """What can have become of the request, and so what the caller may do."""
+
+    NONE = auto()  # it took no effect, another try may work: even a transaction is sent again
+    UNSURE = auto()  # it may have taken effect, or may yet: only an idempotent call is sent again
+    TOKEN = auto()  # refused before it was looked at, for its token: authenticate and send again, once
+    DENIED = auto()
+    INVALID = auto()
+    FAILED = auto()  # no effect, and another try will not help
+    LEASE_GONE = auto()
+    LEASE_EXISTS = auto()
+    COMPACTED = auto()
+    TOO_LARGE = auto()  # the answer is larger than we accept
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error, understood. ``text`` is what etcd or gRPC said, ``advice`` what to do about it."""
+
+    effect: Effect
+    text: str
+    advice: str
+
+    def error(self, what: str) -> KVStoreError:
+        """As one of our errors, for a call that ends here."""
+        message = f"etcd: {what}: {self.text}: {self.advice}"
+        if self.effect in (Effect.DENIED, Effect.TOKEN):
+            return PermissionDenied(message)
+        if self.effect is Effect.INVALID:
+            return InvalidRequest(message)
+        return Unavailable(message)
+
+
+_RETRY = "check that etcd runs and is reachable at these endpoints; the call may be repeated"
+_USER = "check user and password, and that the user's role covers the prefix /kv/"
+
+# (part of the text, lower case; effect; advice), first match wins.
+_TEXTS: tuple[tuple[str, Effect, str], ...] = (
+    ("requested lease not found", Effect.LEASE_GONE, "the lease ended; start again with a new one"),
+    ("lease already exists", Effect.LEASE_EXISTS, "use another lease id"),
+    ("revision has been compacted", Effect.COMPACTED, "read afresh at a newer revision"),
+    ("future revision", Effect.COMPACTED, "etcd is older than it was (restored?); read afresh"),
+    ("invalid auth token", Effect.TOKEN, _USER),
+    ("revision of auth store is old", Effect.TOKEN, _USER),
+    ("user name is empty", Effect.TOKEN, "etcd demands authentication: give user and password"),
+    ("authentication failed", Effect.DENIED, _USER),
+    ("permission denied", Effect.DENIED, _USER),
+    ("request is too large", Effect.INVALID, "store less in one key, or raise etcd's --max-request-bytes"),
+    ("too many operations in txn", Effect.INVALID, "split the transaction"),
+    ("duplicate key given in txn", Effect.INVALID, "name each key once"),
+    ("trying to send message larger", Effect.INVALID, "store less in one key"),
+    ("grpc: received message larger", Effect.INVALID, "store less in one key, or raise etcd's --max-request-bytes"),
+    ("larger than max", Effect.TOO_LARGE, "ask for less at once"),
+    ("too large lease ttl", Effect.INVALID, "ask for a shorter lease"),
+    (
+        "database space exceeded",
+        Effect.FAILED,
+        "etcd is full: compact and defragment it, or raise --quota-backend-bytes, then `etcdctl alarm disarm`",
+    ),
+    ("corrupt", Effect.FAILED, "etcd reports a corrupt member: restore it before going on"),
+    ("too many requests", Effect.NONE, "etcd sheds load; the call may be repeated later"),
+    ("failed to connect to all addresses", Effect.NONE, _RETRY),
+    ("errors resolving", Effect.NONE, "the host name of the endpoint cannot be resolved: check it"),
+    ("dns resolution failed", Effect.NONE, "the host name of the endpoint cannot be resolved: check it"),
+)
+
+_CODES: dict[grpc.StatusCode, tuple[Effect, str]] = {
+    grpc.StatusCode.PERMISSION_DENIED: (Effect.DENIED, _USER),
+    grpc.StatusCode.UNAUTHENTICATED: (Effect.DENIED, _USER),
+    grpc.StatusCode.INVALID_ARGUMENT: (Effect.INVALID, "this etcd does not accept the request; is it 3.4 or newer?"),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        Effect.FAILED,
+        "whatever answers there is not etcd 3.4 or newer: check the endpoint",
+    ),
+    grpc.StatusCode.DATA_LOSS: (Effect.FAILED, "etcd reports lost data: restore the member before going on"),
+}
+
+
+def fault_of(error: grpc.RpcError) -> Fault:
+    """The meaning of ``error``. Unknown ones are UNSURE: nothing is sent twice that may not be."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    text = f"{code.name}: {(error.details() if isinstance(error, grpc.Call) else '') or 'no details'}"[:1000]
+    lower = text.lower()
+    effect, advice = next(
+        ((effect, advice) for part, effect, advice in _TEXTS if part in lower),
+        _CODES.get(code, (Effect.UNSURE, _RETRY)),
+    )
+    if any(word in lower for word in ("ssl", "certificate")):
+        advice = "check the CA, the client certificate, and the host name that the server's certificate is made for"
+    return Fault(effect, text, advice)

@@ -1,0 +1,190 @@
+"""What nodes need of etcd: a small key-value store with revisions, compare-and-set, leases and one watch.
+
+Everything that nodes agree on (namespaces, sessions, workers, pins, locks) is written once over this interface;
+``etcd`` and ``memory`` implement it, ``faulty`` wraps it.  Semantics are etcd v3's: one linear history of
+revisions, a transaction is atomic, a key written under a lease disappears with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+LeaseId = NewType("LeaseId", int)
+NO_LEASE = LeaseId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as read. ``create_revision`` stays over rewrites, ``mod_revision`` is that of the last write."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Holds when the key does not exist."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModifiedAt:
+    """Holds when the key exists and was last written at ``mod_revision``."""
+
+    key: str
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueIs:
+    """Holds when the key exists with exactly this value."""
+
+    key: str
+    value: bytes
+
+
+Compare = Absent | ModifiedAt | ValueIs
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write a key, under a lease where one is given."""
+
+    key: str
+    value: bytes
+    lease: LeaseId = NO_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete a key; deleting an absent key is no error."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """``revision`` is the store's after that transaction: the mod_revision of what it put, where it succeeded."""
+
+    succeeded: bool
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A consistent read of a prefix at ``revision``, sorted by key."""
+
+    items: tuple[KeyValue, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change seen by a watch. ``kv`` is None for a deletion (an expired lease deletes its keys at one revision)."""
+
+    key: str
+    kv: KeyValue | None
+    revision: int
+
+
+class Watch(Protocol):
+    """A stream of changes under one prefix, in order, a revision's events together."""
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        """The next batch of events (never splits a revision), or None when none came within ``timeout_s``.
+
+        Reconnects by itself from the last revision handed out. Raises WatchLost when the stream cannot continue from
+        there; read the prefix afresh (rule V3). Raises PermissionDenied when the store refuses to watch the prefix.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the watch; idempotent."""
+        ...
+
+
+class WatchLost(Exception):
+    """The watch cannot continue without a gap (compacted, cancelled, disconnected for too long, closed)."""
+
+
+class LeaseGone(Exception):
+    """A put named a lease that does not exist (any more); nothing was written."""
+
+
+class Meta(Protocol):
+    """Every call returns or raises within ``timeout_s`` (a default from construction where not given).
+
+    Raises Unavailable when no member answered in time (a transaction may then have taken effect: its outcome is
+    unknown, the caller reads back), PermissionDenied for refused credentials, InvalidRequest for a request over a
+    limit of ``limits.py``, LeaseGone for a put under a lease that does not exist. After ``close`` every call raises
+    Unavailable.
+    """
+
+    @property
+    def operations_count(self) -> int:
+        """Calls made so far; a test shows that no chunk costs one."""
+        ...
+
+    def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
+        """A linearizable read of one key."""
+        ...
+
+    def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
+        """A linearizable read of all keys under ``prefix``, paged inside, at one revision.
+
+        The pages are read one after the other: a store restored from a snapshot in between can mix two histories,
+        so a reader whose safety depends on one read repeats its decisive keys afterwards.
+        """
+        ...
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        timeout_s: float | None = None,
+    ) -> TxnResult:
+        """Applies ``operations`` if all ``compares`` hold, all at one revision. A key occurs once among ``operations``.
+
+        Never sent again once it may have been sent.
+        """
+        ...
+
+    def put(
+        self,
+        key: str,
+        value: bytes,
+        lease: LeaseId = NO_LEASE,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Writes one key (idempotent, retried within the deadline); returns the revision."""
+        ...
+
+    def delete(self, key: str, timeout_s: float | None = None) -> bool:
+        """Deletes one key; True when this call's attempt saw it exist."""
+        ...
+
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
+        """A new lease of ``ttl_s`` seconds (whole, at least 1; the store may give a little more, never less)."""
+        ...
+
+    def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
+        """Renews a lease once; False when it no longer exists."""
+        ...
+
+    def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
+        """Ends a lease and deletes its keys; no error when it is gone already."""
+        ...
+
+    def watch(self, prefix: str, from_revision: int) -> Watch:
+        """Changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once and connects by itself."""
+        ...
+
+    def close(self) -> None:
+        """Releases connections and threads; idempotent."""
+        ...

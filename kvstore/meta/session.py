@@ -1,0 +1,282 @@
+"""A session: a node's leased presence, and the chain of its writes.
+
+When a session dies, everything under its lease dies with it, and so must everything that the node believed because of
+it.  Rule V2: a session is dead, for ever, once no keepalive was acknowledged for its ttl, measured by the node itself
+from when it *sent* the last acknowledged one: that is never later than the moment at which the store drops the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
+from kvstore.meta.deadline import Deadline
+from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, Meta, ModifiedAt, Put, TxnResult
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.sources import Clock, Ids
+
+TTL_S = 15
+TTL_S_MIN = 2  # etcd gives no shorter lease
+TTL_S_MAX = 3600
+ANNOUNCED_MAX = (1 << 63) - 1
+_CLOSED = "it was closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """The value of a session's key: the revision it has announced, and the number of its last write."""
+
+    announced: int
+    write: int
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return json.dumps({"announced": self.announced, "write": self.write}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, value: bytes) -> SessionRecord:
+        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        try:
+            fields = json.loads(value)
+            return cls(int(fields["announced"]), int(fields["write"]))
+        except (ValueError, KeyError, TypeError) as cause:
+            raise InvalidRequest(f"not a session record: {cause}") from cause
+
+
+_FIRST = SessionRecord(announced=0, write=0)
+
+
+def check_session_ttl(ttl_s: int) -> None:
+    """Raises InvalidRequest where ``ttl_s`` is not from 2 to 3600 s."""
+    if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
+        raise InvalidRequest(f"session ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX}")
+
+
+class Session:
+    """One live session. Made by ``open``; ``start`` keeps it alive in a thread; ends with ``close`` or by itself.
+
+    ``on_lost`` is called once, in that thread, when the session died by itself: drop whatever hangs on it.
+    """
+
+    def __init__(
+        self,
+        meta: Meta,
+        keys: Keys,
+        session: SessionId,
+        *,
+        clock: Clock,
+        ttl_s: int,
+        lease: LeaseId,
+        sent_s: float,
+        written_at: int,
+    ) -> None:
+        self.id = session
+        self.key = keys.session(session)
+        self.ttl_s = ttl_s
+        self.lease = lease  # what is put under it disappears with the session
+        self._meta = meta
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._acknowledged_s = sent_s
+        self._lost: str | None = None
+        self._ended = threading.Event()
+        self._lease_ended = False
+        self._on_lost: Callable[[Session], None] | None = None
+        self._thread: threading.Thread | None = None
+        # The chain: one write after the other, each compared with the revision of the one before (rules A3, P2, C2).
+        # ``_unsettled`` are writes on top of ``_written_at`` whose replies were lost: any one of them may yet land.
+        self._chain = threading.Lock()
+        self._record = _FIRST
+        self._written_at = written_at
+        self._unsettled: dict[int, SessionRecord] = {}
+
+    @classmethod
+    def open(
+        cls, meta: Meta, keys: Keys, *, clock: Clock, ids: Ids, ttl_s: int = TTL_S, timeout_s: float | None = None
+    ) -> Session:
+        """A new session with a fresh id, its key written under its lease with announced = 0.
+
+        Raises InvalidRequest for a ttl outside 2 to 3600 s, Unavailable when the store did not answer.
+        """
+        check_session_ttl(ttl_s)
+        deadline = Deadline(timeout_s, clock)
+        session, sent_s = SessionId(ids.fresh()), clock.monotonic_s()
+        lease = meta.grant(ttl_s, deadline.left_s())
+        key = keys.session(session)
+        try:
+            # Compared, although the id is fresh: a put that was sent twice could land again later and break the chain.
+            written = meta.txn((Absent(key),), (Put(key, _FIRST.to_json(), lease),), deadline.left_s(0.6))
+            assert written.succeeded, "session ids are never used again (rule W2)"
+            written_at = written.revision
+        except LeaseGone as gone:
+            raise Unavailable("the session's lease ended before its key was written: try again") from gone
+        except Unavailable:
+            found = meta.get(key, deadline.left_s())
+            if found is None:
+                raise
+            written_at = found.mod_revision
+        return cls(meta, keys, session, clock=clock, ttl_s=ttl_s, lease=lease, sent_s=sent_s, written_at=written_at)
+
+    @property
+    def announced(self) -> int:
+        """The last revision announced."""
+        return self._record.announced
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session can be relied on now (rule V2). Once False, False for ever."""
+        with self._lock:
+            if self._lost is None and self._clock.monotonic_s() - self._acknowledged_s >= self.ttl_s:
+                self._lost = f"no keepalive was acknowledged for {self.ttl_s} s"
+                self._ended.set()  # wakes the thread, which tells on_lost
+            return self._lost is None
+
+    def check(self) -> None:
+        """Raises SessionLost, with the reason, unless the session is alive."""
+        if not self.alive:
+            raise self._broken(str(self._lost))
+
+    def start(self, on_lost: Callable[[Session], None] | None = None) -> None:
+        """Keeps the session alive in a daemon thread, every third of its ttl."""
+        self._on_lost = on_lost
+        self._thread = threading.Thread(target=self._run, name=f"session {self.id.hex()[:8]}", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Sends one keepalive and waits for its answer, at most a third of the ttl and never past the session's end."""
+        sent_s = self._clock.monotonic_s()
+        with self._lock:
+            left_s = self._acknowledged_s + self.ttl_s - sent_s
+        if left_s <= 0 or not self.alive:
+            return
+        exists = self._meta.keep_alive(self.lease, min(self.ttl_s / 3, left_s))
+        if not exists:
+            self._lease_ended = True
+            self._end("the store no longer knows its lease")
+            return
+        # An answer after the session's end changes nothing: others may have acted on its death already.
+        if self.alive:
+            with self._lock:
+                self._acknowledged_s = max(self._acknowledged_s, sent_s)
+
+    def txn(
+        self,
+        compares: Sequence[Compare] = (),
+        operations: Sequence[Put | Delete] = (),
+        *,
+        announced: int | None = None,
+        timeout_s: float | None = None,
+    ) -> TxnResult:
+        """A transaction that also needs this session to be alive in the store and the next link of its chain.
+
+        ``announced`` replaces the announced revision.  A lost reply is settled by reading the session's key back, which
+        carries the number of the write.  Raises SessionLost when the chain is broken (the session is then dead),
+        Unavailable when the outcome stays unknown, LeaseGone for an operation's own lease.
+        """
+        if announced is not None and not 0 <= announced <= ANNOUNCED_MAX:
+            raise InvalidRequest(f"announced={announced!r}: expected a revision")
+        deadline = Deadline(timeout_s, self._clock)
+        if not self._chain.acquire(timeout=deadline.left_s()):
+            raise Unavailable("the session is busy with another transaction: the call may be repeated")
+        try:
+            while True:
+                self.check()
+                result = self._write(compares, operations, announced, deadline)
+                if result is not None:
+                    return result
+        finally:
+            self._chain.release()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the session and revokes its lease; where the store cannot be reached, the lease expires. Idempotent.
+
+        Drop what hangs on the session first: others may act on its end as soon as the lease is revoked.
+        """
+        deadline = Deadline(timeout_s)
+        self._end(_CLOSED)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline.left_s(0.5))
+        with self._lock:
+            revoke, self._lease_ended = not self._lease_ended, True
+        if revoke:
+            try:
+                self._meta.revoke(self.lease, deadline.left_s())
+            except (Unavailable, PermissionDenied):
+                pass  # it ends by itself within its ttl
+
+    def _write(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        announced: int | None,
+        deadline: Deadline,
+    ) -> TxnResult | None:
+        """One attempt at the next link; None when an earlier write of ours has landed instead, so try the next one."""
+        before = self._written_at
+        number = max((self._record.write, *self._unsettled)) + 1
+        record = SessionRecord(self._record.announced if announced is None else announced, number)
+        chained = (*compares, ModifiedAt(self.key, before))
+        writes = (*operations, Put(self.key, record.to_json(), self.lease))
+        try:
+            result = self._meta.txn(chained, writes, deadline.left_s(0.6))
+        except Unavailable:
+            self._unsettled[number] = record
+            landed = self._settle(deadline)
+            if landed == number:
+                return TxnResult(True, self._written_at)
+            if self._written_at != before:
+                return None
+            raise  # not there, but on its way perhaps: unknown
+        except LeaseGone:
+            self._settle(deadline)  # raises SessionLost where it was our own lease
+            raise
+        if result.succeeded:
+            self._record, self._written_at = record, result.revision
+            self._unsettled.clear()
+            return result
+        self._settle(deadline)
+        return result if self._written_at == before else None
+
+    def _settle(self, deadline: Deadline) -> int:
+        """Reads the session's key back: the number of the write that landed last. Raises SessionLost if not ours."""
+        found = self._meta.get(self.key, deadline.left_s())
+        if found is None:
+            raise self._broken("its key is gone from the store")
+        if found.mod_revision == self._written_at:
+            return self._record.write
+        record = next((one for one in self._unsettled.values() if one.to_json() == found.value), None)
+        if record is None:
+            raise self._broken("the store lost its last write (restored from a snapshot?)")
+        self._record, self._written_at = record, found.mod_revision
+        # The others were made on top of the revision before: with this one landed, they never can.
+        self._unsettled.clear()
+        return record.write
+
+    def _broken(self, reason: str) -> SessionLost:
+        self._end(reason)
+        return SessionLost(f"session {self.id.hex()} ended: {reason}: take holds and pins again in a new one")
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            self._lost = self._lost or reason
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._pause_s()):
+            try:
+                self.beat()
+            except KVStoreError:
+                # Whatever the reason, only time decides: the session lives until its ttl is over without an answer.
+                self._ended.wait(min(1.0, self.ttl_s / 15))
+            if not self.alive:
+                break
+        if self._lost != _CLOSED and self._on_lost is not None:
+            self._on_lost(self)
+
+    def _pause_s(self) -> float:
+        """Until the next keepalive is due: a third of the ttl after the last acknowledged one, at once if late."""
+        with self._lock:
+            return max(0.0, self._acknowledged_s + self.ttl_s / 3 - self._clock.monotonic_s())

@@ -1,0 +1,183 @@
+"""Real etcd servers for tests, and what a test does to them: freeze, kill, compact, cut the network in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from pyetcd import etcdrpc
+
+from kvstore.meta.server import EmbeddedEtcd, find_etcd
+
+PATIENCE_S = 30.0
+"""How long a test waits for something that must happen; only a failure takes that long."""
+
+
+@contextmanager
+def running_etcd(folder: Path, *arguments: str) -> Iterator[EmbeddedEtcd]:
+    """An etcd with its files in ``folder``."""
+    with EmbeddedEtcd(folder, arguments=arguments) as server:
+        yield server
+
+
+@contextmanager
+def stubs(endpoint: str) -> Iterator[tuple[Any, Any]]:
+    """etcd's own KV and Auth services, for what the store never asks for."""
+    with grpc.insecure_channel(endpoint) as channel:
+        yield etcdrpc.KVStub(channel), etcdrpc.AuthStub(channel)
+
+
+def compact(endpoint: str, revision: int) -> None:
+    """Makes etcd forget the history before ``revision``."""
+    with stubs(endpoint) as (kv, _):
+        kv.Compact(etcdrpc.CompactionRequest(revision=revision, physical=True), timeout=PATIENCE_S)
+
+
+def enable_auth(endpoint: str, user: str, password: str, prefix: str) -> None:
+    """Switches authentication on, with ``user`` allowed to read and write ``prefix``."""
+    with stubs(endpoint) as (_, auth):
+        for name, word in (("root", "root"), (user, password)):
+            auth.UserAdd(etcdrpc.AuthUserAddRequest(name=name, password=word), timeout=PATIENCE_S)
+        auth.RoleAdd(etcdrpc.AuthRoleAddRequest(name="kv"), timeout=PATIENCE_S)
+        permission = etcdrpc.AuthRoleGrantPermissionRequest(name="kv")
+        permission.perm.permType = 2
+        permission.perm.key = prefix.encode()
+        permission.perm.range_end = prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
+        auth.RoleGrantPermission(permission, timeout=PATIENCE_S)
+        auth.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user="root", role="root"), timeout=PATIENCE_S)
+        auth.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user=user, role="kv"), timeout=PATIENCE_S)
+        auth.AuthEnable(etcdrpc.AuthEnableRequest(), timeout=PATIENCE_S)
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Stops a process as SIGSTOP does, from when its last thread stands still, and lets it go on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: all(_state(task) == "T" for task in Path(f"/proc/{pid}/task").iterdir()))
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Waits until ``condition`` holds."""
+    deadline_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"did not happen within {patience_s} s"
+        time.sleep(0.02)
+
+
+class Proxy:
+    """A TCP relay in front of a server, which can swallow what the server answers, and cut connections."""
+
+    def __init__(self, target: str, port: int = 0) -> None:
+        host, target_port = target.rsplit(":", 1)
+        self._target = (host, int(target_port))
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port: int = self._listener.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.swallow = threading.Event()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Breaks all connections; new ones are accepted."""
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            each.close()
+
+    def close(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._sockets += [near, far]
+            threading.Thread(target=self._relay, args=(near, far, False), daemon=True).start()
+            threading.Thread(target=self._relay, args=(far, near, True), daemon=True).start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        try:
+            while piece := source.recv(65536):
+                if not (answers and self.swallow.is_set()):
+                    sink.sendall(piece)
+            sink.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Certificates:
+    """A certificate authority with a server's and a client's certificate, made by the openssl command."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.ca = folder / "ca.pem"
+        self._make("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+                   "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
+        self.server = self._issue("server", "subjectAltName=IP:127.0.0.1,DNS:etcd.test")
+        self.client = self._issue("client", "extendedKeyUsage=clientAuth")
+
+    def _issue(self, name: str, extension: str) -> tuple[Path, Path]:
+        (self._folder / f"{name}.ext").write_text(extension)
+        self._make("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+                   "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
+        self._make("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+                   "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem")  # fmt: skip
+        return self._folder / f"{name}.pem", self._folder / f"{name}.key"
+
+    def _make(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)
+
+
+@contextmanager
+def tls_etcd(folder: Path, certificates: Certificates) -> Iterator[str]:
+    """An etcd that speaks only TLS and wants a client certificate; its endpoint, without scheme."""
+    port, peer = free_port(), free_port()
+    client_url, peer_url = f"https://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
+    command = [
+        find_etcd(), f"--data-dir={folder / 'tls'}", "--name=tls", f"--initial-cluster=tls={peer_url}",
+        f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}",
+        f"--cert-file={certificates.server[0]}", f"--key-file={certificates.server[1]}",
+        f"--trusted-ca-file={certificates.ca}", "--client-cert-auth", "--log-level=error",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()

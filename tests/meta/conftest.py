@@ -1,0 +1,73 @@
+"""Stores for the metadata tests: memory, a faulty one without faults, and a real etcd, each with two clients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.faulty import FaultyMeta
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.server import EmbeddedEtcd
+from kvstore.sources import Clock, SystemClock
+from tests.etcd_fixture import compact, running_etcd
+from tests.meta.fakes import FakeClock
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store as two of its clients see it. ``pass_time`` lets leases of that many seconds end."""
+
+    meta: Meta
+    other: Meta
+    compact: Callable[[int], None]
+    pass_time: Callable[[float], None]
+    clock: Clock
+    prefix: str
+    keys: Keys
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "faulty", "etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    root_id = os.urandom(16)
+    keys = Keys(root_id)
+    if request.param == "etcd":
+        server: EmbeddedEtcd = request.getfixturevalue("etcd_server")
+        meta, other = EtcdMeta(server.endpoints, timeout_s=20), EtcdMeta(server.endpoints, timeout_s=20)
+        # Real time passes by itself while the test waits for what it brings.
+        yield Store(
+            meta,
+            other,
+            lambda revision: compact(server.endpoints, revision),
+            lambda _: None,
+            SystemClock(),
+            keys.prefix,
+            keys,
+        )
+        meta.close()
+        other.close()
+        return
+    clock = FakeClock()
+    shared = MemoryStore(clock)
+    first: Meta = MemoryMeta(shared)
+    if request.param == "faulty":
+        first = FaultyMeta(first)
+
+    def pass_time(seconds: float) -> None:
+        clock.advance(seconds)
+        shared.expire()
+
+    yield Store(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
+    first.close()

@@ -1,0 +1,321 @@
+"""What every metadata store does alike: one suite for memory, a faulty store without faults, and a real etcd."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.interface import (
+    Absent,
+    Compare,
+    Delete,
+    Event,
+    LeaseGone,
+    LeaseId,
+    Meta,
+    ModifiedAt,
+    Put,
+    ValueIs,
+    Watch,
+    WatchLost,
+)
+from kvstore.meta.limits import OPERATIONS_MAX, REQUEST_BYTES_MAX
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.server import EmbeddedEtcd
+from tests.etcd_fixture import PATIENCE_S
+from tests.meta.conftest import Store
+
+
+def batches(watch: Watch, events_count: int) -> list[Event]:
+    """The next ``events_count`` events."""
+    found: list[Event] = []
+    while len(found) < events_count:
+        batch = watch.next(PATIENCE_S)
+        assert batch, f"only {len(found)} of {events_count} events came"
+        found += batch
+    return found
+
+
+def test_a_key_that_was_never_put_is_absent(store: Store) -> None:
+    assert store.meta.get(store.prefix + "a") is None
+
+
+def test_a_put_is_seen_by_every_client_with_its_revisions(store: Store) -> None:
+    first = store.meta.put(store.prefix + "a", b"1")
+    second = store.meta.put(store.prefix + "a", b"2")
+    found = store.other.get(store.prefix + "a")
+    assert found is not None
+    assert (found.value, found.create_revision, found.mod_revision, found.lease) == (b"2", first, second, 0)
+    assert second > first
+
+
+def test_delete_tells_whether_it_was_there_and_a_new_key_has_a_new_create_revision(store: Store) -> None:
+    first = store.meta.put(store.prefix + "a", b"1")
+    assert store.other.delete(store.prefix + "a")
+    assert not store.meta.delete(store.prefix + "a")
+    store.meta.put(store.prefix + "a", b"1")
+    found = store.meta.get(store.prefix + "a")
+    assert found is not None and found.create_revision > first
+
+
+def test_list_is_sorted_and_has_only_the_prefix(store: Store) -> None:
+    for name in ("b/2", "b/10", "a", "b", "c/1", "b/é"):
+        store.meta.put(store.prefix + name, name.encode())
+    snapshot = store.meta.list(store.prefix + "b/")
+    assert [kv.key.removeprefix(store.prefix) for kv in snapshot.items] == ["b/10", "b/2", "b/é"]
+    assert snapshot.revision == max(kv.mod_revision for kv in store.meta.list(store.prefix).items)
+    assert store.meta.list(store.prefix + "nothing").items == ()
+
+
+def test_list_has_all_of_many_keys_small_and_large(store: Store) -> None:
+    sizes = {f"{number:04}": 200_000 if number % 50 == 7 else 10 for number in range(500)}
+    for start in range(0, 500, 100):
+        names = list(sizes)[start : start + 100]
+        store.meta.txn((), [Put(f"{store.prefix}{name}", name.encode() * (sizes[name] // 4)) for name in names])
+    snapshot = store.meta.list(store.prefix)
+    assert [(kv.key.removeprefix(store.prefix), len(kv.value) // 4) for kv in snapshot.items] == [
+        (name, size // 4) for name, size in sizes.items()
+    ]
+
+
+def test_a_transaction_applies_all_at_one_revision_or_nothing(store: Store) -> None:
+    key, absent = store.prefix + "a", store.prefix + "none"
+    revision = store.meta.put(key, b"1")
+    store.meta.put(store.prefix + "old", b"x")
+    operations = (Put(store.prefix + "b", b"b"), Put(store.prefix + "c", b"c"), Delete(store.prefix + "old"))
+    holds: list[Compare] = [Absent(absent), ModifiedAt(key, revision), ValueIs(key, b"1")]
+    fails: list[Compare] = [
+        Absent(key),
+        ModifiedAt(key, revision + 1),
+        ModifiedAt(absent, revision),
+        ValueIs(key, b"2"),
+        ValueIs(absent, b""),
+    ]
+    for compare in fails:
+        result = store.meta.txn((*holds, compare), operations)
+        assert not result.succeeded
+        assert store.other.get(store.prefix + "b") is None
+    result = store.meta.txn(holds, operations)
+    assert result.succeeded
+    found = {kv.key.removeprefix(store.prefix): kv.mod_revision for kv in store.other.list(store.prefix).items}
+    assert found == {"a": revision, "b": result.revision, "c": result.revision}
+
+
+def test_a_transaction_that_changes_nothing_makes_no_revision(store: Store) -> None:
+    revision = store.meta.put(store.prefix + "a", b"1")
+    result = store.meta.txn((), (Delete(store.prefix + "none"),))
+    assert result.succeeded and result.revision == revision
+
+
+def test_requests_over_a_limit_are_invalid(store: Store) -> None:
+    key = store.prefix + "a"
+    many = [Put(f"{store.prefix}{number}", b"") for number in range(OPERATIONS_MAX + 1)]
+    store.meta.put(key, bytes(REQUEST_BYTES_MAX - len(key)))
+    store.meta.txn((), many[:OPERATIONS_MAX])
+    with pytest.raises(InvalidRequest, match="over the limit"):
+        store.meta.put(key, bytes(REQUEST_BYTES_MAX))
+    with pytest.raises(InvalidRequest, match="split it"):
+        store.meta.txn((), many)
+    with pytest.raises(InvalidRequest, match="twice"):
+        store.meta.txn((), (Put(key, b""), Delete(key)))
+    with pytest.raises(InvalidRequest, match="0 bytes"):
+        store.meta.get("")
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        store.meta.grant(0)
+    with pytest.raises(InvalidRequest, match="from_revision"):
+        store.meta.watch(store.prefix, 0)
+
+
+def test_a_lease_takes_its_keys_along_when_it_is_revoked(store: Store) -> None:
+    lease = store.meta.grant(60)
+    store.meta.put(store.prefix + "a", b"1", lease)
+    store.meta.txn((), (Put(store.prefix + "b", b"1", lease), Put(store.prefix + "c", b"1", lease)))
+    store.meta.put(store.prefix + "c", b"2")  # put again without a lease: stays
+    found = store.other.get(store.prefix + "a")
+    assert found is not None and found.lease == lease
+    assert store.other.keep_alive(lease)
+    watch = store.meta.watch(store.prefix, store.meta.list(store.prefix).revision + 1)
+    store.meta.revoke(lease)
+    store.meta.revoke(lease)
+    assert not store.meta.keep_alive(lease)
+    assert [kv.key for kv in store.other.list(store.prefix).items] == [store.prefix + "c"]
+    events = batches(watch, 2)
+    assert {event.key for event in events} == {store.prefix + "a", store.prefix + "b"}
+    assert {event.kv for event in events} == {None}
+    assert len({event.revision for event in events}) == 1
+
+
+def test_a_lease_that_nobody_keeps_alive_ends(store: Store) -> None:
+    lease = store.meta.grant(2)
+    revision = store.meta.put(store.prefix + "a", b"1", lease)
+    watch = store.meta.watch(store.prefix, revision + 1)
+    store.pass_time(2)
+    assert batches(watch, 1)[0].kv is None
+    assert store.meta.get(store.prefix + "a") is None
+    assert not store.other.keep_alive(lease)
+
+
+def test_a_put_under_a_lease_that_ended_writes_nothing(store: Store) -> None:
+    lease = store.meta.grant(60)
+    store.meta.revoke(lease)
+    for gone in (lease, LeaseId(424242)):
+        with pytest.raises(LeaseGone):
+            store.meta.put(store.prefix + "a", b"1", gone)
+        with pytest.raises(LeaseGone):
+            store.meta.txn((), (Put(store.prefix + "b", b"1"), Put(store.prefix + "a", b"1", gone)))
+    assert store.meta.list(store.prefix).items == ()
+
+
+def test_a_watch_replays_the_past_and_goes_on_in_order(store: Store) -> None:
+    start = store.meta.put(store.prefix + "w/a", b"0")
+    store.meta.put(store.prefix + "elsewhere", b"x")
+    store.meta.delete(store.prefix + "w/a")
+    watch = store.other.watch(store.prefix + "w/", start)
+    past = batches(watch, 2)
+    assert [(event.kv.value if event.kv else None) for event in past] == [b"0", None]
+    for number in range(10):
+        store.meta.put(store.prefix + "w/a", b"%d" % number)
+    events = batches(watch, 10)
+    assert [event.kv.value for event in events if event.kv] == [b"%d" % number for number in range(10)]
+    revisions = [event.revision for event in past + events]
+    assert revisions == sorted(set(revisions))
+    assert all(event.kv.mod_revision == event.revision for event in events if event.kv)
+    assert watch.next(0.0) is None
+
+
+def test_a_watch_never_splits_a_revision(store: Store) -> None:
+    start = store.meta.list(store.prefix).revision + 1
+    watch = store.other.watch(store.prefix, start)
+    for _ in range(5):
+        store.meta.txn((), [Put(f"{store.prefix}{number}", bytes(10_000)) for number in range(100)])
+    seen_count = 0
+    while seen_count < 500:
+        batch = watch.next(PATIENCE_S)
+        assert batch is not None and len(batch) % 100 == 0
+        seen_count += len(batch)
+
+
+def test_a_watch_from_before_a_compaction_is_lost(store: Store) -> None:
+    start = store.meta.put(store.prefix + "a", b"1")
+    store.meta.put(store.prefix + "a", b"2")
+    store.compact(store.meta.put(store.prefix + "a", b"3"))
+    with pytest.raises(WatchLost, match="compacted"):
+        store.meta.watch(store.prefix, start).next(PATIENCE_S)
+    fresh = store.meta.watch(store.prefix, store.meta.list(store.prefix).revision + 1)
+    store.meta.put(store.prefix + "a", b"new")
+    assert [event.kv.value for event in batches(fresh, 1) if event.kv] == [b"new"]
+
+
+def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
+    watch = store.meta.watch(store.prefix, 1_000_000)
+    seen: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            watch.next(PATIENCE_S)
+        except WatchLost as lost:
+            seen.append(lost)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    watch.close()
+    watch.close()
+    thread.join(PATIENCE_S)
+    assert len(seen) == 1
+    with pytest.raises(WatchLost, match="closed"):
+        watch.next(0)
+
+
+def test_a_closed_client_is_unavailable_and_its_watches_are_lost(store: Store) -> None:
+    watch = store.other.watch(store.prefix, 1_000_000)
+    store.other.close()
+    store.other.close()
+    with pytest.raises(Unavailable, match="closed"):
+        store.other.get(store.prefix + "a")
+    with pytest.raises(WatchLost, match="closed"):
+        watch.next(PATIENCE_S)
+    store.meta.put(store.prefix + "a", b"the store goes on")
+
+
+def test_racing_compare_and_set_loses_no_update(store: Store) -> None:
+    key = store.prefix + "counter"
+    store.meta.put(key, b"0")
+    before = store.meta.operations_count
+
+    def count(meta: Meta) -> None:
+        done_count = 0
+        while done_count < 20:
+            found = meta.get(key)
+            assert found is not None
+            new = b"%d" % (int(found.value) + 1)
+            done_count += meta.txn((ModifiedAt(key, found.mod_revision),), (Put(key, new),)).succeeded
+
+    threads = [threading.Thread(target=count, args=(meta,)) for meta in (store.meta, store.other) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    found = store.meta.get(key)
+    assert found is not None and found.value == b"80"
+    assert store.meta.operations_count - before >= 80
+
+
+KEYS = st.sampled_from("abc")
+VALUES = st.sampled_from([b"", b"1", b"2"])
+COMPARES = st.one_of(
+    st.builds(Absent, KEYS), st.builds(ValueIs, KEYS, VALUES), st.builds(ModifiedAt, KEYS, st.integers(0, 12))
+)
+OPERATIONS = st.lists(
+    st.one_of(st.builds(Put, KEYS, VALUES), st.builds(Delete, KEYS)), max_size=3, unique_by=lambda each: each.key
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.lists(COMPARES, max_size=2), OPERATIONS), max_size=12))
+def test_memory_and_etcd_agree_on_any_history(
+    etcd_server: EmbeddedEtcd, steps: list[tuple[list[Compare], list[Put | Delete]]]
+) -> None:
+    memory, etcd = MemoryMeta(), EtcdMeta(etcd_server.endpoints, timeout_s=PATIENCE_S)
+    prefix = "/agree/"
+    try:
+        etcd.txn((), [Delete(prefix + name) for name in "abc"])
+        offset = etcd.list(prefix).revision - memory.list(prefix).revision
+        for compares, operations in steps:
+            results = []
+            for meta, shift in ((memory, 0), (etcd, offset)):
+                moved: list[Compare] = [
+                    ModifiedAt(prefix + each.key, each.mod_revision + shift)
+                    if isinstance(each, ModifiedAt)
+                    else (
+                        Absent(prefix + each.key)
+                        if isinstance(each, Absent)
+                        else ValueIs(prefix + each.key, each.value)
+                    )
+                    for each in compares
+                ]
+                placed: list[Put | Delete] = [
+                    Put(prefix + each.key, each.value) if isinstance(each, Put) else Delete(prefix + each.key)
+                    for each in operations
+                ]
+                result = meta.txn(moved, placed)
+                snapshot = meta.list(prefix)
+                items = [
+                    (kv.key, kv.value, kv.create_revision - shift, kv.mod_revision - shift) for kv in snapshot.items
+                ]
+                results.append((result.succeeded, result.revision - shift, items, snapshot.revision - shift))
+            assert results[0] == results[1]
+        start = memory.list(prefix).revision
+        expected = memory.watch(prefix, 2).next(0) or () if start > 1 else ()
+        watch = etcd.watch(prefix, 2 + offset)
+        seen = batches(watch, len(expected)) if expected else []
+        assert [(e.key, e.kv and e.kv.value, e.revision) for e in expected] == [
+            (e.key, e.kv and e.kv.value, e.revision - offset) for e in seen
+        ]
+    finally:
+        etcd.close()
+        memory.close()

@@ -1,0 +1,494 @@
+"""etcd treated badly: killed, frozen, unreachable, protected, cut off in the middle of an answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
+from kvstore.meta.etcd import Endpoints, EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.interface import Absent, Event, LeaseId, Put, Watch, WatchLost
+from kvstore.meta.keys import Keys
+from kvstore.meta.presence import Presence
+from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.session import Session
+from kvstore.sources import RandomIds, SystemClock
+from tests.etcd_fixture import (
+    PATIENCE_S,
+    Certificates,
+    Proxy,
+    compact,
+    enable_auth,
+    eventually,
+    free_port,
+    frozen,
+    running_etcd,
+    tls_etcd,
+)
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 0.3
+MARGIN_S = 8.0
+"""How much later than its deadline a call may return on a busy machine."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """An etcd that the test may break."""
+    with running_etcd(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[..., EtcdMeta]]:
+    opened: list[EtcdMeta] = []
+
+    def make(endpoints: str, timeout_s: float = PATIENCE_S, **more: object) -> EtcdMeta:
+        opened.append(EtcdMeta(endpoints, timeout_s=timeout_s, **more))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield make
+    for meta in opened:
+        meta.close()
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """An endpoint that takes connections and never says a word, as a frozen member does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def take(watch: Watch, events_count: int) -> list[Event]:
+    found: list[Event] = []
+    while len(found) < events_count:
+        batch = watch.next(PATIENCE_S)
+        assert batch, f"only {len(found)} of {events_count} events came"
+        found += batch
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "targets", "tls"),
+    [
+        ("h:1", ("h:1",), None),
+        ("10.0.0.5:2379, h2:2379", ("10.0.0.5:2379", "h2:2379"), None),
+        ("http://h:1/,http://h:2", ("h:1", "h:2"), False),
+        (["https://h:1", "HTTPS://[::1]:2"], ("h:1", "[::1]:2"), True),
+        ("h:1,h:1", ("h:1",), None),
+    ],
+)
+def test_endpoints_are_read_as_people_write_them(text: str, targets: tuple[str, ...], tls: bool | None) -> None:
+    assert Endpoints.parse(text) == Endpoints(targets, tls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " , ", "h", "h:", ":1", "h:0", "h:65536", "h:x", "ftp://h:1", "http://h:1/path", "::1:2", "http://h:1,h:2"],
+)
+def test_bad_endpoints_are_invalid(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="etcd endpoint"):
+        EtcdMeta(text)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), 1e9])
+def test_a_deadline_that_is_none_is_invalid(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        EtcdMeta("h:1", timeout_s=timeout_s)
+
+
+def test_nothing_listens_there(client: Callable[..., EtcdMeta]) -> None:
+    meta = client(f"127.0.0.1:{free_port()}", DEADLINE_S)
+    for call in calls(meta):
+        start_s = time.monotonic()
+        with pytest.raises(Unavailable, match="check that etcd runs"):
+            call()
+        assert time.monotonic() - start_s < DEADLINE_S + MARGIN_S
+
+
+def test_the_host_name_does_not_exist(client: Callable[..., EtcdMeta]) -> None:
+    with pytest.raises(Unavailable, match="did not answer"):
+        client("no-such-host.invalid:2379", DEADLINE_S).get("a")
+
+
+def test_something_else_listens_there(client: Callable[..., EtcdMeta]) -> None:
+    import http.server
+
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(Unavailable, match="did not answer"):
+                client(f"127.0.0.1:{other.server_port}", DEADLINE_S).get("a")
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+def calls(meta: EtcdMeta) -> list[Callable[[], object]]:
+    """One call of each kind."""
+    return [
+        lambda: meta.get("a"),
+        lambda: meta.list("a"),
+        lambda: meta.txn((Absent("a"),), (Put("a", b""),)),
+        lambda: meta.put("a", b""),
+        lambda: meta.delete("a"),
+        lambda: meta.grant(5),
+        lambda: meta.keep_alive(LeaseId(7)),
+        lambda: meta.revoke(LeaseId(7)),
+    ]
+
+
+def test_killed_and_restarted_it_is_used_again_without_help(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    meta = client(server.endpoints)
+    meta.put("a", b"before")
+    os.kill(server.pid, signal.SIGKILL)
+    eventually(lambda: not server.running)
+    with pytest.raises(Unavailable):
+        meta.get("a", DEADLINE_S)
+    server.start()
+    found = meta.get("a")
+    assert found is not None and found.value == b"before"
+    assert meta.txn((Absent("b"),), (Put("b", b""),)).succeeded
+
+
+def test_frozen_each_call_returns_within_its_deadline(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+    meta = client(server.endpoints, DEADLINE_S)
+    meta.put("kept", b"1", timeout_s=PATIENCE_S)
+    with frozen(server.pid):
+        for call in calls(meta):
+            start_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                call()
+            assert time.monotonic() - start_s < DEADLINE_S + MARGIN_S
+        with pytest.raises(Unavailable, match="outcome is unknown"):
+            meta.txn((), (Put("late", b"1"),))
+    # What was sent to a frozen server may still happen, so only the key that nothing touched is looked at.
+    assert meta.get("kept", PATIENCE_S) is not None
+
+
+def test_the_first_of_two_endpoints_is_dead(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+    meta = client(f"127.0.0.1:{free_port()},{server.endpoints}")
+    # A transaction first: a refused connection is known to have sent nothing, so it goes to the next member.
+    assert meta.txn((Absent("a"),), (Put("a", b"1"),)).succeeded
+    again = client(f"127.0.0.1:{free_port()},{server.endpoints}")
+    assert take(again.watch("a", 2), 1)[0].key == "a"
+    lease = client(f"127.0.0.1:{free_port()},{server.endpoints}").grant(60)
+    assert meta.keep_alive(lease)
+
+
+def test_the_first_of_two_endpoints_is_frozen(server: EmbeddedEtcd, client: Callable[..., EtcdMeta], mute: str) -> None:
+    meta = client(f"{mute},{server.endpoints}", 20)
+    meta.put("a", b"1")
+    found = meta.get("a")
+    assert found is not None and found.value == b"1"
+
+
+def test_the_first_of_two_endpoints_freezes_while_it_is_used(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    proxy = Proxy(server.endpoints)
+    try:
+        meta = client(f"{proxy.endpoint},{server.endpoints}")
+        meta.put("a", b"1")
+        proxy.swallow.set()
+        assert meta.get("a", 4.0) is not None, "half of the time is left for the second member"
+        assert meta.txn((Absent("b"),), (Put("b", b"1"),)).succeeded, "the first is not asked again"
+    finally:
+        proxy.close()
+
+
+def test_tls_with_client_certificates(tmp_path: Path, client: Callable[..., EtcdMeta]) -> None:
+    certificates = Certificates(tmp_path)
+    cert, key = certificates.client
+    with tls_etcd(tmp_path, certificates) as endpoint:
+        good = client(f"https://{endpoint}", tls=EtcdTls(certificates.ca, cert, key))
+        good.put("a", b"secret")
+        assert client(endpoint, tls=EtcdTls(certificates.ca, cert, key, server_name="etcd.test")).get("a") is not None
+        other_ca = Certificates(_folder(tmp_path / "other")).ca
+        for tls in (EtcdTls(other_ca, cert, key), EtcdTls(certificates.ca), EtcdTls()):
+            with pytest.raises(Unavailable):
+                client(f"https://{endpoint}", DEADLINE_S, tls=tls).get("a")
+        with pytest.raises(Unavailable, match="check the CA"):
+            client(endpoint, DEADLINE_S, tls=EtcdTls(other_ca, cert, key)).get("a")
+        with pytest.raises(Unavailable):
+            client(endpoint, DEADLINE_S).get("a")
+
+
+def test_bad_tls_settings_are_invalid(tmp_path: Path) -> None:
+    (tmp_path / "no.pem").write_text("nothing")
+    with pytest.raises(InvalidRequest, match="cannot read the CA file"):
+        EtcdMeta("h:1", tls=EtcdTls(tmp_path / "missing.pem"))
+    with pytest.raises(InvalidRequest, match="PEM"):
+        EtcdMeta("h:1", tls=EtcdTls(tmp_path / "no.pem"))
+    with pytest.raises(InvalidRequest, match="go together"):
+        EtcdTls(cert_file="a")
+    with pytest.raises(InvalidRequest, match="https://"):
+        EtcdMeta("http://h:1", tls=EtcdTls())
+
+
+def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+    early = client(server.endpoints, user=EtcdUser("ann", "secret"))
+    early.put("/kv/a", b"1")  # configured before authentication is switched on
+    enable_auth(server.endpoints, "ann", "secret", "/kv/")
+    meta = client(server.endpoints, user=EtcdUser("ann", "secret"))
+    for one in (meta, early):
+        assert one.get("/kv/a") is not None
+        assert one.txn((Absent("/kv/b"),), (Put("/kv/b", b""),)).succeeded or one is early
+        assert one.keep_alive(one.grant(60))
+    assert take(meta.watch("/kv/", 2), 1)[0].key == "/kv/a"
+    with pytest.raises(PermissionDenied, match="role covers"):
+        meta.get("/other")
+    with pytest.raises(PermissionDenied):
+        meta.txn((), (Put("/other", b""),))
+    with pytest.raises(PermissionDenied):
+        meta.watch("/other", 1).next(PATIENCE_S)
+    with pytest.raises(PermissionDenied, match="check user and password"):
+        client(server.endpoints, user=EtcdUser("ann", "wrong")).get("/kv/a")
+    with pytest.raises(PermissionDenied, match="give user and password"):
+        client(server.endpoints).get("/kv/a")
+    with pytest.raises(PermissionDenied):
+        Presence(client(server.endpoints), Keys(bytes(16))).start(wait_s=PATIENCE_S)
+    assert "secret" not in repr(EtcdUser("ann", "secret"))
+
+    # A restarted server has forgotten the token: it is fetched again, for calls and for watches.
+    watch = meta.watch("/kv/c", 2)
+    server.stop()
+    server.start()
+    meta.put("/kv/c", b"")
+    assert take(watch, 1)[0].key == "/kv/c"
+
+
+def test_a_granted_lease_whose_answer_was_lost_is_found_again(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    ids = RecordingIds()
+    proxy = Proxy(server.endpoints)
+    try:
+        meta, direct = client(proxy.endpoint, ids=ids), client(server.endpoints)
+        meta.get("a")
+        proxy.swallow.set()
+        granted: list[int] = []
+        thread = threading.Thread(target=lambda: granted.append(meta.grant(60)))
+        thread.start()
+        eventually(lambda: bool(ids.made) and direct.keep_alive(LeaseId(int.from_bytes(ids.made[0][:8], "big") >> 1)))
+        proxy.swallow.clear()
+        proxy.cut()
+        thread.join(PATIENCE_S)
+        assert granted == [int.from_bytes(ids.made[0][:8], "big") >> 1] and len(ids.made) == 1
+    finally:
+        proxy.close()
+
+
+def test_a_transaction_whose_answer_was_lost_is_unknown_and_a_session_reads_it_back(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    proxy = Proxy(server.endpoints)
+    try:
+        meta, direct = client(proxy.endpoint), client(server.endpoints)
+        session = Session.open(meta, Keys(bytes(16)), clock=SystemClock(), ids=RandomIds(), ttl_s=60)
+
+        def lose(call: Callable[[], object], key: str) -> list[object]:
+            outcome: list[object] = []
+
+            def run() -> None:
+                try:
+                    outcome.append(call())
+                except KVStoreError as error:
+                    outcome.append(error)
+
+            meta.get("a")  # connected, so that only answers are missing from here on
+            proxy.swallow.set()
+            thread = threading.Thread(target=run)
+            thread.start()
+            eventually(lambda: direct.get(key) is not None)
+            proxy.swallow.clear()
+            proxy.cut()
+            thread.join(PATIENCE_S)
+            return outcome
+
+        (plain,) = lose(lambda: meta.txn((Absent("plain"),), (Put("plain", b""),)), "plain")
+        assert isinstance(plain, Unavailable) and "outcome is unknown" in str(plain)
+        (settled,) = lose(lambda: session.txn((), (Put("settled", b""),), timeout_s=PATIENCE_S), "settled")
+        assert not isinstance(settled, Exception), settled
+        assert session.txn((), (Put("next", b""),)).succeeded
+    finally:
+        proxy.close()
+
+
+def test_a_watch_goes_on_over_a_restart_without_gap_or_repetition(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    meta = client(server.endpoints)
+    watch = meta.watch("w/", 1)
+    seen: list[Event] = []
+    for round_ in range(3):
+        for number in range(20):
+            meta.put("w/a", b"%d" % (20 * round_ + number))
+        if round_ == 1:
+            seen += take(watch, 5)
+        if round_ < 2:
+            os.kill(server.pid, signal.SIGKILL)
+            eventually(lambda: not server.running)
+            server.start()
+    seen += take(watch, 60 - len(seen))
+    assert [event.kv.value for event in seen if event.kv] == [b"%d" % number for number in range(60)]
+
+
+def test_a_watch_cut_off_while_history_was_compacted_is_lost(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    proxy = Proxy(server.endpoints)
+    meta, direct = client(proxy.endpoint), client(server.endpoints)
+    watch = meta.watch("w", 1)
+    direct.put("w", b"1")
+    assert len(take(watch, 1)) == 1
+    proxy.close()
+    direct.put("w", b"2")
+    compact(server.endpoints, direct.put("w", b"3"))
+    again = Proxy(server.endpoints, proxy.port)
+    try:
+        with pytest.raises(WatchLost, match="compacted"):
+            watch.next(PATIENCE_S)
+    finally:
+        again.close()
+
+
+def test_a_watch_that_cannot_reconnect_for_the_stated_time_is_lost(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    meta = client(server.endpoints, watch_reconnect_s=0.5)
+    meta.put("w", b"1")
+    watch = meta.watch("w", 1)
+    take(watch, 1)
+    server.stop()
+    with pytest.raises(WatchLost, match="no connection for"):
+        watch.next(PATIENCE_S)
+    with pytest.raises(WatchLost):
+        watch.next(0)
+
+
+def test_a_slow_reader_gets_every_event(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+    meta = client(server.endpoints)
+    watch = meta.watch("w/", 1)
+    for number in range(1500):
+        meta.put("w/a", b"%d" % number)
+    seen = take(watch, 1500)
+    assert [event.kv.value for event in seen if event.kv] == [b"%d" % number for number in range(1500)]
+
+
+def test_closing_ends_calls_under_way_and_leaves_no_thread(mute: str, client: Callable[..., EtcdMeta]) -> None:
+    meta = client(mute)
+    watch = meta.watch("w", 1)
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            meta.get("a")
+        except Unavailable as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    eventually(lambda: meta.operations_count == 2)
+    meta.close()
+    caller.join(PATIENCE_S)
+    assert len(errors) == 1 and not caller.is_alive()
+    with pytest.raises(WatchLost, match="closed"):
+        watch.next(0)
+    eventually(lambda: not any(thread.name.startswith("etcd-watch") for thread in threading.enumerate()))
+
+
+def test_a_node_gets_a_new_session_by_itself_after_etcd_was_away(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    meta = client(server.endpoints)
+    lost: list[Session] = []
+    presence = Presence(meta, Keys(bytes(16)), ttl_s=3)
+    presence.attach(lambda session: None, lost.append)
+    presence.start(wait_s=PATIENCE_S)
+    try:
+        first = presence.current()
+        with frozen(server.pid):
+            eventually(lambda: lost == [first])
+            with pytest.raises(Unavailable):
+                presence.current()
+            with pytest.raises(SessionLost, match="no keepalive"):
+                first.check()
+        eventually(lambda: current_or_none(presence) is not None)
+        assert presence.current().id != first.id
+    finally:
+        presence.close()
+
+
+def current_or_none(presence: Presence) -> Session | None:
+    try:
+        return presence.current()
+    except Unavailable:
+        return None
+
+
+def test_starting_while_etcd_is_away_succeeds_once_it_is_there(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+) -> None:
+    server.stop()
+    meta = client(server.endpoints)
+    waiting = Presence(meta, Keys(bytes(16)))
+    with pytest.raises(Unavailable, match="no session"):
+        waiting.start(wait_s=0.5)
+    presence = Presence(meta, Keys(bytes(16)))
+    presence.start()
+    try:
+        with pytest.raises(Unavailable, match="no session"):
+            presence.current()
+        server.start()
+        eventually(lambda: current_or_none(presence) is not None)
+    finally:
+        presence.close()
+
+
+def test_without_its_client_package_everything_but_etcd_works() -> None:
+    script = """
+import sys
+sys.modules["pyetcd"] = None
+import kvstore.meta.presence, kvstore.meta.pins
+from kvstore.meta.memory import MemoryMeta
+MemoryMeta().put("a", b"1")
+from kvstore.errors import InvalidRequest
+from kvstore.meta.etcd import EtcdMeta
+try:
+    EtcdMeta("127.0.0.1:1")
+except InvalidRequest as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert re.search("pip install etcd-sdk-python", done.stdout), done.stderr
+
+
+class RecordingIds:
+    """Random ids, and what they were."""
+
+    def __init__(self) -> None:
+        self.made: list[bytes] = []
+
+    def fresh(self) -> bytes:
+        self.made.append(os.urandom(16))
+        return self.made[-1]
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path

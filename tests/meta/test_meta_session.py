@@ -1,0 +1,388 @@
+"""Sessions and presence (rules V1, V2, C2), on a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import InvalidRequest, SessionLost, Unavailable
+from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.interface import Absent, LeaseGone, LeaseId, Put
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.presence import Presence
+from kvstore.meta.session import Session, SessionRecord
+from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.sources import RandomIds
+from tests.etcd_fixture import PATIENCE_S, eventually
+from tests.meta.conftest import Store
+from tests.meta.fakes import CountingIds, FakeClock
+
+KEYS = Keys(bytes(16))
+TTL_S = 15
+
+
+class Node:
+    """A session over a store that can fail, with a clock."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(self.clock)
+        self.meta = FaultyMeta(MemoryMeta(self.store), sleep=self.clock.advance)
+        self.session = self.open()
+
+    def open(self) -> Session:
+        return Session.open(self.meta, KEYS, clock=self.clock, ids=RandomIds(), ttl_s=TTL_S)
+
+    def record(self) -> SessionRecord | None:
+        found = self.store.get(self.session.key)
+        return None if found is None else SessionRecord.from_json(found.value)
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def test_a_session_begins_with_its_key_under_its_lease_and_nothing_announced(store: Store) -> None:
+    session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
+    found = store.other.get(session.key)
+    assert found is not None and found.lease == session.lease
+    assert SessionRecord.from_json(found.value) == SessionRecord(announced=0, write=0)
+    assert session.alive and session.announced == 0
+    result = session.txn((Absent(store.prefix + "x"),), (Put(store.prefix + "x", b"1"),), announced=7)
+    assert result.succeeded and session.announced == 7
+    assert not session.txn((Absent(store.prefix + "x"),), (), announced=8).succeeded
+    assert session.announced == 7 and session.alive
+    session.close()
+    session.close()
+    assert store.other.get(session.key) is None
+    assert not session.alive
+
+
+@pytest.mark.parametrize("ttl_s", [0, 1, 3601])
+def test_a_ttl_out_of_range_is_invalid(ttl_s: int) -> None:
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        Session.open(MemoryMeta(), KEYS, clock=FakeClock(), ids=RandomIds(), ttl_s=ttl_s)
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        Presence(MemoryMeta(), KEYS, ttl_s=ttl_s)
+
+
+def test_v2_keepalives_keep_it_alive(node: Node) -> None:
+    for _ in range(10):
+        node.clock.advance(TTL_S / 3)
+        node.session.beat()
+        assert node.session.alive and node.record() is not None
+
+
+def test_v2_without_an_acknowledged_keepalive_for_its_ttl_it_is_dead_for_ever(node: Node) -> None:
+    node.meta.add(Rule(Fault.NOT_SENT, ("keep_alive",)))
+    node.clock.advance(TTL_S - 0.1)
+    with pytest.raises(Unavailable):
+        node.session.beat()
+    assert node.session.alive
+    node.clock.advance(0.1)
+    assert not node.session.alive
+    node.meta.heal()
+    node.session.beat()
+    assert not node.session.alive
+    with pytest.raises(SessionLost, match="no keepalive was acknowledged for 15 s"):
+        node.session.check()
+    with pytest.raises(SessionLost):
+        node.session.txn((), (Put("x", b""),))
+    assert node.store.get("x") is None
+
+
+def test_v2_time_counts_from_when_the_acknowledged_keepalive_was_sent(node: Node) -> None:
+    node.clock.advance(TTL_S / 3)
+    node.meta.add(Rule(Fault.DELAY, ("keep_alive",), delay_s=4, times=1))
+    node.session.beat()  # sent at 5 s, answered at 9 s: lasts until 20 s, not 24 s
+    node.clock.advance(10.9)
+    assert node.session.alive
+    node.clock.advance(0.1)
+    assert not node.session.alive
+
+
+def test_v2_an_answer_that_comes_after_the_end_does_not_revive(node: Node) -> None:
+    node.clock.advance(TTL_S - 1)
+    node.meta.add(Rule(Fault.DELAY, ("keep_alive",), delay_s=0.99, times=1))
+    inner_keep_alive = node.meta.keep_alive
+
+    def late(lease: LeaseId, timeout_s: float | None = None) -> bool:
+        answer = inner_keep_alive(lease, timeout_s)
+        node.clock.advance(1)
+        return answer
+
+    node.meta.keep_alive = late  # type: ignore[method-assign]
+    node.session.beat()
+    assert not node.session.alive
+
+
+def test_v2_a_lease_that_the_store_dropped_ends_the_session_at_once(node: Node) -> None:
+    node.store.revoke(node.session.lease)
+    node.session.beat()
+    assert not node.session.alive
+    with pytest.raises(SessionLost, match="no longer knows its lease"):
+        node.session.check()
+
+
+def test_a_keepalive_never_waits_past_the_session_s_end(node: Node) -> None:
+    node.meta.add(Rule(Fault.HANG, ("keep_alive",)))
+    node.clock.advance(TTL_S - 2)
+    with pytest.raises(Unavailable):
+        node.session.beat()
+    assert node.clock.monotonic_s() == 1000 + TTL_S
+    assert not node.session.alive
+
+
+def test_a_session_whose_first_write_was_lost_on_the_way_back_is_read_back(node: Node) -> None:
+    node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1))
+    session = node.open()
+    assert session.txn((), (Put("x", b""),)).succeeded
+    node.meta.add(Rule(Fault.NOT_SENT, ("txn",), times=1))
+    with pytest.raises(Unavailable):
+        node.open()
+
+
+def test_c2_a_lost_reply_is_settled_by_reading_back(node: Node) -> None:
+    node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1))
+    result = node.session.txn((), (Put("x", b"1"),), announced=5)
+    assert result.succeeded
+    found = node.store.get("x")
+    assert found is not None and found.mod_revision == result.revision
+    assert node.record() == SessionRecord(announced=5, write=1)
+    assert node.session.txn((), (Put("y", b"1"),)).succeeded
+
+
+def test_c2_a_write_that_did_not_arrive_is_never_claimed(node: Node) -> None:
+    node.meta.add(Rule(Fault.NOT_SENT, ("txn",), times=1))
+    with pytest.raises(Unavailable):
+        node.session.txn((), (Put("x", b"1"),), announced=5)
+    assert node.store.get("x") is None and node.session.announced == 0
+    assert node.session.txn((), (Put("x", b"1"),), announced=6).succeeded
+    assert node.session.announced == 6
+
+
+def test_c2_a_late_write_that_lands_first_is_taken_into_the_chain(node: Node) -> None:
+    node.meta.add(Rule(Fault.LATE, ("txn",), times=1))
+    with pytest.raises(Unavailable):
+        node.session.txn((), (Put("late", b""),), announced=5)
+    assert node.meta.land() == 1
+    assert node.session.txn((), (Put("next", b""),)).succeeded
+    assert node.session.announced == 5 and node.session.alive
+
+
+def test_c2_a_late_write_that_lands_after_the_next_one_is_void(node: Node) -> None:
+    node.meta.add(Rule(Fault.LATE, ("txn",), times=1))
+    with pytest.raises(Unavailable):
+        node.session.txn((), (Put("late", b""),), announced=9)
+    assert node.session.txn((), (Put("next", b""),), announced=5).succeeded
+    assert node.meta.land() == 1
+    assert node.store.get("late") is None
+    assert node.record() == SessionRecord(announced=5, write=2)
+    assert node.session.txn((), ()).succeeded
+
+
+def test_c2_of_two_late_writes_one_may_land_and_the_chain_goes_on(node: Node) -> None:
+    node.meta.add(Rule(Fault.LATE, ("txn",), times=2))
+    for key in ("one", "two"):
+        with pytest.raises(Unavailable):
+            node.session.txn((), (Put(key, b""),))
+    assert node.meta.land() == 2
+    assert node.store.get("one") is not None and node.store.get("two") is None
+    assert node.session.txn((), (Put("three", b""),)).succeeded
+
+
+def test_c2_reading_back_may_fail_too_and_is_made_up_for_later(node: Node) -> None:
+    node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1), Rule(Fault.NOT_SENT, ("get",), times=1))
+    with pytest.raises(Unavailable):
+        node.session.txn((), (Put("x", b""),), announced=3)
+    assert node.session.txn((), (Put("y", b""),)).succeeded
+    assert node.session.announced == 3
+
+
+def test_c2_a_store_that_went_back_in_time_ends_the_session(node: Node) -> None:
+    before = node.store.get(node.session.key)
+    assert before is not None
+    assert node.session.txn((), (Put("pin", b""),)).succeeded
+    # As after a restore from a snapshot: the key is there, but with an earlier write.
+    node.store.txn((), (Put(node.session.key, before.value, node.session.lease),))
+    with pytest.raises(SessionLost, match="lost its last write"):
+        node.session.txn((), (Put("x", b""),))
+    assert not node.session.alive and node.store.get("x") is None
+
+
+def test_a_session_key_that_is_gone_ends_the_session(node: Node) -> None:
+    node.store.revoke(node.session.lease)
+    with pytest.raises(SessionLost):
+        node.session.txn((), (Put("x", b""),))
+    assert not node.session.alive and node.store.get("x") is None
+
+
+def test_the_lease_of_an_operation_is_told_from_the_session_s_own(node: Node) -> None:
+    with pytest.raises(LeaseGone):
+        node.session.txn((), (Put("x", b"", LeaseId(99)),))
+    assert node.session.alive
+    assert node.session.txn((), ()).succeeded
+
+
+def test_on_lost_is_called_once_in_the_session_s_thread(node: Node) -> None:
+    lost: list[Session] = []
+    told = threading.Event()
+
+    def on_lost(session: Session) -> None:
+        lost.append(session)
+        told.set()
+
+    node.session.start(on_lost)
+    node.clock.advance(TTL_S)
+    assert not node.session.alive  # whoever looks wakes the thread
+    assert told.wait(PATIENCE_S)
+    node.session.close()
+    assert lost == [node.session]
+
+
+def test_closing_is_no_loss(node: Node) -> None:
+    lost: list[Session] = []
+    node.session.start(lost.append)
+    node.session.close()
+    assert lost == [] and node.record() is None
+
+
+# ---------------------------------------------------------------------------------------------- presence
+
+
+@pytest.fixture
+def shared() -> MemoryStore:
+    return MemoryStore()
+
+
+def has_session(presence: Presence) -> bool:
+    try:
+        presence.current()
+    except Unavailable:
+        return False
+    return True
+
+
+def test_v1_nobody_gets_the_session_before_what_hangs_on_it_is_ready(shared: MemoryStore) -> None:
+    presence = Presence(MemoryMeta(shared), KEYS)
+    may_go_on = threading.Event()
+    begun = threading.Event()
+
+    def slow(session: Session) -> None:
+        assert shared.get(session.key) is not None, "the session first"
+        begun.set()
+        may_go_on.wait(PATIENCE_S)
+
+    presence.attach(slow)
+    presence.start()
+    assert begun.wait(PATIENCE_S)
+    assert not has_session(presence)
+    may_go_on.set()
+    eventually(lambda: has_session(presence))
+    presence.close()
+    assert shared.list(KEYS.sessions).items == ()
+    with pytest.raises(Unavailable, match="left the cluster"):
+        presence.current()
+
+
+def test_after_a_loss_everything_is_told_and_registered_again(shared: MemoryStore) -> None:
+    meta = MemoryMeta(shared)
+    workers = Workers(meta, KEYS)
+    told: list[tuple[str, Session]] = []
+    lease_at_loss: list[bool] = []
+    presence = Presence(meta, KEYS)
+
+    def on_lost(session: Session) -> None:
+        lease_at_loss.append(shared.keep_alive(session.lease))
+        told.append(("lost", session))
+
+    presence.attach(lambda session: told.append(("new", session)), on_lost)
+    presence.start(wait_s=PATIENCE_S)
+    first = presence.current()
+    presence.attach(lambda session: workers.register(session, WorkerRecord("h:1")))
+    eventually(lambda: list(workers.list()) == [first.id])
+    # Its chain is broken, as by a rollback: the lease itself is still there.
+    shared.txn((), (Put(first.key, SessionRecord(0, 77).to_json(), first.lease),))
+    with pytest.raises(SessionLost):
+        first.txn((), ())
+    eventually(lambda: has_session(presence) and presence.current() is not first)
+    second = presence.current()
+    eventually(lambda: list(workers.list()) == [second.id])
+    assert told == [("new", first), ("lost", first), ("new", second)]
+    assert lease_at_loss == [True], "on_lost comes before the lease is revoked"
+    assert [kv.key for kv in shared.list(KEYS.sessions).items] == [second.key]
+    presence.close()
+    assert told[-1] == ("new", second), "leaving is no loss"
+
+
+def test_what_fails_at_the_start_of_a_session_is_tried_again(shared: MemoryStore) -> None:
+    presence = Presence(MemoryMeta(shared), KEYS)
+    tries: list[Session] = []
+
+    def on_new(session: Session) -> None:
+        tries.append(session)
+        if len(tries) == 1:
+            raise Unavailable("not yet")
+
+    presence.attach(on_new)
+    presence.start(wait_s=PATIENCE_S)
+    assert len(tries) == 2 and tries[0] is tries[1]
+    presence.close()
+
+
+def test_starting_does_not_fail_for_ever_while_the_store_is_away(shared: MemoryStore) -> None:
+    meta = FaultyMeta(MemoryMeta(shared))
+    meta.add(Rule(Fault.NOT_SENT))
+    presence = Presence(meta, KEYS)
+    presence.start()
+    with pytest.raises(Unavailable, match="no session at the moment"):
+        presence.current()
+    meta.heal()
+    eventually(lambda: has_session(presence))
+    presence.close()
+    meta.add(Rule(Fault.NOT_SENT))
+    with pytest.raises(Unavailable, match="no session at the moment"):
+        Presence(meta, KEYS).start(wait_s=0.05)
+
+
+# ---------------------------------------------------------------------------------------------- workers
+
+
+def test_workers_are_listed_while_their_session_lives(store: Store) -> None:
+    workers = Workers(store.meta, store.keys)
+    session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
+    other = Session.open(store.other, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
+    record = WorkerRecord("10.0.0.7:7070", version="0.1.0", host="node-ü", pid=42)
+    workers.register(session, WorkerRecord("10.0.0.7:1"))
+    workers.register(session, record)
+    Workers(store.other, store.keys).register(other, WorkerRecord("10.0.0.8:7070"))
+    store.meta.put(store.keys.workers + "future", b"{}")
+    store.meta.put(store.keys.workers + "0" * 32, b"[1]")
+    assert workers.list() == {session.id: record, other.id: WorkerRecord("10.0.0.8:7070")}
+    workers.deregister(other)
+    assert set(workers.list()) == {session.id}
+    session.close()
+    assert workers.list() == {}
+    with pytest.raises(SessionLost):
+        workers.register(session, record)
+    store.meta.revoke(other.lease)
+    with pytest.raises(SessionLost, match="register again"):
+        workers.register(other, record)
+
+
+def test_a_worker_record_is_bounded_and_has_an_address() -> None:
+    with pytest.raises(InvalidRequest, match="over the limit"):
+        WorkerRecord("h" * 5000).to_json()
+    with pytest.raises(InvalidRequest, match="empty"):
+        WorkerRecord("")
+
+
+def test_session_ids_are_never_used_again() -> None:
+    store = MemoryStore()
+    ids = CountingIds()
+    seen = {Session.open(MemoryMeta(store), KEYS, clock=FakeClock(), ids=ids, ttl_s=5).id for _ in range(10)}
+    assert len(seen) == 10
