@@ -1,0 +1,23 @@
+"""Vineyard's LLM KV cache API over kvstore, so that programs written for it change one import.
+
+    from kvstore.connectors.vineyard import KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig
+
+Parameters, defaults and return values are those of ``vineyard.llm`` 0.24.  What differs on purpose:
+
+* Failed writes raise (a full root, no permission, a root that does not answer) instead of returning a smaller number;
+  every error is one of ``kvstore.errors`` and a RuntimeError too, which is what Vineyard raised.
+* Caches of another layer count, tensor size or chunk size on one root do not see each other.
+* Up to 4,194,304 tokens a call; ``batched_update`` and ``batched_query`` work in every mode.
+* In ``query``, ``KVTensor(0, 0)`` asks for memory in every mode; the tensors that take its place own theirs.
+* Tensors after the matched ones are never written to, and a list shorter than the match counts only what it holds.
+* ``KVTensor.data`` and ``.length`` are read-only.
+* Garbage collection is a service of its own, ``kvstore-gc``: the settings for it are accepted and not acted on here.
+"""
+
+from __future__ import annotations
+
+from kvstore.connectors.vineyard.cache import KVCache
+from kvstore.connectors.vineyard.config import FileCacheConfig, FilesystemType, VineyardCacheConfig
+from kvstore.connectors.vineyard.tensor import KVTensor
+
+__all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]

@@ -1,0 +1,296 @@
+"""KVCache: Vineyard's calls, made on a kvstore namespace."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvstore
+from kvstore.client import Store
+from kvstore.connectors.vineyard.config import (
+    ENV_FILESYSTEM,
+    ENV_SHARED_MEMORY,
+    FileCacheConfig,
+    FilesystemType,
+    VineyardCacheConfig,
+    config_from_environment,
+)
+from kvstore.connectors.vineyard.errors import InvalidCall, as_runtime_errors
+from kvstore.connectors.vineyard.memory import KVCacheList, Tensors, give_memory
+from kvstore.connectors.vineyard.tensor import KVTensor
+from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
+from kvstore.layout import Layout
+from kvstore.tokens import TokenArray
+
+__all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
+
+GATHER_BYTES = 64 << 20
+"""How much is copied together for one put: this much memory is needed beside the caller's own."""
+GATHER_PARTS_MAX = 32
+"""Each put looks at all chunks before its first; very large updates take larger parts rather than more."""
+HOLES_MAX = 8
+"""How often one update goes back to fill a hole that garbage collection made meanwhile."""
+
+
+class KVCache:
+    """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; dropped, it closes too.
+
+    ``tensor_nbytes`` is the size of K, and of V, of one token at one layer, ``layer`` the number of layers.
+    ``cache_capacity`` is accepted without effect: how much is kept is a setting of ``kvstore-gc``.
+    ``rank`` with ``world_size`` keeps the ranks of a parallel run apart, in ``{root}/{world_size}-{rank}``;
+    ``cache_config.root`` of this object says so, the caller's configuration stays as it is.
+    ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users apart, as in ``kvstore.open``'s
+    namespaces.  Further keyword arguments go to ``kvstore.open`` (``etcd``, ``durability``) or ``kvstore.connect``.
+
+    Without ``cache_config`` the environment says where the cache is (``config_from_environment``).
+
+    Raises ValueError where there is no configuration. Every error of the store comes as the class of ``kvstore.errors``
+    and as RuntimeError: RootMismatch, PermissionDenied, Unavailable, InvalidRequest for sizes that are not positive.
+    """
+
+    def __init__(
+        self,
+        cache_config: FileCacheConfig | VineyardCacheConfig | None = None,
+        tensor_nbytes: int = 1024,
+        cache_capacity: int = 1024,
+        layer: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        fingerprint: str = "",
+        tenant: str = "",
+        **kwargs: Any,
+    ) -> None:
+        config = config_from_environment() if cache_config is None else cache_config
+        if not isinstance(config, FileCacheConfig | VineyardCacheConfig):
+            raise ValueError(
+                f"cache_config is a {type(config).__name__}: give a FileCacheConfig or a VineyardCacheConfig, "
+                f"or set {ENV_FILESYSTEM} or {ENV_SHARED_MEMORY}"
+            )
+        if isinstance(config, FileCacheConfig) and rank is not None and world_size is not None:
+            config = replace(config, root=f"{config.root.rstrip('/')}/{world_size}-{rank}")
+        _check_sizes(config, cache_capacity)
+        self.cache_config = config
+        self.tensor_nbytes = tensor_nbytes
+        self.cache_capacity = cache_capacity
+        self.layer = layer
+        # Vineyard's shared memory matches single tokens, so its block size says nothing about what is found.
+        self._chunk_tokens = config.chunk_size if isinstance(config, FileCacheConfig) else 1
+        self.chunk_size = config.chunk_size if isinstance(config, FileCacheConfig) else config.block_size
+        with as_runtime_errors():
+            layout = Layout(layer, 1, tensor_nbytes, "int8", self._chunk_tokens)
+            self._store = _open(config, kwargs)
+            # At exit too, and there before the interpreter freezes the store's threads, which __del__ would wait for.
+            self._closing = weakref.finalize(self, _close_quietly, self._store, os.getpid())
+            # The geometry is in the name: another one on the same root is another namespace, not a LayoutMismatch.
+            name = f"vineyard-{layer}x{tensor_nbytes}-{self._chunk_tokens}"
+            try:
+                self._cache = self._store.namespace(name, layout, fingerprint, tenant, _attributes(config))
+            except KVStoreError:
+                self.close()
+                raise
+
+    @property
+    def kv_cache_manager(self) -> KVCache:
+        """This object; Vineyard's programs close the cache by ``cache.kv_cache_manager.close()``."""
+        return self
+
+    def update(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
+        """Stores the KV of ``tokens``, which follow ``prefix``; returns how many of ``tokens`` are in the cache now.
+
+        ``kv_cache_list[i][j]`` is K and V of token i at layer j, KVTensors of ``tensor_nbytes`` bytes.  What is there
+        already is not replaced, and counts.  0, and nothing stored, where a token of ``prefix`` is missing.
+        With a FileCacheConfig both lengths are multiples of ``chunk_size``.  Token ids are of 32 bits, signed.
+
+        Raises InvalidRequest; Overloaded (the root is full, or too much at once), PermissionDenied or Unavailable
+        where not all could be stored; each is a RuntimeError too.
+        """
+        with as_runtime_errors():
+            return self._update(prefix, tokens, kv_cache_list)[0]
+
+    def query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
+        """Reads the KV of ``tokens``, which follow ``prefix``, as far as it is stored; returns that number of tokens.
+
+        ``kv_cache_list[i][j]`` is where K and V of token i at layer j go: the caller's memory, ``tensor_nbytes`` bytes
+        each, or ``KVTensor(0, 0)``, which is replaced in the list by a tensor that has memory.  At most as many tokens
+        are read as the list has entries.  Memory of tokens that did not match is not touched.
+        With a FileCacheConfig the prefix is a multiple of ``chunk_size``, as is what is returned.
+
+        Raises InvalidRequest, also a RuntimeError. A root that fails or does not answer in time is a miss.
+        """
+        with as_runtime_errors():
+            return self._query(prefix, tokens, kv_cache_list)
+
+    def batched_update(self, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
+        """As ``update`` without a prefix, but returns how many tokens were not in the cache before."""
+        with as_runtime_errors():
+            return self._update(None, tokens, kv_cache_list)[1]
+
+    def batched_query(self, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
+        """As ``query`` without a prefix."""
+        return self.query(None, tokens, kv_cache_list)
+
+    def close(self) -> None:
+        """Ends threads and connections; everything else raises afterwards. Idempotent, never raises."""
+        self._closing()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache(cache_config={self.cache_config}, tensor_nbytes={self.tensor_nbytes}, "
+            f"cache_capacity={self.cache_capacity}, layer={self.layer})"
+        )
+
+    def _update(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> tuple[int, int]:
+        """How many of ``tokens`` are there now, and how many of them were written."""
+        ids, skipped = self._checked_ids(prefix, tokens)
+        if (len(ids) - skipped) % self._chunk_tokens:
+            raise InvalidCall(f"{len(ids) - skipped} tokens: expected a multiple of chunk_size ({self._chunk_tokens})")
+        if len(kv_cache_list) != len(ids) - skipped:
+            raise InvalidCall(f"kv_cache_list has {len(kv_cache_list)} entries for {len(ids) - skipped} tokens")
+        if len(ids) == skipped:
+            return 0, 0
+        tensors = Tensors(kv_cache_list, self.layer, self.tensor_nbytes)
+        if tensors.wants_memory:
+            raise InvalidCall("the KVTensors of an update are KVTensor(0, 0): expected the tensors to store")
+        present, written = self._put(ids, skipped, tensors)
+        return max(0, present - skipped), written
+
+    def _put(self, ids: TokenArray, skipped: int, tensors: Tensors) -> tuple[int, int]:
+        """Stores part by part what is not there yet; how many leading tokens are there now, how many were written."""
+        layout, size = self._cache.layout, self._chunk_tokens
+        part_bytes = max(GATHER_BYTES, layout.kv_bytes_per_token * len(ids) // GATHER_PARTS_MAX)
+        step = max(size, part_bytes // layout.kv_bytes_per_token // size * size)
+        at = max(skipped, self._cache.match(ids))
+        written = holes = 0
+        while True:
+            # Also with nothing left to write: a put looks whether the prefix is there, and renews its recency.
+            end = min(at + step, len(ids))
+            result = self._cache.put(ids[:end], tensors.gather(at - skipped, end - skipped), prefix=at)
+            written += result.chunks_written * size
+            if result.tokens_present >= at:
+                at = end
+                if at == len(ids):
+                    return at, written
+            elif result.tokens_present >= skipped and holes < HOLES_MAX:
+                at, holes = result.tokens_present, holes + 1
+            else:
+                return result.tokens_present, written
+
+    def _query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
+        ids, skipped = self._checked_ids(prefix, tokens)
+        count = min(len(ids) - skipped, len(kv_cache_list)) // self._chunk_tokens * self._chunk_tokens
+        if not count:
+            return 0
+        tensors = Tensors(kv_cache_list[:count], self.layer, self.tensor_nbytes)
+        if tensors.wants_memory and not isinstance(kv_cache_list, list):
+            raise InvalidCall(
+                f"kv_cache_list is a {type(kv_cache_list).__name__}: expected a list, to put tensors into"
+            )
+        matched, values = self._cache.get(ids[: skipped + count])
+        if matched <= skipped:
+            return 0
+        if tensors.wants_memory:
+            give_memory(kv_cache_list, values[:, :, skipped:])
+        else:
+            tensors.scatter(values[:, :, skipped:])
+        return matched - skipped
+
+    def _checked_ids(self, prefix: TokenIds | None, tokens: TokenIds) -> tuple[TokenArray, int]:
+        """Prefix and tokens as one array of ids, and the length of the prefix."""
+        if not self._closing.alive:
+            raise InvalidCall("the cache is closed: open it again")
+        before = _ids("prefix", () if prefix is None else prefix)
+        if len(before) % self._chunk_tokens:
+            raise InvalidCall(
+                f"prefix has {len(before)} tokens: expected a multiple of chunk_size ({self._chunk_tokens})"
+            )
+        after = _ids("tokens", tokens)
+        return (np.concatenate((before, after)) if len(before) else after), len(before)
+
+
+def _ids(what: str, tokens: TokenIds) -> TokenArray:
+    """Ids as the store has them. Vineyard's are signed, so a negative one becomes its two's complement."""
+    if not len(tokens):
+        return np.empty(0, np.uint32)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise InvalidCall(f"{what} are not a flat sequence of integers: {cause}") from cause
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidCall(
+            f"{what} have type {array.dtype} and shape {array.shape}: expected a flat sequence of integers"
+        )
+    limits = np.iinfo(np.int32)
+    if array.min() < limits.min or array.max() > limits.max:
+        raise InvalidCall(f"{what} hold ids from {array.min()} to {array.max()}: expected {limits.min} to {limits.max}")
+    return array.astype("<i4").view("<u4")
+
+
+def _open(config: FileCacheConfig | VineyardCacheConfig, settings: dict[str, Any]) -> Store:
+    if isinstance(config, VineyardCacheConfig):
+        return _open_folder(f"{config.socket}.kvstore", settings)
+    if config.filesystem_type == FilesystemType.LOCAL:
+        return _open_folder(config.root, settings)
+    host, colon, port = config.rpc_endpoint.rpartition(":")
+    if not (host and colon and port.isdecimal()):
+        raise InvalidCall(
+            f"rpc_endpoint={config.rpc_endpoint!r}: filesystem_type VINEYARD needs HOST:PORT of a kvstore worker"
+        )
+    return kvstore.connect(config.rpc_endpoint, **settings)
+
+
+def _open_folder(root: str, settings: dict[str, Any]) -> Store:
+    """Opens a root, making the folders above it as Vineyard does."""
+    try:
+        return kvstore.open(root, **settings)
+    except RootMismatch:
+        # Only after the store has looked, under its deadline: a mount that hangs must not be asked here.
+        parent = os.path.dirname(os.path.abspath(os.path.expanduser(root)))
+        if "://" in root or os.path.isdir(parent):
+            raise
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as cause:
+        kind = PermissionDenied if isinstance(cause, PermissionError) else Unavailable
+        raise kind(f"root {root}: could not make {parent}: {cause.strerror}; make it, or name another root") from cause
+    return kvstore.open(root, **settings)
+
+
+def _attributes(config: FileCacheConfig | VineyardCacheConfig) -> dict[str, str]:
+    """What keeps caches apart that share a store: the object's name, or the root's where many lie behind one worker."""
+    if isinstance(config, VineyardCacheConfig):
+        return {"llm_cache_object_name": config.llm_cache_object_name}
+    return {"root": config.root} if config.filesystem_type == FilesystemType.VINEYARD else {}
+
+
+def _check_sizes(config: FileCacheConfig | VineyardCacheConfig, cache_capacity: int) -> None:
+    if isinstance(config, FileCacheConfig):
+        sizes = {"chunk_size": config.chunk_size, "hash_chunk_size": config.hash_chunk_size, "root": config.root}
+    else:
+        sizes = {"block_size": config.block_size, "sync_interval": config.sync_interval, "socket": config.socket}
+    for name, size in {**sizes, "cache_capacity": cache_capacity}.items():
+        if isinstance(size, str) if name in ("root", "socket") else isinstance(size, int) and size > 0:
+            continue
+        raise InvalidCall(f"{name}={size!r}: expected {'a path' if name in ('root', 'socket') else 'a number over 0'}")
+
+
+def _close_quietly(store: Store, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has none of the store's threads, and would wait for them
+    with suppress(KVStoreError):
+        store.close()

@@ -1,0 +1,100 @@
+"""Where a Vineyard cache lives and how it is cut: the two configurations, and the one from the environment."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ENV_SHARED_MEMORY = "VINEYARD_LLM_CACHE_SHARED_MEMORY"
+ENV_FILESYSTEM = "VINEYARD_LLM_CACHE_FILESYSTEM"
+
+
+class FilesystemType(enum.IntEnum):
+    """Who reads and writes the files."""
+
+    LOCAL = 0
+    """This process opens ``root`` itself."""
+    VINEYARD = 1
+    """A kvstore worker at ``rpc_endpoint`` does."""
+
+
+@dataclass
+class VineyardCacheConfig:
+    """A cache that matches token by token, as Vineyard's in shared memory does.
+
+    It is served by a store in the folder ``{socket}.kvstore`` beside where Vineyard's socket would be; no server is
+    needed, and all processes that name the same socket share it.  Caches with another ``llm_cache_object_name`` are
+    apart.  ``block_size``, ``sync_interval`` and the other two names have no meaning here: there is nothing to
+    synchronise, an update is seen by everybody when it returns.
+    """
+
+    socket: str
+    block_size: int = 5
+    sync_interval: int = 3
+    llm_cache_sync_lock: str = "llmCacheSyncLock"
+    llm_cache_object_name: str = "llm_cache_object"
+    llm_ref_cnt_object_name: str = "llm_refcnt_object"
+
+
+@dataclass
+class FileCacheConfig:
+    """A cache on a file system, in chunks of ``chunk_size`` tokens.
+
+    LOCAL: ``root`` is a folder (made where it does not exist, and best empty: files of Vineyard itself are another
+    format) or any URL that ``kvstore.open`` takes.  VINEYARD: ``rpc_endpoint`` is ``HOST:PORT`` of a kvstore worker,
+    and ``root`` a name that keeps caches on it apart.
+
+    Accepted without effect: ``hash_chunk_size`` (the store lays out its own files), ``socket`` and ``rdma_endpoint``,
+    and the settings of garbage collection, times in seconds: ``kvstore-gc`` collects, with settings of its own.
+    """
+
+    chunk_size: int = 16
+    hash_chunk_size: int = 2
+    root: str = "/tmp/vineyard/llm_cache"
+    filesystem_type: FilesystemType = FilesystemType.LOCAL
+    gc_interval: int = 30 * 60
+    ttl: int = 30 * 60
+    enable_global_gc: bool = False
+    global_gc_interval: int = 3 * 60 * 60
+    global_ttl: int = 3 * 60 * 60
+    socket: str = ""
+    rpc_endpoint: str = ""
+    rdma_endpoint: str = ""
+
+
+def config_from_environment(
+    environment: Mapping[str, str] = os.environ,
+) -> FileCacheConfig | VineyardCacheConfig | None:
+    """The configuration that the environment describes, files before shared memory; None where it describes none.
+
+    ``VINEYARD_LLM_CACHE_FILESYSTEM`` with ``..._CHUNK_SIZE``, ``..._HASH_CHUNK_SIZE``, ``..._ROOT``, or
+    ``VINEYARD_LLM_CACHE_SHARED_MEMORY`` with ``..._SOCKET``, ``..._BLOCK_SIZE``, ``..._SYNC_INTERVAL``.
+    Raises ValueError for a number that is none, or a missing socket.
+    """
+
+    def number(name: str, default: int) -> int:
+        text = environment.get(name, str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"environment variable {name}={text!r}: expected a whole number") from None
+
+    if ENV_FILESYSTEM in environment:
+        default = FileCacheConfig()
+        return FileCacheConfig(
+            chunk_size=number(f"{ENV_FILESYSTEM}_CHUNK_SIZE", default.chunk_size),
+            hash_chunk_size=number(f"{ENV_FILESYSTEM}_HASH_CHUNK_SIZE", default.hash_chunk_size),
+            root=environment.get(f"{ENV_FILESYSTEM}_ROOT", default.root),
+        )
+    if ENV_SHARED_MEMORY in environment:
+        socket = environment.get(f"{ENV_SHARED_MEMORY}_SOCKET")
+        if not socket:
+            raise ValueError(f"{ENV_SHARED_MEMORY} is set without {ENV_SHARED_MEMORY}_SOCKET: set it to a path")
+        return VineyardCacheConfig(
+            socket=socket,
+            block_size=number(f"{ENV_SHARED_MEMORY}_BLOCK_SIZE", VineyardCacheConfig.block_size),
+            sync_interval=number(f"{ENV_SHARED_MEMORY}_SYNC_INTERVAL", VineyardCacheConfig.sync_interval),
+        )
+    return None

@@ -1,0 +1,63 @@
+"""The two programs of Vineyard's documentation (Apache-2.0), kept as published in programs/, but for one lost comma.
+
+Only their imports are changed, and the two paths under /tmp.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CHECKOUT = HERE.parents[1]
+IMPORTS = {
+    "import vineyard\n": "",
+    "from vineyard.llm.cache import": "from kvstore.connectors.vineyard import",
+    "from vineyard.llm import": "from kvstore.connectors.vineyard import",
+}
+
+
+def run(name: str, tmp_root: Path) -> None:
+    program = (HERE / "programs" / name).read_text()
+    for old, new in {**IMPORTS, "/tmp/vineyard": f"{tmp_root}/vineyard"}.items():
+        assert old in program
+        program = program.replace(old, new)
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_root, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_radix_tree_program_runs_with_its_imports_changed(tmp_root: Path) -> None:
+    run("radix_tree_blob.txt", tmp_root)
+    assert (tmp_root / "vineyard_test.sock.kvstore" / "FORMAT").is_file()
+
+
+def test_the_file_system_program_runs_with_its_imports_changed(tmp_root: Path) -> None:
+    run("chunk_hash_files.txt", tmp_root)
+    assert (tmp_root / "vineyard" / "llm_cache" / "FORMAT").is_file()
+
+
+@pytest.mark.parametrize("module", ["kvstore.connectors.vineyard", "kvstore.connectors.vineyard.cache"])
+def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: str) -> None:
+    """``vineyard.llm`` and ``vineyard.llm.cache``: replacing the front of the path is enough."""
+    names = "KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig, FilesystemType"
+    subprocess.run(
+        [sys.executable, "-c", f"from {module} import {names}"],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, check=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_a_second_run_of_the_file_program_finds_what_the_first_stored(tmp_root: Path) -> None:
+    """First writer wins, and what is found counts: other random KV, the same token counts."""
+    run("chunk_hash_files.txt", tmp_root)
+    files = {path: path.read_bytes() for path in (tmp_root / "vineyard/llm_cache/chunks").rglob("*") if path.is_file()}
+    run("chunk_hash_files.txt", tmp_root)
+    assert len(files) == 2
+    assert {path: path.read_bytes() for path in files} == files

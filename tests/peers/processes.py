@@ -1,0 +1,95 @@
+"""What the other processes of these tests do; each function runs in a process of its own, and prints what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.peers.prompts import is_kv_of, kv_of, open_cache, prompt
+
+
+def put_and_read_back(root: str, first: int, count: int, pretend_pid: int = 0) -> None:
+    """Puts prompts, each fully, once told to on standard input; then reads all of them back."""
+    if pretend_pid:
+        pretended: Callable[[], int] = lambda: pretend_pid  # noqa: E731
+        os.getpid = pretended
+    store, cache = open_cache(root)
+    with store:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        short = sum(
+            cache.put(tokens := prompt(n), kv_of(tokens)).tokens_present != 12 for n in range(first, first + count)
+        )
+        missed = wrong = 0
+        for number in range(first, first + count):
+            matched, kv = cache.get(prompt(number))
+            missed += matched != 12
+            wrong += not is_kv_of(kv, prompt(number)[:matched])
+        failed = {
+            name: n for name, n in store.stats().items() if n and (name.startswith("damage_") or name == "put_failed")
+        }
+    print(json.dumps({"pid": os.getpid(), "short": short, "missed": missed, "wrong": wrong, "failed": failed}))
+
+
+def poll(root: str, count: int) -> None:
+    """Reads all prompts again and again until all are there in full, as somebody waiting for them would."""
+    store, cache = open_cache(root)
+    with store:
+        print("ready", flush=True)
+        wrong, seen, give_up_s = 0, 0, time.monotonic() + 60
+        while seen < count and time.monotonic() < give_up_s:
+            seen = 0
+            for number in range(count):
+                matched, kv = cache.get(prompt(number))
+                wrong += not is_kv_of(kv, prompt(number)[:matched])
+                seen += matched == 12
+        damaged = store.stats()["miss_damaged"]
+    print(json.dumps({"wrong": wrong, "seen": seen, "damaged": damaged}))
+
+
+def look_for(root: str, number: int) -> None:
+    """Prints how much of a prompt is there: once at the beginning, then after each line of standard input."""
+    store, cache = open_cache(root)
+    with store:
+        print(cache.match(prompt(number)), flush=True)
+        for _ in sys.stdin:
+            matched, kv = cache.get(prompt(number))
+            print(matched if is_kv_of(kv, prompt(number)[:matched]) else "wrong bytes", flush=True)
+
+
+def match_once(root: str, number: int) -> None:
+    """Prints a match and a hash that differs from process to process."""
+    store, cache = open_cache(root)
+    with store:
+        print(json.dumps({"hash": hash("prompt"), "matched": cache.match(prompt(number))}))
+
+
+def put_and_die(root: str, number: int) -> None:
+    """Puts one prompt, begins another, and ends without closing anything."""
+    _, cache = open_cache(root)
+    cache.put(prompt(number), kv_of(prompt(number)))
+    (Path(root) / "staging" / "dead").mkdir()
+    (Path(root) / "staging" / "dead" / "0.part").write_bytes(b"half a chunk")
+    os._exit(0)
+
+
+def query_while_updated(root: str, count: int) -> None:
+    """Queries a prompt that another process extends chunk by chunk; prints the matches seen, in order."""
+    store, cache = open_cache(root)
+    with store:
+        print("ready", flush=True)
+        seen: list[int] = []
+        give_up_s = time.monotonic() + 60
+        tokens = prompt(1, count)
+        while (not seen or seen[-1] < len(tokens)) and time.monotonic() < give_up_s:
+            matched, kv = cache.get(tokens)
+            if not is_kv_of(kv, tokens[:matched]):
+                print("wrong bytes", flush=True)
+                return
+            if not seen or matched != seen[-1]:
+                seen.append(matched)
+    print(json.dumps(seen))
