@@ -7,6 +7,9 @@ import time
 from typing import Protocol
 
 
+_SUSPEND_AWARE = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
 class Clock(Protocol):
     """Two clocks: one shared by hosts (roughly), one that only moves forward on this host."""
 
@@ -34,7 +37,8 @@ class SystemClock:
         return time.time()
 
     def monotonic_s(self) -> float:
-        return time.monotonic()
+        # A lease runs on while a host is suspended, so its holder's clock must too.
+        return time.clock_gettime(_SUSPEND_AWARE)
 
 
 class RandomIds:

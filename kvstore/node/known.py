@@ -76,12 +76,26 @@ class Known:
         """How many leading addresses are remembered as present."""
         if not addresses:
             return 0
+        oldest = max(0, self._number(quantum_start_s) - 1) << 1
+        present = self._have_mark(addresses, max(oldest, 1), 0)
+        return len(addresses) if present.all() else int(present.argmin())
+
+    def unrenewed(self, addresses: Sequence[Address], quantum_start_s: int) -> list[int]:
+        """The places in ``addresses`` whose recency is not known to be of this quantum."""
+        if not addresses:
+            return []
+        renewed = self._have_mark(addresses, self._number(quantum_start_s) << 1, 1)
+        places: list[int] = np.flatnonzero(~renewed).tolist()
+        return places
+
+    def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[Any]:
+        """Which of the addresses have a mark of at least ``least`` that has ``bit`` set."""
         prints = np.frombuffer(b"".join(addresses), "<u8")[::2]
         rows = (prints & np.uint64(self._mask)).astype(np.intp)
-        oldest = max(0, self._number(quantum_start_s) - 1) << 1
-        fresh = (self._prints[rows] == prints[:, None]) & (self._marks[rows] >= max(oldest, 1))
-        present: npt.NDArray[Any] = fresh.any(axis=1)
-        return len(addresses) if present.all() else int(present.argmin())
+        marks = self._marks[rows]
+        fits = (self._prints[rows] == prints[:, None]) & (marks >= least) & (marks & bit == bit)
+        found: npt.NDArray[Any] = fits.any(axis=1)
+        return found
 
     def _number(self, quantum_start_s: int) -> int:
         """The quantum's number, small enough for 31 bits."""

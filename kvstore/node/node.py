@@ -231,7 +231,8 @@ class Node:
         self.counters.add("requests_put")
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         present = self.present_leading(chain, first, deadline.left_s())
-        return Putting(self, chain, first, present, Publication(self._chunks, chain, first, self.durable), self._lanes)
+        publication = Publication(self._chunks, self._refresher, chain, first, self.durable)
+        return Putting(self, chain, first, present, publication, self._lanes)
 
     def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""

@@ -15,6 +15,7 @@ from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks, Staged
+from kvstore.node.refresh import Refresher
 from kvstore.results import PutResult
 
 Source = Callable[[int], Pieces]
@@ -24,8 +25,9 @@ Source = Callable[[int], Pieces]
 class Publication:
     """The chunks from ``first`` on of one chain on their way into the store; ``add`` may be called by many threads."""
 
-    def __init__(self, chunks: Chunks, chain: Chain, first: int, durable: bool) -> None:
+    def __init__(self, chunks: Chunks, refresher: Refresher, chain: Chain, first: int, durable: bool) -> None:
         self._chunks = chunks
+        self._refresher = refresher
         self._chain = chain
         self._first = first
         self._durable = durable
@@ -34,6 +36,7 @@ class Publication:
         self._next = first
         self._publishing = False
         self._abandoned = False
+        self._renewed = False
         self._written = 0
         self._bytes_written = 0
 
@@ -113,6 +116,10 @@ class Publication:
             raise
 
     def _publish(self, staged: Staged) -> None:
+        if not self._renewed:
+            # Before the first new chunk gets its fresh stamp: a chunk is never staler than its child.
+            self._renewed = True
+            self._refresher.renew(self._chain.namespace.id, self._chain.addresses[: staged.expected.depth])
         try:
             won = self._chunks.publish(staged, self._durable)
         except KVStoreError:

@@ -41,16 +41,20 @@ class Refresher:
         """These were read, or found by a put: a chain from its first chunk on, or single blocks. Never blocks."""
         if not self._enabled or not addresses or self._closed:
             return
-        known, quantum = self._chunks.known, self._chunks.quantum()
-        if not chained:
-            addresses = tuple(address for address in addresses if not known.is_renewed(address, quantum))
-        # In a chain the last is renewed last, so if it is, all are.
-        if not addresses or known.is_renewed(addresses[-1], quantum):
+        if not self._chunks.known.unrenewed(addresses, self._chunks.quantum()):
             return
         try:
             self._queue.put_nowait(_Renewal(namespace, addresses, chained))
         except queue.Full:
             self._counters.add("refresh_dropped", len(addresses))
+
+    def renew(self, namespace: NamespaceId, chain: tuple[Address, ...]) -> None:
+        """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
+        if self._enabled and chain:
+            try:
+                self._renew(_Renewal(namespace, chain, chained=True))
+            except KVStoreError:
+                self._counters.add("refresh_dropped")
 
     def drain(self) -> None:
         """Returns when everything queued so far is done."""
@@ -82,9 +86,8 @@ class Refresher:
     def _renew(self, renewal: _Renewal) -> None:
         chunks = self._chunks
         quantum = chunks.quantum()
-        for index, address in enumerate(renewal.addresses):
-            if chunks.known.is_renewed(address, quantum):
-                continue
+        for index in chunks.known.unrenewed(renewal.addresses, quantum):
+            address = renewal.addresses[index]
             stamp = stamp_ns(quantum, index if renewal.chained else 0)
             if chunks.root.touch(chunks.name(address, renewal.namespace), stamp):
                 chunks.known.add(address, quantum, renewed=True)

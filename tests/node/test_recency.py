@@ -7,12 +7,15 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvstore.address import Address
 from kvstore.client import Store
+from kvstore.format.places import Name
 from kvstore.node.known import Known
 from kvstore.node.limits import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.root.posix import PosixRoot
 from tests.node.stores import TINY, SetClock, chunk_files, kv_of, store_on
 
 NOW_S = 1_800_000_000.0
@@ -79,6 +82,28 @@ def test_a_put_that_finds_its_chunks_renews_them(tmp_root: Path) -> None:
         cache.put(TOKENS[:half], kv_of(TINY, TOKENS)[:, :, :half])
         drain(store)
         assert mtimes(tmp_root)[:3] == chain_stamps(clock.wall_s, 3)
+
+
+@pytest.mark.parametrize("prefix", [0, 3 * TINY.chunk_tokens])
+def test_a_chunk_is_never_staler_than_its_child_while_a_put_extends_an_old_prefix(tmp_root: Path, prefix: int) -> None:
+    clock = SetClock(NOW_S)
+    half = 3 * TINY.chunk_tokens
+    stamps_at_publish: list[list[int]] = []
+
+    class Noting(PosixRoot):
+        def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
+            if name.startswith("chunks/"):
+                stamps_at_publish.append(mtimes(tmp_root))
+            return super().publish(staged, name, durable=durable)
+
+    kv = kv_of(TINY, TOKENS)
+    with store_on(Noting(tmp_root), clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS[:half], kv[:, :, :half])
+        clock.wall_s += 5 * QUANTUM_S
+        stamps_at_publish.clear()
+        cache.put(TOKENS, kv[:, :, prefix:], prefix=prefix)
+    assert stamps_at_publish == [chain_stamps(clock.wall_s, count) for count in (3, 4, 5)]
 
 
 def test_a_host_whose_clock_is_behind_does_not_make_a_chunk_staler(tmp_root: Path) -> None:
