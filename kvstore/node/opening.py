@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from kvstore.errors import RootMismatch
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
@@ -46,12 +47,19 @@ def open_member(
         if etcd:
             meta = EtcdMeta(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
         undo.callback(meta.close)
-        root = _on_a_lane(lambda: open_root(url, root_options), limits, clock)
+        root = _on_a_lane(lambda: open_root(url, root_options, create=create), limits, clock)
         undo.callback(root.close)
         known = bound_root(meta, root.url) if etcd else None
-        identity = _on_a_lane(
-            lambda: create_or_open(root, ids, create=create, expect=RootId(known) if known else None), limits, clock
-        )
+        expect = RootId(known) if known else None
+        try:
+            identity = _on_a_lane(lambda: create_or_open(root, ids, create=create, expect=expect), limits, clock)
+        except RootMismatch as mismatch:
+            if expect is None:
+                raise
+            raise RootMismatch(
+                f"{mismatch} If it was replaced on purpose, make the cluster forget the old one: delete the key "
+                f"{root_binding(root.url)} in etcd (or the folder of the etcd that `kvstore up` brought along)"
+            ) from mismatch
         if etcd:
             bind_root(meta, root.url, identity.root)
         member = join(root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids)

@@ -22,12 +22,13 @@ _memory: dict[str, MemoryFiles] = {}
 _memory_lock = threading.Lock()
 
 
-def open_root(url: str, options: Mapping[str, Any] | None = None) -> Root:
+def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: bool = True) -> Root:
     """Opens the root at ``url``; connects and tries the store out where it is not a mounted file system.
 
-    A path or ``file:///path`` is a folder, which is made if its parent exists. ``memory://name`` is one root for
-    everybody in this process who opens that name; ``memory://`` a new one. Anything else goes through fsspec, with
-    ``options``; ``fsspec+SCHEME://`` sends it there even where we have a root of our own.
+    A path or ``file:///path`` is a folder, which is made if its parent exists and ``create`` allows it.
+    ``memory://name`` is one root for everybody in this process who opens that name; ``memory://`` a new one. Anything
+    else goes through fsspec, with ``options``; ``fsspec+SCHEME://`` sends it there even where we have a root of our
+    own.
 
     Raises InvalidRequest for what is no such URL, RootMismatch where the folder's parent does not exist,
     PermissionDenied, Unavailable.
@@ -38,10 +39,10 @@ def open_root(url: str, options: Mapping[str, Any] | None = None) -> Root:
     if found is None:
         if "://" in url or re.match(r"(file|memory|s3):", url):
             raise InvalidRequest(f"root {url!r} is no URL; expected {_KNOWN}")
-        return _open_folder(os.path.abspath(os.path.expanduser(url)))
+        return _open_folder(os.path.abspath(os.path.expanduser(url)), create)
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
-        return _open_folder(_file_path(url, rest))
+        return _open_folder(_file_path(url, rest), create)
     if scheme == "memory":
         return _open_memory(rest)
     return _open_remote(url, scheme, rest, options)
@@ -54,7 +55,9 @@ def _file_path(url: str, rest: str) -> str:
     return os.path.abspath(path)
 
 
-def _open_folder(path: str) -> PosixRoot:
+def _open_folder(path: str, create: bool) -> PosixRoot:
+    if not create and not os.path.lexists(path):
+        raise RootMismatch(f"root {path} does not exist: is the path right, and the file system mounted?")
     try:
         os.mkdir(path)
     except FileExistsError:

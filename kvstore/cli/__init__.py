@@ -1,0 +1,1 @@
+"""The command line ``kvstore``; one file per command, needing the packages of ``kvstore[server]``."""

@@ -1,0 +1,44 @@
+"""``kvstore bench``: runs the benchmarks that come with the source."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+import kvstore
+from kvstore.cli.command import Command
+from kvstore.errors import Unavailable
+
+SOURCE = Path(kvstore.__file__).resolve().parents[1]
+
+
+@click.command(
+    cls=Command,
+    add_help_option=False,
+    short_help="Measure throughput against memcpy and the disk.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure throughput against memcpy and the disk (arguments go to benchmarks.throughput).
+
+    The benchmarks are in the source, not in the installed package: run it from a checkout, where `make bench` does the
+    same.
+
+    \b
+    Examples:
+      kvstore bench
+      kvstore bench --help
+    """
+    if not (SOURCE / "benchmarks" / "throughput.py").is_file():
+        if "--help" in arguments or "-h" in arguments:
+            click.echo(click.get_current_context().get_help())
+            return
+        raise Unavailable(
+            "the benchmarks are in the source, not in the installed package: run make bench in a checkout"
+        )
+    done = subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], cwd=SOURCE, check=False)
+    click.get_current_context().exit(done.returncode)

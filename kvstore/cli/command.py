@@ -1,0 +1,52 @@
+"""What all commands share: errors as one line on standard error, exit codes, ``--debug``."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import click
+
+from kvstore.cli.signals import Interrupted
+from kvstore.errors import KVStoreError
+
+CHECK_FAILED = 1
+COULD_NOT_RUN = 2
+
+
+class Command(click.Command):
+    """A command whose errors are one clear line and exit code 2. Adds ``--debug``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(["--debug"], is_flag=True, expose_value=False, help="Show where an error came from.")
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Looked at before parsing, because the option has no value of its own in the commands' functions.
+        ctx.meta["kvstore.debug"] = "--debug" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KVStoreError as error:
+            fail(ctx, str(error))
+        except (Interrupted, KeyboardInterrupt, click.Abort):
+            fail(ctx, "interrupted")
+        except (click.exceptions.Exit, click.ClickException, BrokenPipeError):
+            raise  # click's own
+        except OSError as error:
+            fail(ctx, str(error))
+        except Exception as error:  # noqa: BLE001 - the rim: a bug of ours must not look like a failed check
+            fail(ctx, f"internal error, please report it: {type(error).__name__}: {error} (--debug shows where)")
+
+
+def fail(ctx: click.Context, message: str) -> NoReturn:
+    """Says why on one line of standard error, and ends with exit code 2."""
+    if ctx.meta.get("kvstore.debug") and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    print(f"{ctx.command_path}: {' '.join(message.split())}", file=sys.stderr)
+    ctx.exit(COULD_NOT_RUN)

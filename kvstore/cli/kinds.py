@@ -1,0 +1,85 @@
+"""Durations, sizes and addresses as people type them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+_DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_SIZE_BYTES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _SIZE_BYTES[f"{_letter}ib"] = 1 << (10 * _power)
+    _SIZE_BYTES[f"{_letter}b"] = 1000**_power
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """Seconds from ``30s``, ``5m``, ``1h``, ``2d``, ``500ms``, or a bare number of seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        found = _NUMBER.fullmatch(str(value).strip())
+        scale = _DURATION_S.get(found[2].lower() or "s") if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is no duration: write 30s, 5m, 1h or 2d", param, ctx)
+        return float(found[1]) * scale
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """Bytes from ``8GiB``, ``512MiB``, ``2GB``, or a bare number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = _NUMBER.fullmatch(str(value).strip())
+        scale = _SIZE_BYTES.get(found[2].lower()) if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is no size: write 512MiB, 8GiB or a number of bytes", param, ctx)
+        return int(float(found[1]) * scale)
+
+
+class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """``host:port``, the port from 0 to 65535; IPv6 hosts in brackets."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).strip()
+        host, colon, port = text.rpartition(":")
+        plain = host.removeprefix("[").removesuffix("]")
+        bracketed = host.startswith("[") and host.endswith("]")
+        wrong = not colon or not plain or (":" in plain and not bracketed) or not (port.isascii() and port.isdigit())
+        if wrong or int(port) > 65535:
+            self.fail(f"{value!r} is no address: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070", param, ctx)
+        return text
+
+
+class Listen(HostPort):
+    """``host:port``, or ``unix:path``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if str(value).startswith("unix:") else super().convert(value, param, ctx)
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of a ``host:port`` that was checked."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach it."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = split(address)
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+DURATION, SIZE, HOST_PORT, LISTEN = Duration(), Size(), HostPort(), Listen()

@@ -1,0 +1,78 @@
+"""What commands print: JSON or tables on standard output, progress on standard error when that is a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PIPE_COLUMNS = 200
+"""Width of a table that is not drawn on a terminal, so that nothing is cut."""
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON document."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """Prints a table; numbers are aligned to the right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for at, name in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[at], (int, float)) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console().print(table)
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Prints names and values under each other, values aligned to the right."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right", overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, value)
+    console().print(table)
+
+
+def console() -> Console:
+    """Standard output; markup is off, because names are users' text."""
+    tty = sys.stdout.isatty()
+    return Console(file=sys.stdout, width=None if tty else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
+
+
+def size(count_bytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    value, unit = float(count_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while on a terminal; yields a function that moves it on."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

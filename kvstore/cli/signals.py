@@ -1,0 +1,117 @@
+"""SIGTERM, SIGINT and SIGHUP: the first one asks for an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], None]
+
+
+class Interrupted(BaseException):
+    """A signal asked to end; not an Exception, so that nothing on the way takes it for a failure of its own."""
+
+
+SAME_WISH_S = 1.0
+"""Signals this close together are one wish: a service manager signals a whole group, and a parent its children too."""
+
+
+class Stopper:
+    """For servers: whether a signal came. A second one, a moment later, ends the program at once, after ``at_once``."""
+
+    def __init__(self, at_once: Callable[[], object] = lambda: None) -> None:
+        self._asked = threading.Event()
+        self._asked_s = 0.0
+        self._at_once = at_once
+
+    @property
+    def asked(self) -> bool:
+        """Whether to end."""
+        return self._asked.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until a signal comes; False where none came in time."""
+        return self._asked.wait(timeout_s)
+
+    def __enter__(self) -> Stopper:
+        self._before = _install(self._came)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked.is_set():
+            self._asked_s = time.monotonic()
+            self._asked.set()
+        elif time.monotonic() - self._asked_s > SAME_WISH_S:
+            self._at_once()
+            os._exit(2)
+
+
+class Interrupts:
+    """For work that ends by itself: the first signal raises Interrupted in the main thread, later ones are ignored.
+
+    What must be undone is entered with ``guard``, so that no signal falls between doing and undoing.
+    """
+
+    def __init__(self) -> None:
+        self._guarded = 0
+        self._asked_by: str | None = None
+        self._raised = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = _install(self._came)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
+
+    @contextmanager
+    def guard(self, inner: AbstractContextManager[T]) -> Iterator[T]:
+        """Enters and leaves ``inner`` undisturbed; a signal that comes meanwhile counts as soon as that is done."""
+        self._guarded += 1
+        try:
+            value = inner.__enter__()
+            try:
+                self._guarded -= 1
+                self._raise_if_asked()
+                yield value
+            finally:
+                self._guarded += 1
+                inner.__exit__(*sys.exc_info())
+        finally:
+            self._guarded -= 1
+        self._raise_if_asked()
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        self._asked_by = self._asked_by or signal.Signals(number).name
+        if not self._guarded:
+            self._raise_if_asked()
+
+    def _raise_if_asked(self) -> None:
+        if self._asked_by and not self._raised and not self._guarded:
+            self._raised = True
+            raise Interrupted(self._asked_by)
+
+
+def _install(came: Handler) -> dict[int, object]:
+    before: dict[int, object] = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # started with nohup: a terminal that goes away is to be ignored
+        before[number] = signal.signal(number, came)
+    return before
+
+
+def _restore(before: dict[int, object]) -> None:
+    for number, was in before.items():
+        signal.signal(number, was)  # type: ignore[arg-type]  # what signal.signal returned

@@ -1,0 +1,95 @@
+"""``kvstore stats``: what workers did since they started, or how full a root is."""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from kvstore.cli.access import Access
+from kvstore.cli.command import Command
+from kvstore.cli.options import access_options, json_option
+from kvstore.cli.output import console, print_json, print_pairs, size
+from kvstore.cli.rooted import open_existing
+from kvstore.node.counters import COUNTERS
+
+GROUPS = (
+    ("requests", ("requests_", "tokens_")),
+    ("chunks and bytes", ("chunks_", "bytes_")),
+    ("misses", ("miss_", "damage_")),
+    ("set aside as damaged", ("quarantine",)),
+    ("recency", ("refresh",)),
+    ("trouble", ("put_failed", "holds_expired", "sessions_lost", "root_hangs")),
+)
+"""Counters by what their names begin with; any other is listed under "now"."""
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="What the workers did; how full a root is.")
+@access_options
+@json_option
+def stats(access: Access, as_json: bool) -> None:
+    """Print what the workers behind --connect or --etcd did since they started, all together.
+
+    With --root alone: which root it is, and how full its file system.
+
+    \b
+    Examples:
+      kvstore stats --connect 10.0.0.7:7070
+      kvstore stats --etcd 10.0.0.5:2379 --json
+      kvstore stats --root /mnt/kv
+    """
+    if access.root is not None:
+        _root(access, as_json)
+        return
+    with access.open() as store:
+        found = store.stats()
+    if as_json:
+        print_json(found)
+        return
+    left = dict(found)
+    for title, prefixes in GROUPS:
+        names = [name for name in left if name.startswith(prefixes)]
+        _print_group(title, {name: left.pop(name) for name in names})
+    _print_group("now", left)
+
+
+def _print_group(title: str, counts: dict[str, int | float]) -> None:
+    if not counts:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=24)
+    table.add_column(justify="right", min_width=14)
+    table.add_column()
+    for name, value in sorted(counts.items()):
+        shown = size(value) if name.startswith("bytes_") else f"{value:,}"
+        table.add_row(f"  {name}", shown, COUNTERS.get(name, ""))
+    console().print(table)
+
+
+def _root(access: Access, as_json: bool) -> None:
+    from kvstore.errors import RootMismatch
+    from kvstore.root.identity import read_identity
+
+    assert access.root is not None
+    root = open_existing(access.root, access.root_options)
+    try:
+        identity, space = read_identity(root), root.space()
+        if identity is None:
+            raise RootMismatch(f"{root.url} is no kvstore root: it has no FORMAT file. Is the file system mounted?")
+    finally:
+        root.close()
+    if as_json:
+        print_json(
+            {
+                "url": root.url,
+                "root": identity.root.hex(),
+                "version": identity.version,
+                "shard_bits": identity.shard_bits,
+                "total_bytes": space.total_bytes,
+                "free_bytes": space.free_bytes,
+            }
+        )
+        return
+    rows: list[tuple[str, str]] = [("root", identity.root.hex()), ("url", root.url)]
+    if space.total_bytes is not None and space.free_bytes is not None:
+        rows.append(("free", f"{size(space.free_bytes)} of {size(space.total_bytes)}"))
+    print_pairs(rows)

@@ -1,0 +1,115 @@
+"""``kvstore worker``: one worker of a cluster."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import click
+
+from kvstore import __version__
+from kvstore.cli import logs
+from kvstore.cli.access import EtcdAccess
+from kvstore.cli.command import Command
+from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, is_loopback
+from kvstore.cli.options import durability_option, etcd_options, read_root_options, root_options_option
+from kvstore.cli.signals import Stopper
+from kvstore.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Serve a root as one worker of a cluster.")
+@click.option("--root", required=True, metavar="URL", help="The root: a folder, file:///path, s3://bucket/prefix, ...")
+@root_options_option
+@etcd_options
+@click.option(
+    "--listen",
+    type=LISTEN,
+    required=True,
+    metavar="HOST:PORT",
+    help="Where to serve gRPC; port 0: any free one. Or unix:PATH.",
+)
+@click.option(
+    "--advertise",
+    type=LISTEN,
+    metavar="HOST:PORT",
+    help="How clients reach this worker, where that is not what it listens on (0.0.0.0, a container).",
+)
+@click.option(
+    "--metrics",
+    type=HOST_PORT,
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to serve Prometheus metrics (path /metrics).",
+)
+@durability_option
+@click.option(
+    "--drain",
+    "drain_s",
+    type=DURATION,
+    default="30s",
+    show_default=True,
+    help="At the end, how long calls in progress may take to finish.",
+)
+@click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
+def worker(
+    root: str,
+    root_options_file: str | None,
+    etcd: EtcdAccess | None,
+    listen: str,
+    advertise: str | None,
+    metrics: str,
+    durability: str,
+    drain_s: float,
+    log_level: str,
+) -> None:
+    """Serve ROOT over gRPC as one worker of the cluster that --etcd describes.
+
+    Prints one line when it serves:
+
+    \b
+      ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
+
+    On SIGTERM or Ctrl-C it takes no more calls, finishes those it accepted, and ends. A second signal stops at once.
+
+    \b
+    Examples:
+      kvstore worker --root /mnt/kv --etcd 10.0.0.5:2379 --listen 10.0.0.7:7070
+      kvstore worker --root /mnt/kv --etcd 10.0.0.5:2379 --listen 0.0.0.0:7070 --advertise node7:7070 --durability fsync
+    """
+    if etcd is None:
+        raise InvalidRequest(
+            "a worker is part of a cluster: give --etcd ENDPOINTS, or use kvstore up for one host alone"
+        )
+    logs.configure(log_level)
+    for address in (listen, metrics):
+        if not is_loopback(address):
+            log.warning(
+                "worker.open_network %s is served without TLS: anybody who reaches it can read and write", address
+            )
+    with ExitStack() as undo:
+        stopper = undo.enter_context(Stopper())
+        from kvstore.node.opening import open_member
+        from kvstore.worker.metrics import start_metrics
+        from kvstore.worker.worker import Worker
+
+        member = open_member(
+            root,
+            etcd.endpoints,
+            durable=durability == "fsync",
+            etcd_tls=etcd.tls(),
+            etcd_user=etcd.who(),
+            root_options=read_root_options(root_options_file),
+        )
+        undo.callback(member.close)
+        serving = Worker(member, listen, advertise=advertise, version=__version__)
+        undo.callback(serving.stop)
+        bound = serving.start()
+        measured = start_metrics(serving, metrics)
+        undo.callback(measured.close)
+        print(f"ready grpc={bound} etcd={etcd.endpoints} metrics={measured.address}", flush=True)
+        stopper.wait()
+        log.info("worker.draining within_s=%g", drain_s)
+        serving.drain(drain_s)

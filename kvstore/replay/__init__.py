@@ -1,0 +1,26 @@
+"""Replaying a trace of requests against a store, every byte compared with what the trace determines.
+
+``trace`` is what was asked, ``content`` the tokens and KV that follow from it, ``oracle`` the hits that it contains,
+``lane`` one caller working through requests, ``run`` several of them at once, ``report`` what came out.
+"""
+
+from kvstore.replay.content import Content, replay_layout
+from kvstore.replay.generate import generate
+from kvstore.replay.oracle import Expectation, expect
+from kvstore.replay.report import Report
+from kvstore.replay.run import Plan, replay
+from kvstore.replay.trace import Request, load_trace, write_trace
+
+__all__ = [
+    "Content",
+    "Expectation",
+    "Plan",
+    "Report",
+    "Request",
+    "expect",
+    "generate",
+    "load_trace",
+    "replay",
+    "replay_layout",
+    "write_trace",
+]

@@ -1,0 +1,40 @@
+"""Which hits a trace contains when nothing is ever evicted: a trie over hash ids, and nothing of the store.
+
+Independent of tokens, addresses and KV on purpose: it is what the store's answers are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstore.replay.trace import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What requests served one after the other must find. ``hits`` are full blocks, by the request's number."""
+
+    hits: dict[int, int]
+    chunks_unique: int
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks that are hits, of all requests."""
+        return sum(self.hits.values())
+
+
+def expect(requests: Iterable[Request]) -> Expectation:
+    """The hits of each request in order, an unbroken run of full blocks from the first on, and the chunks stored."""
+    nodes: dict[tuple[int, int], int] = {}
+    hits: dict[int, int] = {}
+    for request in requests:
+        node, count, unbroken = 0, 0, True
+        for hash_id in request.hash_ids[: request.full_blocks]:
+            step = (node, hash_id)
+            found = nodes.get(step)
+            unbroken = unbroken and found is not None
+            count += unbroken
+            node = nodes.setdefault(step, len(nodes) + 1)
+        hits[request.number] = count
+    return Expectation(hits, len(nodes))

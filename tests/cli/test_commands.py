@@ -1,0 +1,230 @@
+"""Commands over a root in this process: what they print, their exit codes, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import kvstore
+from kvstore.cli import bench
+from kvstore.cli.app import COMMANDS
+from tests.cli.conftest import parsed
+
+Run = Callable[..., Result]
+
+LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
+TOKENS = list(range(10))
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> Iterator[str]:
+    """A root with two chunks of namespace ``model``, and an empty namespace of another tenant."""
+    url = str(tmp_root / "root")
+    with kvstore.open(url) as store:
+        cache = store.namespace("model", LAYOUT, fingerprint="weights-1")
+        assert cache.put(TOKENS, np.ones(LAYOUT.shape(10), np.float16)).chunks_written == 2
+        store.namespace("theirs", LAYOUT, tenant="alice")
+    yield url
+
+
+def chunk_files(root: str) -> list[Path]:
+    return [path for path in Path(root, "chunks").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_every_command_explains_itself_with_examples(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.stdout and f"kvstore {command}" in result.stdout
+    assert "--debug" in result.stdout
+
+
+def test_the_list_of_commands_has_a_line_for_each(run: Run) -> None:
+    lines = run("--help").stdout.splitlines()
+    for command in COMMANDS:
+        assert any(line.split()[:1] == [command] and len(line.split()) > 3 for line in lines), command
+    assert run("--version").stdout.split()[-1] == kvstore.__version__
+
+
+@pytest.mark.parametrize("package", ["click", "rich"])
+def test_a_missing_package_is_a_sentence(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore[server]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ls", "--connect", ","), "which store? give --root URL"),
+        (("ls", "--json"), "which store? give --root URL"),
+        (("ls", "--root", "/missing/folder"), "/missing/folder does not exist"),
+        (("ls", "--root", "/x", "--connect", "h:1"), "two ways to the same store"),
+        (("ls", "--workers", "--root", "ROOT"), "give --etcd ENDPOINTS"),
+        (("ls", "--root", "ROOT", "--etcd-ca", "file"), "give --etcd ENDPOINTS as well"),
+        (("match", "nobody", "1,2", "--root", "ROOT"), "there is no namespace 'nobody'; there are: model, theirs"),
+        (("match", "theirs", "1,2", "--root", "ROOT"), "is of tenant 'alice': give --tenant"),
+        (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is no number"),
+        (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
+        (("match", "model", "--root", "ROOT"), "which tokens?"),
+        (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
+        (("pin", "model", "1,2", "--root", "ROOT"), "pins live in etcd"),
+        (("unpin", "a/b", "--root", "ROOT"), "pins live in etcd"),
+        (("clear", "model", "--root", "ROOT"), "give --yes"),
+        (("fsck", "/"), "is no kvstore root"),
+        (("fsck", "ROOT", "--adopt"), "give --etcd ENDPOINTS"),
+        (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),
+        (("stats", "--root", "/tmp"), "is no kvstore root"),
+        (("replay", "/missing.jsonl"), "cannot read the trace"),
+        (("replay", "/dev/null"), "holds no requests"),
+        (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
+        (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-folder", "f"), "give one of them"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    run: Run, root: str, arguments: tuple[str, ...], said: str
+) -> None:
+    result = run(*(root if each == "ROOT" else each for each in arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith(f"kvstore {arguments[0]}: ") and said in result.stderr
+
+
+def test_debug_shows_where_an_error_came_from(run: Run) -> None:
+    result = run("ls", "--root", "/missing/folder", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "open.py" in result.stderr
+
+
+def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr("kvstore.cli.usage.usage_by_namespace", broken)
+    result = run("ls", "--root", root)
+    assert result.exit_code == 2
+    assert result.stderr.strip() == (
+        "kvstore ls: internal error, please report it: ZeroDivisionError: bug (--debug shows where)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("up",), "Usage"),
+        (("up", "--root", "x", "--listen", "nonsense"), "write HOST:PORT"),
+        (("up", "--root", "x", "--listen", "h:99999"), "write HOST:PORT"),
+        (("up", "--root", "x", "--drain", "soon"), "write 30s"),
+        (("up", "--root", "x", "--workers", "0"), "--workers"),
+        (("fsck", "x", "--rate", "fast"), "write 512MiB"),
+        (("nonsense",), "No such command"),
+        (("ls", "--nonsense"), "No such option"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_ls_counts_what_each_namespace_has(run: Run, root: str) -> None:
+    found = {each["name"]: each for each in parsed(run("ls", "--root", root, "--json"))["namespaces"]}
+    stored = chunk_files(root)
+    assert found["model"]["chunks"] == len(stored) == 2
+    assert found["model"]["bytes"] == sum(path.stat().st_size for path in stored)
+    assert found["model"]["layout"] == LAYOUT.to_dict()
+    assert found["model"]["fingerprint"] == "weights-1"
+    assert (found["theirs"]["tenant"], found["theirs"]["chunks"]) == ("alice", 0)
+    table = run("ls", "--root", root).stdout
+    assert "model" in table and "2x2x4x1x8 float16" in table and "alice" in table
+
+
+def test_match_takes_tokens_from_an_argument_a_file_or_standard_input(run: Run, root: str, tmp_path: Path) -> None:
+    expected = {"namespace": "model", "tokens": 10, "tokens_matched": 8}
+    text = ",".join(map(str, TOKENS))
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(TOKENS))
+    at = ("--root", root, "--json")
+    assert parsed(run("match", "model", text, *at)) == expected
+    assert parsed(run("match", "model", "--tokens-file", str(file), *at)) == expected
+    assert parsed(run("match", "model", "--tokens-file", "-", *at, stdin=text.replace(",", "\n"))) == expected
+    assert run("match", "model", text, "--root", root).stdout == "8 of 10 tokens\n"
+    assert run("match", "model", "99,98", "--root", root).stdout == "0 of 2 tokens\n"
+
+
+def test_namesakes_are_told_apart_by_fingerprint(run: Run, root: str) -> None:
+    with kvstore.open(root) as store:
+        store.namespace("model", LAYOUT, fingerprint="weights-2")
+    result = run("match", "model", "1", "--root", root)
+    assert result.exit_code == 2 and "give --fingerprint" in result.stderr
+    text = ",".join(map(str, TOKENS))
+    assert (
+        parsed(run("match", "model", text, "--fingerprint", "weights-1", "--root", root, "--json"))["tokens_matched"]
+        == 8
+    )
+
+
+def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
+    with kvstore.open(root) as store:
+        store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))
+    assert parsed(run("clear", "model", "--yes", "--root", root, "--json"))["chunks"] == 2
+    assert len(chunk_files(root)) == 2
+    with kvstore.open(root) as store:
+        assert store.namespace("model", LAYOUT, fingerprint="weights-1").match(TOKENS) == 0
+        assert store.namespace("other", LAYOUT).match(TOKENS) == 8
+
+
+def test_stats_of_a_root(run: Run, root: str) -> None:
+    found = parsed(run("stats", "--root", root, "--json"))
+    assert len(bytes.fromhex(found["root"])) == 16
+    assert found["version"] == 1 and found["free_bytes"] > 0
+
+
+def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:
+    clean = parsed(run("fsck", root, "--json"))
+    assert (clean["clean"], clean["chunks"], clean["problems"]) == (True, 2, 0)
+    victim = chunk_files(root)[0]
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+
+    found = run("fsck", root, "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["findings"][0]["kind"] == "damaged"
+    assert run("fsck", root, "--quick").exit_code == 0  # it was told not to look at the KV
+
+    repaired = run("fsck", root, "--repair")
+    assert repaired.exit_code == 1
+    assert "damaged" in repaired.stdout and "[quarantined]" in repaired.stdout
+    run("fsck", root, "--repair")  # deletes what was set aside
+    assert parsed(run("fsck", root, "--json"))["clean"] is True
+
+
+def test_check_root_holds_on_this_machine(run: Run, tmp_root: Path) -> None:
+    found = parsed(run("check-root", str(tmp_root), "--json"))
+    assert found["sound"] is True
+    assert {each["name"] for each in found["probes"]} >= {"of racing writers one wins"}
+    assert list(tmp_root.iterdir()) == []
+
+
+def test_bench_outside_a_checkout_says_where_it_is(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "SOURCE", tmp_path)
+    result = run("bench")
+    assert result.exit_code == 2 and "run make bench in a checkout" in result.stderr
+    assert "run it from a checkout" in " ".join(run("bench", "--help").stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
+def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, str(tmp_path / "typo"))
+    assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,75 @@
+"""``kvstore demo`` as a real program: its table, and that it leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, descendants, eventually, gone
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> dict[str, str]:
+    """An environment whose temporary folder is this test's own. ``/dev/shm`` is looked at by name."""
+    return {**os.environ, "TMPDIR": str(tmp_path)}
+
+
+def left(folder: Path) -> list[str]:
+    return [path.name for where in (folder, Path("/dev/shm")) for path in where.glob("kvstore-demo-*")]
+
+
+def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict[str, str]) -> None:
+    before = left(tmp_path)
+    done = subprocess.run(
+        [*KVSTORE, "demo", "--requests", "30"],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE, env=temporary,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name in ("requests", "tokens matched", "hit ratio", "GiB put", "GiB got", "MiB/s"):
+        assert name in done.stdout
+    assert "wrong bytes: 0" in done.stdout
+    assert left(tmp_path) == before
+
+
+def test_a_trace_of_ones_own_and_json(tmp_path: Path, temporary: dict[str, str]) -> None:
+    from kvstore.replay import expect, generate, write_trace
+    from kvstore.replay.trace import BLOCK_TOKENS
+
+    requests = generate(20, seed=2, kind="agents")
+    write_trace(tmp_path / "trace.jsonl", requests)
+    done = subprocess.run(
+        [*KVSTORE, "demo", "--trace", str(tmp_path / "trace.jsonl"), "--requests", "15", "--json"],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE, env=temporary,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["requests"], found["wrong_bytes"], found["workers"]) == (True, 15, 0, 2)
+    assert found["tokens_matched"] == expect(requests[:15]).blocks * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[str, str], number: int) -> None:
+    before = left(tmp_path)
+    with subprocess.Popen(
+        [*KVSTORE, "demo", "--requests", "100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=SOURCE, env=temporary,
+    ) as demo:  # fmt: skip
+        assert demo.stderr is not None
+        # Through its messages, so that the cluster runs when the signal comes.
+        for line in demo.stderr:
+            if "2 workers serve" in line:
+                break
+        programs = descendants(demo.pid)
+        assert len(programs) == 3, programs  # etcd and two workers
+        demo.send_signal(number)
+        assert demo.wait(PATIENCE_S) == 2
+        said = demo.stderr.read()
+    assert said.strip() == "kvstore demo: interrupted"
+    eventually(lambda: gone(programs), "etcd and workers end")
+    assert left(tmp_path) == before

@@ -1,0 +1,121 @@
+"""Durations, sizes and addresses as people type them, and where secrets come from."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.access import Access, EtcdAccess
+from kvstore.cli.command import Command
+from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, SIZE, is_loopback, split
+from kvstore.cli.options import access_options, read_root_options
+from kvstore.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("1h", 3600), ("2d", 172_800), ("500ms", 0.5), ("7", 7), ("1.5 h", 5400)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert DURATION.convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8GiB", 8 << 30), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("100", 100), ("1.5kib", 1536)]
+)
+def test_sizes(text: str, count: int) -> None:
+    assert SIZE.convert(text, None, None) == count
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1 year", "1e3s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        DURATION.convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 gallon"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        SIZE.convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:7070", "127.0.0.1", 7070, True),
+        ("localhost:0", "localhost", 0, True),
+        ("[::1]:80", "::1", 80, True),
+        ("0.0.0.0:80", "0.0.0.0", 80, False),
+        ("node7:80", "node7", 80, False),
+        ("[::]:80", "::", 80, False),
+    ],
+)
+def test_addresses(text: str, host: str, port: int, loopback: bool) -> None:
+    assert HOST_PORT.convert(text, None, None) == text
+    assert split(text) == (host, port)
+    assert is_loopback(text) == loopback
+
+
+def test_a_socket_file_is_an_address_to_listen_on_only() -> None:
+    assert LISTEN.convert("unix:/run/kv.sock", None, None) == "unix:/run/kv.sock"
+    assert is_loopback("unix:/run/kv.sock")
+    with pytest.raises(click.BadParameter):
+        HOST_PORT.convert("unix:/run/kv.sock", None, None)
+
+
+@pytest.mark.parametrize("text", ["", "7070", ":7070", "::1:7070", "host:", "host:x", "host:70000", "host:-1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        HOST_PORT.convert(text, None, None)
+
+
+def given(*arguments: str, env: dict[str, str] | None = None) -> Access:
+    """What the shared options make of arguments."""
+    seen: list[Access] = []
+
+    @click.command(cls=Command)
+    @access_options
+    def command(access: Access) -> None:
+        seen.append(access)
+
+    result = CliRunner().invoke(command, list(arguments), env=env)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("from file\n")
+    at = ("--etcd", "h:1", "--etcd-user", "kv")
+    by_file = given(*at, "--etcd-password-file", str(file))
+    assert by_file.etcd == EtcdAccess("h:1", user="kv", password="from file")
+    by_environment = given(*at, env={"KVSTORE_ETCD_PASSWORD": "from environment"}).etcd
+    assert by_environment is not None and by_environment.password == "from environment"
+    assert "from file" not in repr(by_file)
+    assert pickle.loads(pickle.dumps(by_file)) == by_file
+
+
+def test_a_user_without_a_password_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="KVSTORE_ETCD_PASSWORD"):
+        EtcdAccess("h:1", user="kv").who()
+
+
+def test_root_options_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"key": "secret"}')
+    access = given("--root", "s3://bucket", env={"KVSTORE_ROOT_OPTIONS": str(file)})
+    assert access.root_options == {"key": "secret"}
+    assert "secret" not in repr(access)
+    file.write_text("[1]")
+    with pytest.raises(InvalidRequest, match="not a JSON object"):
+        read_root_options(str(file))
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        read_root_options(str(tmp_path / "missing"))
+
+
+def test_workers_are_split_at_commas() -> None:
+    assert given("--connect", "a:1, b:2").connect == ("a:1", "b:2")

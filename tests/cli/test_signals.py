@@ -1,0 +1,98 @@
+"""Signals against work that has to be undone: whenever they come, what was entered is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvstore.cli.signals import Interrupted, Interrupts, Stopper
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # to this, the main, thread: it is handled before kill returns
+
+
+@contextmanager
+def recorded(log: list[str], *, while_entering: bool = False, while_leaving: bool = False) -> Iterator[None]:
+    if while_entering:
+        interrupt()
+    log.append("entered")
+    try:
+        yield
+    finally:
+        if while_leaving:
+            interrupt()
+        log.append("left")
+
+
+def test_a_signal_in_the_work_raises_and_leaves() -> None:
+    log: list[str] = []
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        with Interrupts() as interrupts, interrupts.guard(recorded(log)):
+            interrupt()
+            log.append("went on")
+    assert log == ["entered", "left"]
+
+
+def test_a_signal_while_entering_counts_once_that_is_done() -> None:
+    log: list[str] = []
+    with pytest.raises(Interrupted):
+        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_entering=True)):
+            log.append("went on")
+    assert log == ["entered", "left"]
+
+
+def test_a_signal_while_leaving_does_not_cut_it() -> None:
+    log: list[str] = []
+    with pytest.raises(Interrupted):
+        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_leaving=True)):
+            log.append("worked")
+    assert log == ["entered", "worked", "left"]
+
+
+def test_later_signals_do_not_cut_what_the_first_one_began() -> None:
+    log: list[str] = []
+    with pytest.raises(Interrupted):
+        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_leaving=True)):
+            try:
+                interrupt()
+            finally:
+                interrupt()
+                log.append("cleaned")
+    assert log == ["entered", "cleaned", "left"]
+
+
+def test_a_failure_inside_is_not_hidden() -> None:
+    log: list[str] = []
+    with pytest.raises(ZeroDivisionError):
+        with Interrupts() as interrupts, interrupts.guard(recorded(log)):
+            raise ZeroDivisionError
+    assert log == ["entered", "left"]
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_server_is_asked_once() -> None:
+    with Stopper() as stopper:
+        assert not stopper.wait(0.0)
+        interrupt()
+        assert stopper.asked and stopper.wait(0.0)
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopper() as stopper:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopper.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)

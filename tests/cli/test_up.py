@@ -1,0 +1,227 @@
+"""``kvstore up`` and ``kvstore worker`` as real programs: what they say, how they end, what they leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import kvstore
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
+
+
+def kv(tokens: int) -> np.ndarray[Any, np.dtype[np.float16]]:
+    return np.arange(2 * 2 * tokens * 8, dtype=np.float16).reshape(LAYOUT.shape(tokens))
+
+
+def ended(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    """A ``kvstore`` that is expected to end by itself."""
+    return subprocess.run(
+        [*KVSTORE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=SOURCE
+    )
+
+
+def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> None:
+    root = tmp_root / "root"
+    tokens = list(range(9))
+    with serving(tmp_root, "up", "--root", str(root), "--listen", "127.0.0.1:0") as running:
+        assert set(running.said) == {"grpc", "etcd", "metrics"}
+        programs = descendants(running.child.pid)
+        assert len(programs) == 2, programs  # etcd and a worker
+        with kvstore.connect(running.grpc) as store:
+            cache = store.namespace("model", LAYOUT)
+            assert cache.put(tokens, kv(9)).tokens_present == 8
+            count, got = cache.get(tokens)
+            assert count == 8 and np.array_equal(got, kv(9)[:, :, :8])
+        with urllib.request.urlopen(f"http://{running.said['metrics']}/metrics", timeout=PATIENCE_S) as page:
+            assert b"kvstore_chunks_written_total 2.0" in page.read()
+        assert running.end() == 0
+        assert running.rest() == "", "one line on standard output, nothing else"
+        assert gone(programs)
+        assert "garbage collection is not installed" in running.log.read_text()
+    assert list((root / "staging").iterdir()) == [], "the worker removed its staging folder"
+    with kvstore.open(str(root)) as store:
+        assert store.namespace("model", LAYOUT).match(tokens) == 8
+
+
+def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) -> None:
+    for name in ("one", "two", "one"):
+        root = str(tmp_root / name)
+        with serving(tmp_root, "up", "--root", root, "--listen", "127.0.0.1:0") as running:
+            with kvstore.connect(etcd=running.etcd) as store:
+                store.namespace("model", LAYOUT)
+    assert len(list((tmp_root / "state" / "kvstore").iterdir())) == 2
+
+
+def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
+    with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
+        programs = descendants(running.child.pid)
+        assert running.end(signal.SIGINT) == 0
+        assert gone(programs)
+
+
+def test_children_die_with_it_even_when_it_is_killed(tmp_root: Path) -> None:
+    at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--workers", "2", "--drain", "2s")
+    with serving(tmp_root, "up", *at) as running:
+        programs = descendants(running.child.pid)
+        assert len(programs) == 3, programs
+        running.end(signal.SIGKILL)
+        eventually(lambda: gone(programs), "etcd and workers end after their parent was killed")
+
+
+def test_a_worker_that_dies_is_started_again_at_its_address(tmp_root: Path) -> None:
+    with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
+        (pid,) = [pid for pid, command in descendants(running.child.pid).items() if " worker " in command]
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+
+        def serves() -> bool:
+            again = [each for each, command in descendants(running.child.pid).items() if " worker " in command]
+            if not again or pid in again:
+                return False
+            with kvstore.connect(running.grpc) as store:
+                try:
+                    store.namespace("model", LAYOUT)
+                except kvstore.errors.Unavailable:
+                    return False
+            return True
+
+        eventually(serves, "the worker is started again")
+        assert running.end() == 0
+
+
+def test_the_bundled_etcd_is_started_again_with_what_it_knew(tmp_root: Path) -> None:
+    with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
+        with kvstore.connect(running.grpc) as store:
+            cache = store.namespace("model", LAYOUT)
+            cache.put(list(range(4)), kv(4))
+            pin = cache.pin(list(range(4)), ttl=3600)
+        (pid,) = [pid for pid, command in descendants(running.child.pid).items() if "--data-dir" in command]
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+
+        def knows() -> bool:
+            with kvstore.connect(running.grpc) as store:
+                try:
+                    return [each.id for each in store.pins()] == [pin.id]
+                except kvstore.errors.Unavailable:
+                    return False
+
+        eventually(knows, "etcd is back, with the pin")
+        assert running.end() == 0
+
+
+def test_a_second_up_on_one_root_is_refused_at_once(tmp_root: Path) -> None:
+    at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd"))
+    with serving(tmp_root, "up", *at):
+        second = ended("up", *at)
+    assert second.returncode == 2
+    assert "another kvstore up uses" in second.stderr and "Traceback" not in second.stderr
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = ended(
+            "up", "--root", str(tmp_root / "root"), "--listen", f"127.0.0.1:{port}",
+            "--etcd-folder", str(tmp_root / "etcd"),
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"could not listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:
+    (tmp_root / "full").mkdir()
+    (tmp_root / "full" / "somebody's file").write_text("")
+    done = ended(
+        "up", "--root", str(tmp_root / "full"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd")
+    )
+    assert done.returncode == 2
+    assert "somebody's file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_etcd_that_is_not_there_is_said_in_time(tmp_root: Path) -> None:
+    done = ended("worker", "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvstore worker: ") and "127.0.0.1:1" in done.stderr
+
+
+def test_a_worker_on_the_network_warns_that_it_is_open(up: Running, module_root: Path) -> None:
+    at = ("--root", str(module_root / "root"), "--etcd", up.etcd, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:1")
+    with serving(module_root, "worker", *at) as running:
+        assert running.grpc.startswith("0.0.0.0:")
+        assert running.end() == 0
+        assert "served without TLS" in running.log.read_text()
+
+
+# One cluster of two workers, shared by what follows.
+
+
+def test_two_workers_are_listed(run: Callable[..., Result], up: Running) -> None:
+    found = parsed(run("ls", "--workers", "--etcd", up.etcd, "--json"))["workers"]
+    assert sorted(each["address"] for each in found) == sorted(up.grpc.split(","))
+    assert {each["version"] for each in found} == {kvstore.__version__}
+
+
+def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Result], up: Running) -> None:
+    tokens = ",".join(map(str, range(100, 112)))
+    with kvstore.connect(*up.grpc.split(",")) as store:
+        store.namespace("by-hand", LAYOUT).put(list(range(100, 112)), kv(12))
+    for at in (("--connect", up.grpc), ("--etcd", up.etcd)):
+        assert parsed(run("match", "by-hand", tokens, *at, "--json"))["tokens_matched"] == 12
+        assert "by-hand" in [each["name"] for each in parsed(run("ls", *at, "--json"))["namespaces"]]
+        stats = parsed(run("stats", *at, "--json"))
+        assert stats["workers"] == 2 and stats["chunks_written"] >= 3
+    shown = run("stats", "--connect", up.grpc).stdout
+    assert "chunks_written" in shown and "chunks this node published" in shown
+
+
+def test_a_pin_is_taken_listed_and_ended_by_hand(run: Callable[..., Result], up: Running) -> None:
+    at = ("--connect", up.grpc)
+    with kvstore.connect(*up.grpc.split(",")) as store:
+        cache = store.namespace("pinned", LAYOUT)
+        cache.put([1, 2, 3, 4], kv(4))
+        pin = parsed(run("pin", "pinned", "1,2,3,4,5", "--ttl", "1h", "--owner", "me", *at, "--json"))
+        assert pin["tokens_pinned"] == 4 and pin["id"].startswith("me/")
+        assert [each["id"] for each in parsed(run("ls", "--pins", *at, "--json"))["pins"]] == [pin["id"]]
+        assert cache.refcount([1, 2, 3, 4]) == 1
+        assert parsed(run("clear", "pinned", "--yes", *at, "--json"))["chunks"] == 0
+
+        assert parsed(run("unpin", pin["id"], *at, "--json")) == {"id": pin["id"], "ended": True}
+        again = run("unpin", pin["id"], *at, "--json")
+        assert again.exit_code == 1 and json.loads(again.stdout)["ended"] is False
+        assert parsed(run("clear", "pinned", "--yes", *at, "--json"))["chunks"] == 1
+
+    nothing = run("pin", "pinned", "1,2,3,4", *at)
+    assert nothing.exit_code == 1 and "nothing is pinned" in nothing.stderr
+
+
+def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
+    run: Callable[..., Result], up: Running, module_root: Path
+) -> None:
+    found = parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--adopt", "--json"))
+    assert found["clean"] is True
+    assert found["adopted"]["added_count"] == 0
+
+
+def test_a_replay_through_workers_is_exact(run: Callable[..., Result], up: Running, tmp_path: Path) -> None:
+    from kvstore.replay import generate, write_trace
+
+    write_trace(tmp_path / "trace.jsonl", generate(40, seed=9))
+    for at in (("--connect", up.grpc), ("--etcd", up.etcd)):
+        found = parsed(run("replay", str(tmp_path / "trace.jsonl"), "--bytes-per-token", "8", *at, "--json"))
+        assert found["ok"] is True and found["tokens_matched"] == found["tokens_expected"] > 0

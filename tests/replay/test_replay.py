@@ -1,0 +1,211 @@
+"""A replay of 200 requests against a real store, exact; and against stores that are wrong in one way each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.client.cache import Cache
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
+from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
+from kvstore.replay.trace import BLOCK_TOKENS, Request
+from kvstore.results import PutResult
+
+REQUESTS = generate(200, seed=11)
+PLAN = Plan("trace", bytes_per_token=8)
+
+
+def opener(url: str) -> Callable[[], Store]:
+    return functools.partial(kvstore.open, url)
+
+
+def test_every_hit_and_every_byte_is_as_the_trace_contains(tmp_root_url: str) -> None:
+    expected = expect(REQUESTS)
+    report = replay(REQUESTS, opener(tmp_root_url), PLAN)
+    assert report.ok, report.failures
+    assert report.tally.tokens_matched == report.tokens_expected == expected.blocks * BLOCK_TOKENS > 100_000
+    assert report.tally.tokens_got == report.tally.tokens_matched
+    assert report.tally.chunks_written == expected.chunks_unique
+    assert report.tally.bytes_put == expected.chunks_unique * BLOCK_TOKENS * 8
+    assert report.tally.bytes_got == expected.blocks * BLOCK_TOKENS * 8
+    assert report.tally.requests == 200 and report.tally.wrong_bytes == 0
+    assert report.hit_ratio == report.tally.tokens_matched / sum(each.input_length for each in REQUESTS)
+
+
+@pytest.mark.parametrize("plan", [Plan("trace", 8, threads=3), Plan("trace", 8, processes=2, threads=2)])
+def test_several_callers_write_each_chunk_once_and_leave_nothing_out(tmp_root_url: str, plan: Plan) -> None:
+    served: list[int] = []
+    report = replay(REQUESTS, opener(tmp_root_url), plan, served.append)
+    assert report.ok, report.failures
+    assert report.tally.chunks_written == expect(REQUESTS).chunks_unique
+    assert report.tokens_expected is None
+    assert report.tally.requests == sum(served) == 200
+
+
+def test_a_namespace_that_holds_some_of_it_already_is_refused(tmp_root_url: str) -> None:
+    replay(REQUESTS[:3], opener(tmp_root_url), PLAN)
+    with pytest.raises(InvalidRequest, match="holds chunks of this trace already"):
+        replay(REQUESTS, opener(tmp_root_url), PLAN)
+
+
+def test_an_error_of_the_store_ends_all_callers(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing" / "root")
+    for plan in (PLAN, Plan("trace", 8, processes=2)):
+        with pytest.raises(kvstore.errors.RootMismatch, match="does not exist"):
+            replay(REQUESTS[:4], opener(missing), plan)
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(0, 1), (1, 0), (1000, 1), (1, 1000)])
+def test_a_plan_out_of_range_is_refused(processes: int, threads: int) -> None:
+    with pytest.raises(InvalidRequest, match="expected 1 to 256"):
+        Plan("trace", 8, processes, threads)
+
+
+# The check must be able to fail: each of these stores is wrong in one way, and the report has to say so.
+
+
+class Sabotaged:
+    """A cache of which one call is replaced, from its tenth time on."""
+
+    def __init__(self, cache: Cache, name: str, wrong: Callable[..., Any]) -> None:
+        self._cache = cache
+        self._name = name
+        self._wrong = wrong
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        honest = getattr(self._cache, name)
+        if name != self._name:
+            return honest
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls += 1
+            return honest(*args, **kwargs) if self._calls < 10 else self._wrong(self._cache, *args, **kwargs)
+
+        return call
+
+
+def flipped_byte(cache: Cache, tokens: Any, out: Any) -> int:
+    got = cache.get(tokens, out=out)
+    out[1, 1, got - 1, 0, -1] ^= 1
+    return got
+
+
+def nothing_written(cache: Cache, tokens: Any, out: Any) -> int:
+    return int(out.shape[2])
+
+
+def another_prefix(cache: Cache, tokens: Any, out: Any) -> int:
+    """Chunks in the wrong order: each is a chunk of this very prompt, under another prefix."""
+    got = cache.get(tokens, out=out)
+    out[...] = out[:, :, ::-1].copy()
+    return got
+
+
+def shortened_hit(cache: Cache, tokens: Any) -> int:
+    return max(0, cache.match(tokens) - BLOCK_TOKENS)
+
+
+def invented_hit(cache: Cache, tokens: Any) -> int:
+    return min(cache.match(tokens) + BLOCK_TOKENS, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
+def short_read(cache: Cache, tokens: Any, out: Any) -> int:
+    return cache.get(tokens, out=out[:, :, BLOCK_TOKENS:])
+
+
+def lost_put(cache: Cache, tokens: Any, kv: Any, prefix: int) -> PutResult:
+    return PutResult(len(tokens), kv.shape[2] // BLOCK_TOKENS, 0, kv.nbytes)
+
+
+def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int) -> PutResult:
+    return cache.put(tokens[:-BLOCK_TOKENS], kv[:, :, :-BLOCK_TOKENS], prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("get", flipped_byte, "wrong bytes"),
+        ("get", nothing_written, "wrong bytes"),
+        ("get", another_prefix, "wrong bytes"),
+        ("get", short_read, "another number of tokens"),
+        ("match", shortened_hit, "did not match what the trace contains"),
+        ("match", invented_hit, "did not match what the trace contains"),
+        ("put", lost_put, "did not match what the trace contains"),
+        ("put", part_of_a_put, "left tokens out"),
+    ],
+)
+def test_a_store_that_is_wrong_is_found_out(
+    tmp_root_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], said: str
+) -> None:
+    honest = Store.namespace
+
+    def namespace(store: Store, *args: Any, **kwargs: Any) -> Any:
+        return Sabotaged(honest(store, *args, **kwargs), name, wrong)
+
+    monkeypatch.setattr(Store, "namespace", namespace)
+    report = replay(REQUESTS, opener(tmp_root_url), PLAN)
+    assert not report.ok
+    assert any(said in failure for failure in report.failures), report.failures
+    assert report.tally.differences
+
+
+def test_a_lost_put_is_found_out_with_several_callers(tmp_root_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Store.namespace
+    monkeypatch.setattr(
+        Store, "namespace", lambda store, *args, **kwargs: Sabotaged(honest(store, *args, **kwargs), "put", lost_put)
+    )
+    report = replay(REQUESTS, opener(tmp_root_url), Plan("trace", 8, threads=2))
+    assert any("not all in the store afterwards" in failure for failure in report.failures), report.failures
+
+
+class Refusing:
+    """A cache that refuses the first few puts."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def match(self, tokens: Any) -> int:
+        return 0
+
+    def get(self, tokens: Any, out: Any) -> int:
+        raise AssertionError("nothing matched")
+
+    def put(self, tokens: Any, kv: Any, prefix: int) -> PutResult:
+        self.left -= 1
+        if self.left >= 0:
+            raise Overloaded("full")
+        return PutResult(len(tokens), 1, 0, kv.nbytes)
+
+
+def test_an_overloaded_store_is_asked_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.replay.lane.time.sleep", lambda seconds: None)
+    request = Request(0, 0, BLOCK_TOKENS, 1, (1,))
+    content = Content(replay_layout(8))
+    lane = Lane(Refusing(3), content, {0: 0})
+    lane.serve(request)
+    assert lane.tally.overloaded == 3 and lane.tally.chunks_written == 1
+    with pytest.raises(Overloaded):
+        Lane(Refusing(OVERLOADED_TRIES_MAX + 1), content, {0: 0}).serve(request)
+
+
+def test_a_process_that_dies_is_an_error(tmp_root_url: str) -> None:
+    with pytest.raises(Unavailable, match="died"):
+        replay(REQUESTS[:8], functools.partial(open_once, tmp_root_url), Plan("trace", 8, processes=2))
+
+
+def open_once(url: str) -> Store:
+    """Opens the store in this process, and ends any other that tries."""
+    import multiprocessing
+    import os
+
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+    return kvstore.open(url)

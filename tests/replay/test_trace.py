@@ -1,0 +1,115 @@
+"""Reading traces, generating them, and the hits that they contain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.replay import expect, generate, load_trace, write_trace
+from kvstore.replay.trace import BLOCK_TOKENS, Request
+
+
+def line(**changes: object) -> str:
+    fields: dict[str, object] = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+    return json.dumps({**fields, **changes})
+
+
+def test_a_trace_is_read_as_written(tmp_path: Path) -> None:
+    requests = generate(50, seed=3)
+    write_trace(tmp_path / "trace.jsonl", requests)
+    assert load_trace(tmp_path / "trace.jsonl") == requests
+    assert load_trace(tmp_path / "trace.jsonl", 7) == requests[:7]
+
+
+def test_a_line_of_the_published_form_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 27482, "input_length": 1400, "output_length": 52, "hash_ids": [46, 47, 2353]}\n\n')
+    assert load_trace(path) == [Request(0, 27482, 1400, 52, (46, 47, 2353))]
+    assert load_trace(path)[0].full_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nonsense", "not a request"),
+        ("[1, 2]", "not a request"),
+        (line(hash_ids=None), "hash_ids are not a list"),
+        (line(hash_ids=[0, "1"]), "hash_ids are not a list"),
+        (line(hash_ids=[0, -1]), "hash_ids are not a list"),
+        (line(hash_ids=[0]), "expected 2, one for each block"),
+        (line(input_length=-1), "input_length=-1"),
+        (line(input_length=1 << 40), "input_length"),
+        (line(input_length="600"), "input_length"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{line()}\n{text}\n")
+    with pytest.raises(InvalidRequest, match=r"line 2: ") as raised:
+        load_trace(path)
+    assert said in str(raised.value)
+
+
+def test_an_empty_or_missing_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InvalidRequest, match="no requests"):
+        load_trace(tmp_path / "empty.jsonl")
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        load_trace(tmp_path / "missing.jsonl")
+
+
+def asked(*prompts: tuple[int, ...], tail: int = 0) -> list[Request]:
+    return [Request(at, 0, len(ids) * BLOCK_TOKENS - tail, 1, ids) for at, ids in enumerate(prompts)]
+
+
+def test_hits_are_an_unbroken_run_of_full_blocks() -> None:
+    found = expect(asked((1, 2, 3), (1, 2, 4), (9, 2, 3), (1, 2, 3, 4), (1, 2, 4)))
+    assert found.hits == {0: 0, 1: 2, 2: 0, 3: 3, 4: 3}
+    # 1, 12, 123, 124, 9, 92, 923, 1234
+    assert found.chunks_unique == 8
+
+
+def test_a_part_block_is_neither_stored_nor_a_hit() -> None:
+    found = expect(asked((1, 2), (1, 2), tail=10))
+    assert found.hits == {0: 0, 1: 1}
+    assert found.chunks_unique == 1
+
+
+def repeats(requests: list[Request]) -> float:
+    seen: set[int] = set()
+    total = again = 0
+    for request in requests:
+        for each in request.hash_ids:
+            again += each in seen
+            total += 1
+            seen.add(each)
+    return again / total
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("conversation", 0.37), ("agents", 0.64)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_generated_traces_repeat_as_many_blocks_as_the_published_ones(kind: str, ratio: float, seed: int) -> None:
+    requests = generate(2000, seed=seed, kind=kind)
+    assert repeats(requests) == pytest.approx(ratio, abs=0.05)
+    assert 18 < sum(len(each.hash_ids) for each in requests) / len(requests) < 40
+    # An id stands for one prefix: it always follows the same id.
+    before: dict[int, int] = {}
+    for request in requests:
+        for parent, each in zip((-1, *request.hash_ids), request.hash_ids, strict=False):
+            assert before.setdefault(each, parent) == parent
+        assert len(request.hash_ids) == -(-request.input_length // BLOCK_TOKENS)
+
+
+def test_a_seed_gives_one_trace() -> None:
+    assert generate(30, seed=5) == generate(30, seed=5)
+    assert generate(30, seed=5) != generate(30, seed=6)
+
+
+def test_no_kind_or_no_requests_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="conversation, agents"):
+        generate(1, kind="poems")
+    with pytest.raises(InvalidRequest, match="expected 1 or more"):
+        generate(0)
