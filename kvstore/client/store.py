@@ -15,6 +15,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.opening import open_member
 from kvstore.results import PinRecord
+from kvstore.root.identity import SHARD_BITS_DEFAULT
 
 DURABILITIES = ("none", "fsync")
 
@@ -82,12 +83,15 @@ def open(
     etcd_user: EtcdUser | None = None,
     root_options: Mapping[str, Any] | None = None,
     create: bool = True,
+    shard_bits: int = SHARD_BITS_DEFAULT,
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
 
     With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster.
     ``durability="fsync"`` makes each put durable before it returns; by default a host crash may lose recent chunks,
-    which is a miss.  ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
+    which is a miss.  ``create=False`` refuses to make a new root; a new one gets ``2 ** shard_bits`` folders (0 to
+    16; the default suits ten million chunks, take more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and
+    ``etcd_user`` say how to reach a protected etcd.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -102,6 +106,7 @@ def open(
         etcd_user=etcd_user,
         root_options=root_options,
         create=create,
+        shard_bits=shard_bits,
     )
     return Store(LocalPort(member))
 

@@ -1,0 +1,32 @@
+"""Counts of what a client of workers met; part of its ``stats()``."""
+
+from __future__ import annotations
+
+import threading
+
+CLIENT_COUNTERS = {
+    "client_misses_unreachable": "reads answered as a miss because no worker could be reached or answered in time",
+    "client_misses_damaged": "reads cut short because bytes changed on the way",
+    "client_retries": "calls sent again to another worker",
+    "client_set_aside": "times a worker was set aside",
+    "client_namespaces_reopened": "times a worker had to be told a namespace again",
+}
+"""Every counter with what it counts."""
+
+
+class ClientCounters:
+    """Monotonic counts since the client was made; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(CLIENT_COUNTERS, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Adds to one counter."""
+        with self._lock:
+            self._counts[name] += count
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts at one moment."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,63 @@
+"""The workers that etcd lists: which ones serve the root that is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.errors import InvalidRequest
+from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import ID_BYTES, Keys, parse_id
+from kvstore.meta.workers import Workers
+
+ROOTS = "/kv/roots/"
+
+
+class Discovery:
+    """Looks up workers in the metadata of a cluster. ``root`` is the root's id in hex, needed where there are several.
+
+    Raises InvalidRequest where ``root`` is no id.
+    """
+
+    def __init__(self, meta: Meta, root: str | None) -> None:
+        self._meta = meta
+        self._root: bytes | None = None
+        if root is not None:
+            self._root = parse_id(root)
+            if self._root is None:
+                raise InvalidRequest(
+                    f"root={root!r}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
+                )
+
+    @classmethod
+    def of_etcd(
+        cls,
+        etcd: str | Sequence[str],
+        root: str | None,
+        tls: EtcdTls | None,
+        user: EtcdUser | None,
+        timeout_s: float,
+    ) -> Discovery:
+        """Through etcd at ``host:port``, several with commas or as a list."""
+        return cls(EtcdMeta(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
+
+    def addresses(self) -> list[str]:
+        """The addresses of all workers of the root; none where no root is known yet.
+
+        Raises InvalidRequest, naming them, where there are several roots; Unavailable or PermissionDenied.
+        """
+        if self._root is None:
+            found = self._meta.list(ROOTS)
+            roots = sorted({kv.value for kv in found.items if len(kv.value) == ID_BYTES})
+            if len(roots) > 1:
+                names = ", ".join(root.hex() for root in roots)
+                raise InvalidRequest(f"etcd knows {len(roots)} roots: say which one is meant, root=one of {names}")
+            if not roots:
+                return []
+            self._root = roots[0]
+        workers = Workers(self._meta, Keys(self._root)).list()
+        return sorted({record.address for record in workers.values()})
+
+    def close(self) -> None:
+        """Closes the connection to etcd; idempotent."""
+        self._meta.close()

@@ -1,0 +1,216 @@
+"""Which worker a call goes to: the one that has seen the prompt before, if it is not too busy, among those that live.
+
+A worker that does not answer is set aside and asked how it is, at growing intervals, until it says SERVING again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from kvstore.client.counters import ClientCounters
+from kvstore.client.endpoint import SERVING, Endpoint, check_address
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+ENDPOINTS_MAX = 4096
+
+
+class Endpoints:
+    """The workers of one client, and the thread that looks after them. Thread-safe; not usable in a forked child.
+
+    ``discover`` returns the addresses of all workers, and is called again and again; without it they stay as given.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        discover: Callable[[], Sequence[str]] | None,
+        limits: ClientLimits,
+        counters: ClientCounters,
+        clock: Clock,
+    ) -> None:
+        self._limits = limits
+        self._counters = counters
+        self._clock = clock
+        self._discover = discover
+        self._changed = threading.Condition()
+        self._live: dict[str, Endpoint] = {}
+        self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
+        self._trouble = ""
+        self._closed = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._list(addresses)
+        if discover is not None:
+            self.refresh()
+            self._look_after()
+
+    def ranked(self, affinity: bytes | None = None, *, even_aside: bool = False) -> list[Endpoint]:
+        """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
+
+        Raises Unavailable where there is none, InvalidRequest in a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise InvalidRequest(
+                "this store was connected before a fork, which gRPC does not survive: connect in the child"
+            )
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the store is closed: connect again")
+            every = list(self._live.values())
+        if len(every) > 1:
+            self._look_after()  # so that one that freezes is left out before a call has to find out
+        live = [each for each in every if each.aside is None]
+        if not live:
+            if not (even_aside and every):
+                raise Unavailable(self._why_none(every))
+            return sorted(every, key=lambda each: each.probe_at_s)
+        live.sort(key=lambda each: each.calls)
+        if affinity is not None and len(live) > 1:
+            favourite = max(live, key=lambda each: each.affinity(affinity))
+            if favourite.calls <= live[0].calls + self._limits.affinity_slack:
+                live.remove(favourite)
+                live.insert(0, favourite)
+        return live
+
+    def every(self) -> list[Endpoint]:
+        """All workers, also those set aside."""
+        with self._changed:
+            return list(self._live.values())
+
+    def set_aside(self, endpoint: Endpoint, why: str) -> None:
+        """No more calls to this worker until it says that it is well."""
+        with self._changed:
+            if endpoint.aside is not None or self._closed:
+                return
+            endpoint.aside = why
+            endpoint.probe_pause_s = self._limits.probe_pause_s_min
+            endpoint.probe_at_s = self._clock.monotonic_s()
+            self._refresh_at_s = endpoint.probe_at_s  # whoever took its place is in the list already
+            self._changed.notify_all()
+        self._counters.add("client_set_aside")
+        log.info("client.set_aside worker=%s why=%s", endpoint.address, why)
+        self._look_after()
+
+    def refresh(self) -> None:
+        """Reads the list of workers anew; without an answer the old one stays, as etcd is not needed to serve.
+
+        Raises InvalidRequest where it cannot be said which workers are meant, PermissionDenied where etcd says so.
+        """
+        if self._discover is None:
+            return
+        try:
+            found = self._discover()
+        except (InvalidRequest, PermissionDenied):
+            raise
+        except KVStoreError as error:
+            self._trouble = str(error)
+            return
+        self._trouble = "" if found else "no worker is registered"
+        if found:
+            self._list(found)
+
+    def close(self) -> None:
+        """Closes all channels and ends the thread; calls in progress are cancelled. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread, endpoints = self._thread, list(self._live.values())
+        for endpoint in endpoints:
+            endpoint.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._limits.probe_s + self._limits.refresh_s)
+
+    def _list(self, addresses: Sequence[str]) -> None:
+        """Adds the workers that are new, and lets go of those that are not listed any more."""
+        wanted = list(dict.fromkeys(check_address(address) for address in addresses))[:ENDPOINTS_MAX]
+        with self._changed:
+            if self._closed:
+                return
+            gone = [endpoint for address, endpoint in self._live.items() if address not in wanted]
+            self._live = {address: self._live.get(address) or Endpoint(address) for address in wanted}
+        for endpoint in gone:
+            endpoint.retire()
+
+    def _why_none(self, every: list[Endpoint]) -> str:
+        if not every:
+            return f"no worker is known: start one ({self._trouble or 'none was given'})"
+        reasons = "; ".join(f"{each.address}: {each.aside}" for each in every[:3])
+        return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
+
+    # Looking after them
+
+    def _look_after(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="kvstore-endpoints", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                now_s = self._clock.monotonic_s()
+                aside = [each for each in self._live.values() if each.aside is not None]
+                due_s = min([self._refresh_at_s, *(each.probe_at_s for each in aside)])
+                if due_s > now_s:
+                    self._changed.wait(due_s - now_s)
+                    continue
+                is_refresh = self._refresh_at_s <= now_s
+                if is_refresh:
+                    self._refresh_at_s = now_s + self._limits.refresh_s
+            if is_refresh:
+                try:
+                    self.refresh()
+                except (InvalidRequest, PermissionDenied) as error:
+                    self._trouble = str(error)  # such as a second root that appeared: those known go on
+            self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
+
+    def _probe(self, endpoints: list[Endpoint]) -> None:
+        """Asks workers how they are, all at once, and believes what they say."""
+        asked: list[tuple[Endpoint, Any]] = []
+        for endpoint in endpoints:
+            endpoint.use()
+            try:
+                asked.append((endpoint, endpoint.probe(self._limits.probe_s)))
+            except ValueError:
+                endpoint.leave()  # its channel was closed meanwhile
+        for endpoint, answer in asked:
+            why = _health_of(answer)
+            endpoint.leave()
+            if why is None:
+                self._bring_back(endpoint)
+            elif endpoint.aside is None:
+                self.set_aside(endpoint, why)
+            with self._changed:
+                endpoint.probe_at_s = self._clock.monotonic_s() + endpoint.probe_pause_s
+                endpoint.probe_pause_s = min(2 * endpoint.probe_pause_s, self._limits.probe_pause_s_max)
+
+    def _bring_back(self, endpoint: Endpoint) -> None:
+        with self._changed:
+            was_aside, endpoint.aside = endpoint.aside, None
+        if was_aside is not None:
+            log.info("client.back worker=%s", endpoint.address)
+
+
+def _health_of(answer: Any) -> str | None:
+    """None where the worker serves, else why not."""
+    try:
+        status = answer.result()
+    except grpc.RpcError as error:
+        code = error.code()
+        # A worker without the health service serves all the same.
+        return None if code is grpc.StatusCode.UNIMPLEMENTED else f"health: {code.name}"
+    except grpc.FutureCancelledError:
+        return "health: cancelled"
+    return None if status == SERVING else "it says that it is not serving (draining, or its root hangs)"

@@ -1,0 +1,234 @@
+"""A hold at a worker, known to that worker alone: where that one is gone, so is the hold, and reading is a miss."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Pieces, Withdrawn
+from kvstore.client.arrays import KvMemory
+from kvstore.client.caller import Caller, CallFailed
+from kvstore.client.counters import ClientCounters
+from kvstore.client.endpoint import Endpoint
+from kvstore.client.fetching import ChunkFetch
+from kvstore.client.limits import ClientLimits
+from kvstore.client.port import Sections
+from kvstore.client.streams import received
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.results import LayerMemory
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.messages import parse
+from kvstore.wire.parts import Incoming, SameSize
+from kvstore.wire.statuses import BrokenTransfer
+from kvstore.wire.watch import Watch
+
+LAYERS_S_MAX = 900.0
+"""A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
+RELEASE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a hold needs of the port that made it."""
+
+    caller: Caller
+    counters: ClientCounters
+    limits: ClientLimits
+    watch: Watch
+
+
+class RemoteHold:
+    """Held leading chunks of one prompt. ``endpoint`` is None where nothing was found, and nothing is held."""
+
+    def __init__(
+        self, namespace: Namespace, chunks: int, hold_id: bytes, endpoint: Endpoint | None, tools: Tools
+    ) -> None:
+        self.chunks = chunks
+        self._layout = namespace.layout
+        self._id = hold_id
+        self._endpoint = endpoint
+        self._tools = tools
+        self._lock = threading.Lock()
+        self._released = False
+        if endpoint is not None:
+            endpoint.use()
+
+    def read(self, sections: Sections) -> int:
+        return self._fetch(lambda _: sections)
+
+    def view(self) -> list[npt.NDArray[Any]]:
+        layout = self._layout
+        arrays: list[npt.NDArray[Any]] = []
+
+        def sections(index: int) -> Pieces:
+            # Asked for chunk by chunk, in order; memory is taken only for what really comes.
+            arrays.append(np.empty(layout.shape(layout.chunk_tokens), layout.numpy_dtype))
+            return KvMemory(arrays[index], layout).sections(0)
+
+        count = self._fetch(lambda _: sections)
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays[:count]
+
+    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
+        self._check()
+        if self._endpoint is None:
+            return
+        ahead = _LayersAhead(self._endpoint, self._id, self._layout, self.chunks, memory, self._tools)
+        try:
+            yield from ahead.each()
+        finally:
+            ahead.close()
+
+    def release(self) -> None:
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        if self._endpoint is None:
+            return
+        request = pb.ReleaseRequest(hold=self._id).SerializeToString()
+        endpoint = self._endpoint
+        try:
+            self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
+        except CallFailed:
+            pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
+        endpoint.leave()
+
+    def _fetch(self, memory: Callable[[int], Sections]) -> int:
+        self._check()
+        if self._endpoint is None:
+            return 0
+        tools = self._tools
+        request = pb.GetRequest(hold=self._id)
+        fetch = ChunkFetch(
+            self._layout, request, self.chunks, memory, tools.caller, tools.counters, tools.limits, tools.watch
+        )
+        try:
+            fetch.run(self._endpoint)
+        except CallFailed as failed:
+            if isinstance(failed.failed.error, HoldBroken):
+                raise failed.failed.error from failed
+            tools.counters.add("client_misses_unreachable")
+        except BrokenTransfer:
+            pass  # counted where it was found
+        return fetch.good
+
+    def _check(self) -> None:
+        if self._released:
+            raise HoldBroken("the hold has ended (it was released): match again")
+
+
+class _LayersAhead:
+    """A thread that receives the next layer while the caller uses this one.
+
+    ``memory`` is called in that thread. ``close`` returns when nobody writes into any of it any more.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        hold_id: bytes,
+        layout: Layout,
+        chunks: int,
+        memory: Callable[[int], LayerMemory],
+        tools: Tools,
+    ) -> None:
+        self._endpoint = endpoint
+        self._hold_id = hold_id
+        self._layers = layout.layers
+        self._section_bytes = layout.section_bytes
+        self._chunks = chunks
+        self._memory = memory
+        self._filling = LayerMemory(memoryview(b""), memoryview(b""))
+        self._tools = tools
+        self._room = threading.Semaphore(1)
+        self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
+        self._thread.start()
+
+    def each(self) -> Iterator[tuple[int, LayerMemory]]:
+        """The layers in order. Raises HoldBroken."""
+        for _ in range(self._layers):
+            filled = self._ready.get()
+            if isinstance(filled, BaseException):
+                raise filled
+            self._room.release()
+            yield filled
+
+    def close(self) -> None:
+        """Ends call and thread."""
+        with self._lock:
+            self._closed = True
+            if self._call is not None:
+                self._call.cancel()
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._tools.caller.at(self._endpoint, self._receive)
+        except Withdrawn:
+            return
+        except CallFailed as failed:
+            self._ready.put(self._broken(failed.failed.error))
+        except KVStoreError as error:
+            self._ready.put(self._broken(error))
+        except BaseException as error:  # noqa: BLE001  # of the caller's own ``memory``: whoever waits must hear of it
+            self._ready.put(error)
+
+    def _receive(self) -> None:
+        request = pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS).SerializeToString()
+        limits = self._tools.limits
+        stub = self._endpoint.stream_in("Get")
+        frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._started)
+        with closing(frames):
+            opening = next(frames, None)
+            if opening is None or opening.start is None:
+                raise BrokenTransfer("the answer does not begin with how many chunks were found")
+            found = parse(pb.GetStart, opening.start).chunks
+            if found != self._chunks:
+                raise HoldBroken(f"{found} chunks are left of {self._chunks}: match again", 0)
+            incoming = Incoming(SameSize(self._section_bytes, 2 * found * self._layers), self._section)
+            for frame in frames:
+                for _ in incoming.feed(frame):
+                    if incoming.complete % (2 * found) == 0:
+                        self._ready.put((incoming.complete // (2 * found) - 1, self._filling))
+            if not incoming.is_done:
+                raise BrokenTransfer("the stream of layers ended too early")
+
+    def _section(self, part: int) -> memoryview:
+        """Where a section goes. Begins a layer only once the caller took the one before."""
+        layer, part = divmod(part, 2 * self._chunks)
+        if not part:
+            self._room.acquire()
+            if self._closed:
+                raise Withdrawn
+            self._filling = self._memory(layer)
+        plane, index = (self._filling.k, part) if part < self._chunks else (self._filling.v, part - self._chunks)
+        return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
+
+    def _broken(self, error: KVStoreError) -> HoldBroken:
+        if isinstance(error, HoldBroken):
+            return error
+        is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
+        self._tools.counters.add("client_misses_damaged" if is_damage else "client_misses_unreachable")
+        return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
+
+    def _started(self, call: Any) -> None:
+        with self._lock:
+            self._call = call
+            if self._closed:
+                call.cancel()

@@ -1,0 +1,1 @@
+"""The generated messages and stubs of the gRPC service, version 1."""

@@ -1,0 +1,124 @@
+"""Our values as messages and back. What comes from the network is checked here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.errors import InvalidRequest
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.results import PinRecord
+from kvstore.tokens import TOKENS_MAX, TokenArray
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
+
+M = TypeVar("M", bound=Message)
+
+TOKEN_BYTES = 4
+
+
+def parse(kind: type[M], raw: bytes) -> M:
+    """A message from its bytes. Raises InvalidRequest where they are none of this kind."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as cause:
+        raise InvalidRequest(f"the request is not a {kind.DESCRIPTOR.full_name}: {cause}") from cause
+
+
+def namespace_message(namespace: Namespace) -> pb.Namespace:
+    """A namespace as a message."""
+    return pb.Namespace(
+        name=namespace.name,
+        layout=pb.Layout(**namespace.layout.to_dict()),
+        fingerprint=namespace.fingerprint,
+        tenant=namespace.tenant,
+        attributes=[pb.Attribute(name=name, value=value) for name, value in namespace.attributes],
+    )
+
+
+def namespace_of(message: pb.Namespace) -> Namespace:
+    """The inverse. Raises InvalidRequest where it makes no namespace."""
+    if not message.HasField("layout"):
+        raise InvalidRequest("the namespace has no layout: expected layers, kv_heads, head_dim, dtype and chunk_tokens")
+    layout = message.layout
+    attributes = {each.name: each.value for each in message.attributes}
+    if len(attributes) != len(message.attributes):
+        raise InvalidRequest("an attribute of the namespace is there twice: expected each name once")
+    return Namespace.of(
+        message.name,
+        Layout(layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.chunk_tokens),
+        message.fingerprint,
+        message.tenant,
+        attributes,
+    )
+
+
+def pack_tokens(tokens: TokenArray) -> bytes:
+    """Token ids as little-endian u32."""
+    return tokens.astype("<u4", copy=False).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> TokenArray:
+    """The inverse, without a copy. Raises InvalidRequest for part of a token, or too many."""
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequest(f"tokens have {len(packed)} bytes: expected 4 for each, an unsigned little-endian integer")
+    if len(packed) > TOKEN_BYTES * TOKENS_MAX:
+        raise InvalidRequest(
+            f"{len(packed) // TOKEN_BYTES} tokens are over the limit of {TOKENS_MAX}: split the prompt"
+        )
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Block keys, each behind a byte with its length."""
+    return b"".join(piece for key in keys for piece in (len(key).to_bytes(1), key))
+
+
+def unpack_keys(packed: bytes) -> list[bytes]:
+    """The inverse. Raises InvalidRequest for a key of another length than 16 to 64, or too many."""
+    keys: list[bytes] = []
+    at = 0
+    while at < len(packed):
+        size = packed[at]
+        key = packed[at + 1 : at + 1 + size]
+        if not BLOCK_KEY_BYTES_MIN <= size <= BLOCK_KEY_BYTES_MAX or len(key) != size:
+            raise InvalidRequest(
+                f"key {len(keys)} is said to have {size} bytes, and {len(key)} are there: expected a length byte, "
+                f"{BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}, and then the key"
+            )
+        keys.append(key)
+        if len(keys) > BLOCKS_MAX:
+            raise InvalidRequest(f"more than {BLOCKS_MAX} blocks in one call: split it")
+        at += 1 + size
+    return keys
+
+
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    """Sizes of blocks as little-endian u32."""
+    return np.asarray(sizes, dtype="<u4").tobytes()
+
+
+def unpack_sizes(packed: bytes, count: int) -> list[int]:
+    """The inverse. Raises InvalidRequest unless there are ``count`` of them, each from 1 byte to 1 GiB."""
+    if len(packed) != 4 * count:
+        raise InvalidRequest(f"sizes have {len(packed)} bytes: expected {4 * count}, 4 for each of {count} keys")
+    sizes: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    for position, size in enumerate(sizes):
+        if not 1 <= size <= BLOCK_BYTES_MAX:
+            raise InvalidRequest(f"block {position} has {size} bytes: expected 1 to {BLOCK_BYTES_MAX}")
+    return sizes
+
+
+def pin_message(pin: PinRecord) -> pb.PinRecord:
+    """A pin as a message."""
+    return pb.PinRecord(id=pin.id, owner=pin.owner, namespace=pin.namespace, tokens=pin.tokens, expires_s=pin.expires_s)
+
+
+def pin_of(message: pb.PinRecord) -> PinRecord:
+    """The inverse."""
+    return PinRecord(message.id, message.owner, message.namespace, message.tokens, message.expires_s)

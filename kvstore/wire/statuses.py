@@ -1,0 +1,133 @@
+"""Errors as gRPC statuses and back, in one table, so that each comes out as the class it went in as.
+
+The class's name travels in trailing metadata; a client that ignores it still has the status code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from kvstore.errors import (
+    HoldBroken,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    Overloaded,
+    PermissionDenied,
+    RootMismatch,
+    SessionLost,
+    Unavailable,
+)
+
+ERROR_KEY = "kvstore-error"
+REFUSED_KEY = "kvstore-refused"
+TOKENS_VALID_KEY = "kvstore-tokens-valid"
+MESSAGE_BYTES_MAX = 4096
+"""A status message is a header, percent-encoded, and gRPC limits headers to 8 KiB in all."""
+
+
+class UnknownNamespace(InvalidRequest):
+    """Nobody ever opened this namespace on this root. Call OpenNamespace, then repeat the call."""
+
+
+class BrokenTransfer(Unavailable):
+    """Bytes changed between client and worker, or a worker sent what makes no sense. Repeat the call."""
+
+
+class Draining(Unavailable):
+    """The worker is about to stop and takes no new calls. Nothing was done; turn to another worker."""
+
+
+class Busy(Overloaded):
+    """The worker has as many calls or bytes in flight as it allows. Nothing was done; back off, or turn to another."""
+
+
+STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownNamespace: grpc.StatusCode.NOT_FOUND,
+    LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    RootMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    BrokenTransfer: grpc.StatusCode.DATA_LOSS,
+    HoldBroken: grpc.StatusCode.ABORTED,
+    SessionLost: grpc.StatusCode.ABORTED,
+}
+"""The status of each class. Where several share a code, the first is what the code alone is taken for."""
+
+_BY_NAME = {error.__name__: error for error in STATUSES}
+_BY_CODE = {code: error for error, code in reversed(STATUSES.items())} | {
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDenied,
+}
+_NOTHING_DONE = (Draining, Busy)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a worker answers with instead of a result."""
+
+    code: grpc.StatusCode
+    message: str
+    trailers: tuple[tuple[str, str], ...]
+
+
+def refusal(error: KVStoreError) -> Refusal:
+    """The status for an error. A class that is not in the table goes out as the nearest one that is."""
+    kind = next(kind for kind in type(error).__mro__ if kind in STATUSES or kind is KVStoreError)
+    message = _fitting(str(error))
+    if kind is KVStoreError:
+        return Refusal(grpc.StatusCode.UNKNOWN, message, ())
+    trailers = [(ERROR_KEY, kind.__name__)]
+    if issubclass(kind, _NOTHING_DONE):
+        trailers.append((REFUSED_KEY, "1"))
+    if isinstance(error, HoldBroken):
+        trailers.append((TOKENS_VALID_KEY, str(error.tokens_valid)))
+    return Refusal(STATUSES[kind], message, tuple(trailers))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call that failed, as the client sees it."""
+
+    error: KVStoreError
+    answered: bool
+    """Whether a worker of ours gave this answer, rather than the connection or a deadline."""
+    unsent: bool
+    """Whether nothing at all was done, so that even a call that must not run twice may be sent again."""
+
+
+def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]], where: str) -> Failure:
+    """A status as one of our errors. ``where`` names the worker in messages that are not its own."""
+    tags = {key: value for key, value in trailers if isinstance(value, str)}
+    kind = _BY_NAME.get(tags.get(ERROR_KEY, ""))
+    if kind is HoldBroken:
+        return Failure(HoldBroken(message, _count(tags.get(TOKENS_VALID_KEY, "0"))), True, False)
+    if kind is not None:
+        return Failure(kind(message), True, REFUSED_KEY in tags)
+    unsent = code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Failure(Unavailable(f"worker {where} did not answer in time"), False, False)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
+        return Failure(Busy(f"worker {where} has too many calls at once: back off"), True, True)  # said by gRPC itself
+    kind = _BY_CODE.get(code, Unavailable)
+    return Failure(kind(f"worker {where}: {message or code.name}"), code is grpc.StatusCode.INTERNAL, unsent)
+
+
+def _fitting(message: str) -> str:
+    """As much of a message as a header holds. What is not printable ASCII takes three bytes for each of UTF-8's."""
+    room = MESSAGE_BYTES_MAX
+    for at, character in enumerate(message):
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        if room < 3:
+            return message[:at] + "..."
+    return message
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0

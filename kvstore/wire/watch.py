@@ -1,0 +1,108 @@
+"""Ends streams on which nothing moves any more. Both ends need it: a blocking stream has no timeout of its own.
+
+A thread that waits for the next message of a peer cannot look at a clock, so one thread looks for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+from kvstore.sources import Clock
+
+PERIOD_S = 0.25
+
+
+class Watched:
+    """One stream under watch. ``moved`` at every message, ``done`` at its end."""
+
+    __slots__ = ("_clock", "_watch", "end", "ends_s", "expired", "idle_s", "moved_s")
+
+    def __init__(self, watch: Watch, clock: Clock, idle_s: float, most_s: float, end: Callable[[], object]) -> None:
+        self._watch = watch
+        self._clock = clock
+        self.idle_s = idle_s
+        self.moved_s = clock.monotonic_s()
+        self.ends_s = self.moved_s + most_s
+        self.end = end
+        self.expired = False
+        """Whether the watch ended the stream."""
+
+    def moved(self) -> None:
+        """Something came or went."""
+        self.moved_s = self._clock.monotonic_s()
+
+    def busy(self) -> None:
+        """What follows is our own work, which has its own deadlines: it does not count as idle until ``moved``."""
+        self.moved_s = math.inf
+
+    def done(self) -> None:
+        """Takes the stream out. Idempotent. ``end`` may be on its way: it must not harm a stream that has ended."""
+        self._watch.remove(self)
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+
+
+class Watch:
+    """The streams under watch, and the thread that looks at them; it runs only while there are some."""
+
+    def __init__(self, clock: Clock, name: str, period_s: float = PERIOD_S) -> None:
+        self._clock = clock
+        self._name = name
+        self._period_s = period_s
+        self._changed = threading.Condition()
+        self._streams: set[Watched] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.expired_count = 0
+        """Streams ended so far because nothing moved, or because they took too long."""
+
+    def begin(self, idle_s: float, most_s: float, end: Callable[[], object]) -> Watched:
+        """Calls ``end``, which must not block, when nothing moved for ``idle_s`` or after ``most_s`` in all."""
+        watched = Watched(self, self._clock, idle_s, most_s, end)
+        with self._changed:
+            first = not self._streams
+            self._streams.add(watched)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
+                self._thread.start()
+            if first:
+                self._changed.notify_all()
+        return watched
+
+    def remove(self, watched: Watched) -> None:
+        """See ``Watched.done``."""
+        with self._changed:
+            self._streams.discard(watched)
+
+    def close(self) -> None:
+        """Ends the thread; streams are not ended any more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _look(self) -> None:
+        while True:
+            with self._changed:
+                while not self._streams and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                now_s = self._clock.monotonic_s()
+                late = [each for each in self._streams if now_s > min(each.moved_s + each.idle_s, each.ends_s)]
+                for watched in late:
+                    watched.expired = True
+                    self._streams.discard(watched)
+                    self.expired_count += 1
+            for watched in late:
+                watched.end()
+            with self._changed:
+                self._changed.wait(self._period_s)

@@ -1,0 +1,112 @@
+"""PutBlocks and GetBlocks: engine-hashed blocks, as many at once as fit into a window of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from kvstore.errors import InvalidRequest
+from kvstore.node.deadline import Deadline
+from kvstore.node.node import Node
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.frames import Frame
+from kvstore.wire.limits import MESSAGE_BYTES_MAX
+from kvstore.wire.messages import parse, unpack_keys, unpack_sizes
+from kvstore.wire.parts import Incoming, encode_parts
+from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.prompts import Prompts
+
+
+class BlockStreams:
+    """Serves the calls about blocks."""
+
+    def __init__(
+        self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, limits: WorkerLimits
+    ) -> None:
+        self._node = node
+        self._prompts = prompts
+        self._in_flight = in_flight
+        self._calls = calls
+        self._limits = limits
+
+    def put(self, frames: Iterator[Frame], context: grpc.ServicerContext) -> bytes:
+        """The encoded answer to one stream."""
+        opening = next(frames)
+        start = parse(pb.PutBlocksStart, opening.start or b"")
+        namespace = self._prompts.namespace(start.namespace)
+        keys = unpack_keys(start.keys)
+        sizes = unpack_sizes(start.sizes, len(keys))
+        incoming = Incoming(sizes)
+        stored: list[bool] = []
+        pending: list[memoryview] = []
+
+        def store() -> None:
+            part = keys[len(stored) : len(stored) + len(pending)]
+            deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
+            stored.extend(self._node.blocks.put(namespace, part, pending, deadline, self._node.durable))
+            pending.clear()
+
+        with self._in_flight.reserved(self._limits.window_bytes + 2 * max(sizes, default=0) + MESSAGE_BYTES_MAX):
+            frame: Frame | None = opening
+            waiting_bytes = 0
+            while frame is not None:
+                self._calls.add("wire_bytes_in", len(frame.data))
+                for block in incoming.feed(frame):
+                    pending.append(block)
+                    waiting_bytes += len(block)
+                    if waiting_bytes >= self._limits.window_bytes:
+                        store()
+                        waiting_bytes = 0
+                frame = next(frames, None)
+            if incoming.complete < len(keys):
+                raise InvalidRequest(
+                    f"the stream ended within block {incoming.complete}: expected the bytes of {len(keys)} blocks"
+                )
+            store()
+        return pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()
+
+    def match(self, request: pb.MatchBlocksRequest, context: grpc.ServicerContext) -> pb.MatchBlocksResponse:
+        """How many leading keys are there."""
+        namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
+        deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
+        return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
+
+    def get(self, request: pb.GetBlocksRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The encoded messages of one answer."""
+        namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
+        sizes = unpack_sizes(request.sizes, len(keys))
+        groups = list(_groups(sizes, self._limits.window_bytes))
+        largest = max((sum(sizes[group]) for group in groups), default=0)
+        with self._in_flight.reserved(largest):
+            memory = memoryview(bytearray(largest))
+            for group in groups:
+                buffers = _cut(memory, sizes[group])
+                deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
+                hits = self._node.blocks.get(namespace, keys[group], buffers, deadline)
+                found = [buffer for buffer, hit in zip(buffers, hits, strict=True) if hit]
+                self._calls.add("wire_bytes_out", sum(map(len, found)))
+                yield from encode_parts(found, bytes(hits))
+
+
+def _groups(sizes: Sequence[int], window_bytes: int) -> Iterator[slice]:
+    """Neighbours that fit into a window together; a block that does not fit is alone."""
+    start = used = 0
+    for index, size in enumerate(sizes):
+        if index > start and used + size > window_bytes:
+            yield slice(start, index)
+            start, used = index, 0
+        used += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
+
+
+def _cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    buffers: list[memoryview] = []
+    at = 0
+    for size in sizes:
+        buffers.append(memory[at : at + size])
+        at += size
+    return buffers

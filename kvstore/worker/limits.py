@@ -1,0 +1,40 @@
+"""Every limit and timing of a worker in one place, with the relations between them checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvstore.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker allows its clients. Raises InvalidRequest where a value makes no sense."""
+
+    calls_max: int = 64
+    """Calls at once, one thread each; more are refused, to be repeated at another worker."""
+    spare_calls_max: int = 8
+    """Calls beyond these: health, reflection, stats, releases of holds, and saying that there are too many."""
+    bytes_in_flight_max: int = 1 << 30
+    """Memory for payload between network and root. A call that needs more than is free is refused."""
+    window_bytes: int = 4 << 20
+    """Payload read in one go while as much is being sent."""
+    idle_s: float = 15.0
+    """A stream on which the client moves nothing for so long is cancelled."""
+    stream_s_max: float = 900.0
+    """A stream that takes longer is cancelled."""
+    holds_max: int = 10_000
+    """Holds of clients alive at once."""
+    hold_tokens_max: int = 1 << 28
+    """Tokens of all held prompts together, 4 bytes each."""
+    health_period_s: float = 0.5
+    """How often it is looked whether the root still answers."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                raise InvalidRequest(f"limit {each.name}={getattr(self, each.name)!r}: expected more than 0")
+        if self.stream_s_max < self.idle_s:
+            raise InvalidRequest(
+                f"stream_s_max={self.stream_s_max} is under idle_s={self.idle_s}: a stream must outlast a pause in it"
+            )

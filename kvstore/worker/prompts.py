@@ -1,0 +1,67 @@
+"""From what a request says to what the node knows: namespaces by digest, chains, holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from kvstore.address import Chain
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.node.holds import Hold
+from kvstore.node.member import Member
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.messages import unpack_tokens
+from kvstore.wire.statuses import UnknownNamespace
+from kvstore.worker.calls import seconds_left
+from kvstore.worker.holds import ClientHolds
+
+DIGEST_BYTES = 32
+
+
+class Prompts:
+    """Finds what requests are about."""
+
+    def __init__(self, member: Member, holds: ClientHolds) -> None:
+        self._member = member
+        self._holds = holds
+
+    def namespace(self, digest: bytes) -> Namespace:
+        """The namespace with this digest. Raises UnknownNamespace, InvalidRequest, or what the root raised."""
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidRequest(
+                f"namespace has {len(digest)} bytes: expected the {DIGEST_BYTES} that OpenNamespace gave"
+            )
+        namespace = self._member.find_namespace(NamespaceDigest(digest))
+        if namespace is None:
+            raise UnknownNamespace(
+                f"namespace {digest.hex()} was never opened on this root: call OpenNamespace, then repeat"
+            )
+        return namespace
+
+    def chain(self, digest: bytes, packed_tokens: bytes, chunks_max: int = 0) -> Chain:
+        """The full chunks of a prompt, the first ``chunks_max`` of them unless that is 0."""
+        namespace = self.namespace(digest)
+        tokens = unpack_tokens(packed_tokens)
+        if chunks_max:
+            tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
+        return Chain.of(namespace, tokens)
+
+    @contextmanager
+    def held(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[tuple[Hold, int]]:
+        """The hold to read under, and how many leading chunks: the client's own, or one for the time of this call."""
+        if request.hold:
+            if request.namespace or request.tokens:
+                raise InvalidRequest("a Get has both a hold and a prompt: expected one of them")
+            hold = self._holds.find(request.hold)
+            yield hold, min(hold.count, request.chunks_max or hold.count)
+            return
+        node = self._member.node
+        chain = self.chain(request.namespace, request.tokens, request.chunks_max)
+        hold = node.hold(chain, deadline_s=seconds_left(context, node.limits.match_deadline_s))
+        try:
+            yield hold, hold.count
+        finally:
+            node.release(hold)

@@ -1,0 +1,180 @@
+"""The worker: one node of the cluster as a gRPC server. Starts, says how it is, drains, stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from concurrent import futures
+from typing import cast
+
+import grpc
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.node.member import Member
+from kvstore.sources import Clock, SystemClock
+from kvstore.wire.limits import SERVER_OPTIONS
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.service import Service
+from kvstore.worker.standard import Health, ReflectionBound
+from kvstore.worker.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+DEREGISTER_S = 2.0
+LAST_ANSWERS_S = 5.0
+
+
+class Worker:
+    """Serves ``member``, which stays the caller's: close it after ``stop``.
+
+    ``listen`` is ``host:port``, ``[v6]:port`` or ``unix:path``; port 0 is chosen by the system.  ``advertise`` is how
+    clients reach it, where that differs: it is what discovery tells them.  ``version`` is for whoever lists workers.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        listen: str,
+        limits: WorkerLimits | None = None,
+        *,
+        advertise: str | None = None,
+        version: str = "",
+        clock: Clock | None = None,
+    ) -> None:
+        self.limits = limits or WorkerLimits()
+        self.address = ""
+        """Where it listens, once started."""
+        self.advertised = advertise or ""
+        """What discovery tells clients, once started."""
+        self.service = Service(member, self.limits, clock or SystemClock())
+        self._member = member
+        self._listen = listen
+        self._version = version
+        self._workers = Workers(member.meta, member.keys)
+        self._registering = threading.Lock()
+        self._stopping = threading.Event()
+        self._leaving = False
+        self._server: grpc.Server | None = None
+        self._threads: DaemonThreads | None = None
+        self._health: Health | None = None
+        self._monitor = threading.Thread(target=self._look_after, name="kvstore-worker", daemon=True)
+
+    def start(self) -> str:
+        """Listens, serves, and registers in the cluster; returns the bound address.
+
+        Raises InvalidRequest where it cannot listen there, ModuleNotFoundError where the ``server`` extra is missing.
+        """
+        assert self._server is None, "a worker is started once"
+        host, colon, port = self._listen.rpartition(":")
+        is_path = self._listen.startswith("unix:")
+        if not is_path and (not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535):
+            raise InvalidRequest(f"listen={self._listen!r}: expected host:port, [v6]:port or unix:path")
+        self._health = Health()
+        calls_max = self.limits.calls_max + self.limits.spare_calls_max
+        threads = DaemonThreads(calls_max, "kvstore-call")
+        server = grpc.server(
+            cast(futures.ThreadPoolExecutor, threads),  # the stubs say so; gRPC only submits to it
+            handlers=[self.service.handler()],
+            interceptors=[ReflectionBound(self.service.watch, self.limits.idle_s)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=calls_max,
+        )
+        self._health.add_to(server)
+        try:
+            bound = server.add_insecure_port(self._listen)
+        except RuntimeError as cause:
+            raise self._cannot_listen() from cause
+        if not bound:
+            raise self._cannot_listen()
+        server.start()
+        self._server, self._threads = server, threads
+        self.address = self._listen if is_path else f"{host}:{bound}"
+        self.advertised = self.advertised or self._reachable(host, bound, is_path)
+        self._health.set(True)
+        self._monitor.start()
+        self._member.presence.attach(self._register)
+        return self.address
+
+    def drain(self, timeout_s: float) -> bool:
+        """Stops in good order: no new calls, those accepted end, and then ``stop``. Whether all ended in time.
+
+        Clients are told first (health, discovery), so that few calls come in only to be refused.
+        """
+        self._leaving = True
+        if self._health is not None:
+            self._health.set(False)
+        self._deregister()
+        self.service.gate.close()
+        ended = self.service.gate.wait_empty(timeout_s)
+        if not ended:
+            log.warning("worker.drain_cut calls=%d", self.service.gate.inside_count)
+        # What is left is the sending of last answers; a call that did not end in time is cancelled after that.
+        self.stop(LAST_ANSWERS_S if ended else 0.0)
+        return ended
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Stops serving: calls in progress are cancelled after ``grace_s``. Idempotent."""
+        self._leaving = True
+        self.service.gate.close()
+        self._stopping.set()
+        if self._server is None:
+            self.service.close()
+            return
+        if self._health is not None:
+            self._health.set(False)
+        self._deregister()
+        self._server.stop(grace_s).wait(grace_s + LAST_ANSWERS_S)
+        if self._threads is not None:
+            self._threads.shutdown(timeout_s=LAST_ANSWERS_S)
+        self._monitor.join(LAST_ANSWERS_S)
+        self.service.close()
+
+    @property
+    def is_serving(self) -> bool:
+        """What health says."""
+        return self._health is not None and self._health.is_serving
+
+    def _look_after(self) -> None:
+        """Says so while the root hangs, so that clients turn to workers whose mount is alive; ends old holds."""
+        assert self._health is not None
+        while not self._stopping.wait(self.limits.health_period_s):
+            self.service.holds.expire()
+            self._member.node.holds.expire()
+            serving = not self._member.node.stats()["root_hangs"] and not self._leaving
+            if serving != self._health.is_serving and not self._stopping.is_set():
+                log.warning("worker.serving %s", serving)
+                self._health.set(serving)
+
+    def _register(self, session: Session) -> None:
+        with self._registering:
+            # A session that begins while the worker drains must not list it again.
+            if not self._leaving:
+                record = WorkerRecord(self.advertised, self._version, socket.gethostname(), os.getpid())
+                self._workers.register(session, record)
+
+    def _deregister(self) -> None:
+        """Takes the worker off the list; without an answer from etcd it goes with its session."""
+        if not self._registering.acquire(timeout=DEREGISTER_S):
+            return
+        try:
+            self._workers.deregister(self._member.presence.current(), DEREGISTER_S)
+        except KVStoreError as error:
+            log.info("worker.not_deregistered %s", error)
+        finally:
+            self._registering.release()
+
+    def _reachable(self, host: str, port: int, is_path: bool) -> str:
+        if is_path:
+            return self._listen
+        wildcard = host in ("0.0.0.0", "[::]", "*")
+        return f"{socket.gethostname() if wildcard else host}:{port}"
+
+    def _cannot_listen(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"could not listen on {self._listen}: the port is in use by another process, or the address is not of this "
+            "host; choose another, or port 0"
+        )

@@ -1,0 +1,484 @@
+"""One contract for both ports: whatever a cache promises holds over a node in this process and over a worker alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Layout
+from kvstore.client import Cache, Store
+from kvstore.client.local import LocalPort
+from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloaded, PermissionDenied, Unavailable
+from kvstore.layout import DTYPES
+from kvstore.results import PutResult
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from tests.node.stores import SMALL, TINY, kv_of, member_on, same
+from tests.worker.serving import connected, serving
+
+SIZE = SMALL.chunk_tokens
+TOKENS = np.arange(8 * SIZE)
+KV = kv_of(SMALL, TOKENS)
+
+
+@pytest.fixture
+def root() -> FaultyRoot:
+    return FaultyRoot(MemoryRoot(MemoryFiles()))
+
+
+@pytest.fixture(params=["local", "remote"])
+def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
+    if request.param == "local":
+        with Store(LocalPort(member_on(root))) as opened:
+            yield opened
+    else:
+        with serving(root) as served, connected(served) as opened:
+            yield opened
+
+
+@pytest.fixture
+def cache(store: Store) -> Cache:
+    return store.namespace("m", SMALL)
+
+
+def is_chunk(name: str) -> bool:
+    return name.startswith("chunks/")
+
+
+# Put, match, get
+
+
+def test_what_was_put_is_matched_and_read_back(cache: Cache) -> None:
+    assert cache.put(TOKENS, KV) == PutResult(8 * SIZE, 8, 0, 8 * SMALL.chunk_bytes)
+    assert cache.match(TOKENS) == 8 * SIZE
+    count, array = cache.get(TOKENS)
+    assert count == 8 * SIZE
+    assert same(array, KV)
+
+
+def test_nothing_is_there_at_first(cache: Cache) -> None:
+    assert cache.match(TOKENS) == 0
+    count, array = cache.get(TOKENS)
+    assert (count, array.shape) == (0, SMALL.shape(0))
+    assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, SIZE - 1])
+def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
+    assert cache.put(TOKENS[:tokens], KV[:, :, :tokens]) == PutResult(0, 0, 0, 0)
+    assert cache.match(TOKENS[:tokens]) == 0
+    assert cache.get(TOKENS[:tokens])[0] == 0
+    with cache.hold(TOKENS[:tokens]) as hold:
+        assert hold.tokens == 0
+        assert hold.view() == []
+        assert list(hold.layers()) == []
+    assert cache.pin(TOKENS[:tokens]).tokens == 0
+    assert cache.refcount(TOKENS[:tokens]) == 0
+
+
+def test_a_trailing_part_chunk_is_not_stored(cache: Cache) -> None:
+    assert cache.put(TOKENS[:-3], KV[:, :, :-3]).tokens_present == 7 * SIZE
+    assert cache.match(TOKENS) == 7 * SIZE
+
+
+def test_a_shared_prefix_is_found_and_what_differs_is_not(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    other = TOKENS.copy()
+    other[3 * SIZE + 2] = 99_999
+    assert cache.match(other) == 3 * SIZE
+    count, array = cache.get(other)
+    assert count == 3 * SIZE
+    assert same(array, KV[:, :, : 3 * SIZE])
+
+
+def test_a_second_put_finds_what_is_there(cache: Cache) -> None:
+    cache.put(TOKENS[: 5 * SIZE], KV[:, :, : 5 * SIZE])
+    assert cache.put(TOKENS, KV) == PutResult(8 * SIZE, 3, 5, 3 * SMALL.chunk_bytes)
+    assert cache.put(TOKENS, KV) == PutResult(8 * SIZE, 0, 8, 0)
+
+
+def test_first_writer_wins(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    cache.put(TOKENS, kv_of(SMALL, TOKENS, seed=b"another kernel"))
+    assert same(cache.get(TOKENS)[1], KV)
+
+
+def test_put_goes_on_behind_a_prefix(cache: Cache) -> None:
+    half = 4 * SIZE
+    cache.put(TOKENS[:half], KV[:, :, :half])
+    assert cache.put(TOKENS, KV[:, :, half:], prefix=half) == PutResult(8 * SIZE, 4, 0, 4 * SMALL.chunk_bytes)
+    assert same(cache.get(TOKENS)[1], KV)
+
+
+def test_put_stores_nothing_behind_a_hole(cache: Cache) -> None:
+    half = 4 * SIZE
+    assert cache.put(TOKENS, KV[:, :, half:], prefix=half) == PutResult(0, 0, 0, 0)
+    cache.put(TOKENS[: 2 * SIZE], KV[:, :, : 2 * SIZE])
+    assert cache.put(TOKENS, KV[:, :, half:], prefix=half) == PutResult(2 * SIZE, 0, 0, 0)
+    assert cache.match(TOKENS) == 2 * SIZE
+
+
+def test_put_with_everything_as_prefix_says_what_is_there(cache: Cache) -> None:
+    nothing = KV[:, :, :0]
+    assert cache.put(TOKENS, nothing, prefix=8 * SIZE).tokens_present == 0
+    cache.put(TOKENS, KV)
+    assert cache.put(TOKENS, nothing, prefix=8 * SIZE) == PutResult(8 * SIZE, 0, 0, 0)
+
+
+def test_put_keeps_no_reference(cache: Cache) -> None:
+    mine = KV.copy()
+    cache.put(TOKENS, mine)
+    mine[:] = 0
+    assert same(cache.get(TOKENS)[1], KV)
+
+
+def test_get_into_less_room_reads_what_fits(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    out = np.full_like(KV[:, :, : 3 * SIZE + 5], 7)
+    assert cache.get(TOKENS, out=out) == 3 * SIZE
+    assert same(out[:, :, : 3 * SIZE], KV[:, :, : 3 * SIZE])
+    assert (out[:, :, 3 * SIZE :] == 7).all()
+    assert cache.get(TOKENS, out=np.empty(SMALL.shape(0), SMALL.numpy_dtype)) == 0
+
+
+def test_get_into_a_slice_along_tokens(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    larger = np.full(SMALL.shape(10 * SIZE), 7, SMALL.numpy_dtype)
+    assert cache.get(TOKENS, out=larger[:, :, SIZE : 9 * SIZE]) == 8 * SIZE
+    assert same(larger[:, :, SIZE : 9 * SIZE], KV)
+    assert (larger[:, :, :SIZE] == 7).all()
+    assert (larger[:, :, 9 * SIZE :] == 7).all()
+
+
+def test_arrays_that_are_not_contiguous(cache: Cache) -> None:
+    turned = np.asfortranarray(KV)
+    cache.put(TOKENS, turned)
+    out = np.asfortranarray(np.zeros_like(KV))
+    assert cache.get(TOKENS, out=out) == 8 * SIZE
+    assert same(np.ascontiguousarray(out), KV)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(store: Store, dtype: str) -> None:
+    layout = Layout(layers=2, kv_heads=2, head_dim=6, dtype=dtype, chunk_tokens=8)
+    kv = kv_of(layout, TOKENS)
+    cache = store.namespace(dtype, layout)
+    assert cache.put(TOKENS, kv).tokens_present == len(TOKENS)
+    assert same(cache.get(TOKENS)[1], kv)
+
+
+def test_chunks_larger_than_a_message(store: Store) -> None:
+    layout = Layout(layers=3, kv_heads=4, head_dim=128, dtype="float16", chunk_tokens=1024)  # 6 MiB, sections of 1 MiB
+    tokens = np.arange(3 * 1024)
+    kv = kv_of(layout, tokens)
+    cache = store.namespace("large", layout)
+    assert cache.put(tokens, kv).chunks_written == 3
+    assert same(cache.get(tokens)[1], kv)
+    with cache.hold(tokens) as hold:
+        for layer, k, v in hold.layers():
+            assert same(k, kv[layer, 0])
+            assert same(v, kv[layer, 1])
+
+
+def test_thousands_of_chunks_in_a_message(store: Store) -> None:
+    tokens = np.arange(3000 * TINY.chunk_tokens)
+    kv = np.random.default_rng(1).integers(-128, 128, TINY.shape(len(tokens)), dtype=np.int8)
+    cache = store.namespace("tiny", TINY)
+    assert cache.put(tokens, kv).chunks_written == 3000
+    assert same(cache.get(tokens)[1], kv)
+
+
+def test_a_million_tokens(store: Store) -> None:
+    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=65_536)
+    tokens = np.arange(1_000_000)
+    kv = np.random.default_rng(1).integers(-128, 128, layout.shape(len(tokens)), dtype=np.int8)
+    cache = store.namespace("long", layout)
+    expected = 15 * 65_536
+    assert cache.match(tokens) == 0
+    assert cache.put(tokens, kv).tokens_present == expected
+    assert cache.match(tokens) == expected
+    assert same(cache.get(tokens)[1], kv[:, :, :expected])
+    with cache.pin(tokens) as pin:
+        assert pin.tokens == expected
+        assert cache.refcount(tokens) == 1
+
+
+def test_the_longest_prompt_there_is(store: Store) -> None:
+    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=65_536)
+    tokens = np.arange(4_194_304)
+    kv = np.zeros(layout.shape(len(tokens)), np.int8)
+    cache = store.namespace("longest", layout)
+    assert cache.put(tokens, kv).tokens_present == len(tokens)
+    assert cache.match(tokens) == len(tokens)
+    with cache.hold(tokens) as hold:
+        assert hold.tokens == len(tokens)
+
+
+# Namespaces
+
+
+def test_namespaces_share_nothing(store: Store, cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    for other in (
+        store.namespace("m", SMALL, tenant="another"),
+        store.namespace("m", SMALL, fingerprint="other weights"),
+        store.namespace("m", SMALL, attributes={"rope": "yarn"}),
+    ):
+        assert other.match(TOKENS) == 0
+        assert other.get(TOKENS)[0] == 0
+    assert len(store.namespaces()) == 4
+
+
+def test_a_namespace_is_listed_as_it_was_opened(store: Store) -> None:
+    made = store.namespace("näme", TINY, "weights", "tenant", {"b": "2", "a": "ä"}).namespace
+    found = store.namespaces()
+    assert found == [made]
+    assert found[0].digest == made.digest
+
+
+def test_another_layout_under_one_name(store: Store, cache: Cache) -> None:
+    with pytest.raises(LayoutMismatch, match="exists with Layout\\(layers=3"):
+        store.namespace("m", TINY)
+
+
+# Holds
+
+
+def test_a_hold_is_read_in_every_way(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    with cache.hold(TOKENS) as hold:
+        assert hold.tokens == 8 * SIZE
+        out = np.empty_like(KV)
+        assert hold.read_into(out) == 8 * SIZE
+        assert same(out, KV)
+        views = hold.view()
+        assert [view.shape for view in views] == 8 * [SMALL.shape(SIZE)]
+        assert same(np.concatenate(views, axis=2), KV)
+        assert not any(view.flags.writeable for view in views)
+        layers = list(hold.layers())
+        assert [layer for layer, _, _ in layers] == list(range(SMALL.layers))
+        for layer, k, v in layers:
+            assert same(k, KV[layer, 0])
+            assert same(v, KV[layer, 1])
+
+
+def test_a_hold_of_part_of_a_prompt(cache: Cache) -> None:
+    cache.put(TOKENS[: 3 * SIZE], KV[:, :, : 3 * SIZE])
+    with cache.hold(TOKENS) as hold:
+        assert hold.tokens == 3 * SIZE
+        assert len(hold.view()) == 3
+        _, k, _ = next(hold.layers())
+        assert same(k, KV[0, 0, : 3 * SIZE])
+
+
+def test_a_hold_that_ended_reads_nothing(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    hold = cache.hold(TOKENS)
+    hold.release()
+    hold.release()
+    for read in (lambda: hold.read_into(np.empty_like(KV)), hold.view, lambda: list(hold.layers())):
+        with pytest.raises(HoldBroken, match="match again"):
+            read()
+
+
+def test_a_hold_past_its_time(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    hold = cache.hold(TOKENS, ttl=0.001)
+    threading.Event().wait(0.05)  # its time is real time
+    with pytest.raises(HoldBroken, match="match again"):
+        hold.read_into(np.empty_like(KV))
+    hold.release()
+
+
+def test_layers_can_be_left_in_the_middle(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    with cache.hold(TOKENS) as hold:
+        for _ in range(20):
+            layers = hold.layers()
+            next(layers)
+            layers.close()  # type: ignore[attr-defined]  # it is a generator
+        assert len(list(hold.layers())) == SMALL.layers
+
+
+# Pins
+
+
+def test_pins_are_counted_listed_and_released(store: Store, cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    assert cache.refcount(TOKENS) == 0
+    first = cache.pin(TOKENS, ttl=60, owner="tests")
+    second = cache.pin(TOKENS[: 3 * SIZE], ttl=60, owner="tests")
+    assert (first.tokens, second.tokens) == (8 * SIZE, 3 * SIZE)
+    assert (cache.refcount(TOKENS), cache.refcount(TOKENS[: 3 * SIZE])) == (1, 2)
+    listed = {pin.id: pin for pin in store.pins()}
+    assert set(listed) == {first.id, second.id}
+    assert (listed[first.id].owner, listed[first.id].namespace, listed[first.id].tokens) == ("tests", "m", 8 * SIZE)
+    assert first.release()
+    assert not first.release()
+    assert store.unpin(second.id)
+    assert store.pins() == []
+    assert cache.refcount(TOKENS) == 0
+
+
+def test_a_pin_id_that_is_none(store: Store) -> None:
+    with pytest.raises(InvalidRequest, match="pin id 'nonsense'"):
+        store.unpin("nonsense")
+
+
+def test_clear_leaves_what_is_pinned(store: Store, cache: Cache) -> None:
+    other = store.namespace("other", SMALL)
+    cache.put(TOKENS, KV)
+    other.put(TOKENS, KV)
+    with cache.pin(TOKENS[: 2 * SIZE]):
+        cleared = cache.clear()
+    assert cleared.chunks == 6
+    assert cleared.bytes >= 6 * SMALL.chunk_bytes
+    assert cache.match(TOKENS) == 2 * SIZE
+    assert other.match(TOKENS) == 8 * SIZE
+
+
+# Blocks
+
+KEYS = [bytes([number]) * (16 + number) for number in range(40)]
+BLOCKS = [bytes([255 - number]) * (1 + 997 * number) for number in range(40)]
+
+
+def test_blocks_are_stored_matched_and_read(cache: Cache) -> None:
+    assert cache.blocks.match(KEYS) == 0
+    assert cache.blocks.put(KEYS, BLOCKS) == 40 * [True]
+    assert cache.blocks.match(KEYS) == 40
+    buffers = [bytearray(len(block)) for block in BLOCKS]
+    assert cache.blocks.get(KEYS, buffers) == 40 * [True]
+    assert [bytes(buffer) for buffer in buffers] == BLOCKS
+
+
+def test_blocks_that_are_missing_among_others(cache: Cache) -> None:
+    cache.blocks.put(KEYS[::2], BLOCKS[::2])
+    assert cache.blocks.match(KEYS) == 1
+    buffers = [bytearray(len(block)) for block in BLOCKS]
+    assert cache.blocks.get(KEYS, buffers) == 20 * [True, False]
+    assert [bytes(buffer) for buffer in buffers[::2]] == BLOCKS[::2]
+
+
+def test_blocks_of_another_size_are_not_stored_and_a_miss(cache: Cache) -> None:
+    cache.blocks.put(KEYS[:2], [b"12345", b"abc"])
+    assert cache.blocks.put(KEYS[:2], [b"1234", b"xyz"]) == [False, True]
+    buffers = [bytearray(4), bytearray(3)]
+    assert cache.blocks.get(KEYS[:2], buffers) == [False, True]
+    assert bytes(buffers[1]) == b"abc"
+
+
+def test_no_blocks_at_all(cache: Cache) -> None:
+    assert cache.blocks.put([], []) == []
+    assert cache.blocks.match([]) == 0
+    assert cache.blocks.get([], []) == []
+
+
+def test_blocks_larger_than_a_window(cache: Cache) -> None:
+    blocks = [np.random.default_rng(number).bytes(9_000_000) for number in range(2)]
+    assert cache.blocks.put(KEYS[:2], blocks) == [True, True]
+    arrays = [np.empty(9_000_000, np.uint8) for _ in range(2)]
+    assert cache.blocks.get(KEYS[:2], arrays) == [True, True]
+    assert [array.tobytes() for array in arrays] == blocks
+
+
+# What goes wrong
+
+
+def test_a_damaged_chunk_is_a_miss_and_the_next_put_repairs_it(store: Store, cache: Cache, root: FaultyRoot) -> None:
+    cache.put(TOKENS, KV)
+    root.set_rules([Rule("read", Flipped(4096 + 5), is_chunk, nth=3, times=1)])
+    count, array = cache.get(TOKENS)
+    assert count < 8 * SIZE
+    assert same(array, KV[:, :, :count])
+    root.set_rules([])
+    cache.put(TOKENS, KV)
+    assert same(cache.get(TOKENS)[1], KV)
+
+
+def test_a_chunk_lost_under_a_layer_by_layer_read(cache: Cache, root: FaultyRoot) -> None:
+    cache.put(TOKENS, KV)
+    with cache.hold(TOKENS) as hold:
+        root.set_rules([Rule("open", Missing(), is_chunk, nth=5)])
+        with pytest.raises(HoldBroken) as broken:
+            list(hold.layers())
+    valid = broken.value.tokens_valid
+    assert valid % SIZE == 0
+    assert valid < 8 * SIZE
+    assert f"from token {valid} on" in str(broken.value)
+
+
+def test_a_chunk_that_vanished_is_put_again(cache: Cache, root: FaultyRoot) -> None:
+    """What a worker remembers as present may be gone; a put that trusts it must notice, and close the hole."""
+    cache.put(TOKENS, KV)
+    assert cache.match(TOKENS) == 8 * SIZE
+    root.set_rules([Rule("stat", Lost(), is_chunk, nth=3, times=1)])
+    result = cache.put(TOKENS, KV)
+    root.set_rules([])
+    assert result.tokens_present == 8 * SIZE
+    assert result.chunks_written >= 1
+    assert result.chunks_written + result.chunks_found == 8
+    assert same(cache.get(TOKENS)[1], KV)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [(ENOSPC, Overloaded), (EROFS, PermissionDenied), (EIO, Unavailable)], ids=["full", "ro", "io"]
+)
+def test_a_root_that_cannot_be_written(cache: Cache, root: FaultyRoot, fault: Any, error: type[Exception]) -> None:
+    root.set_rules([Rule("stage", fault)])
+    with pytest.raises(error, match="injected"):
+        cache.put(TOKENS, KV)
+    with pytest.raises(error, match="injected"):
+        cache.blocks.put(KEYS, BLOCKS)
+    root.set_rules([])
+    assert cache.put(TOKENS, KV).tokens_present == 8 * SIZE
+
+
+def test_a_root_that_cannot_be_read_is_a_miss(cache: Cache, root: FaultyRoot) -> None:
+    cache.put(TOKENS, KV)
+    cache.blocks.put(KEYS, BLOCKS)
+    root.set_rules([Rule("open", EIO, is_chunk)])
+    assert cache.get(TOKENS)[0] == 0
+    assert cache.blocks.get(KEYS, [bytearray(len(block)) for block in BLOCKS]) == 40 * [False]
+    with cache.hold(TOKENS) as hold:
+        assert hold.read_into(np.empty_like(KV)) == 0
+        assert hold.view() == []
+
+
+def test_many_threads_at_once(cache: Cache) -> None:
+    def work(number: int) -> None:
+        for turn in range(6):
+            tokens = np.arange(4 * SIZE) + 1000 * (number // 2) + 10_000 * turn
+            kv = kv_of(SMALL, tokens)
+            cache.put(tokens, kv)
+            assert cache.match(tokens) == 4 * SIZE
+            assert same(cache.get(tokens)[1], kv)
+
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(work, range(12)))
+
+
+def test_stats_count_what_was_done(store: Store, cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    cache.get(TOKENS)
+    stats = store.stats()
+    assert stats["chunks_written"] == 8
+    assert stats["chunks_read"] == 8
+    assert stats["bytes_written"] == stats["bytes_read"] == 8 * SMALL.chunk_bytes
+    assert stats["holds"] == 0
+
+
+def test_closed_stores_refuse(store: Store, cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    store.close()
+    store.close()
+    with pytest.raises(Unavailable, match="closed"):
+        store.namespace("another", SMALL)
+    with pytest.raises(Unavailable, match="closed"):
+        cache.put(TOKENS, KV)
+    assert cache.get(TOKENS)[0] == 0

@@ -1,0 +1,175 @@
+"""Workers found through the cluster's metadata: the list follows who comes and goes, and survives its own absence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client.discovery import Discovery
+from kvstore.client.limits import ClientLimits
+from kvstore.client.remote import RemotePort
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.faulty import FaultyMeta
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.roots import bind_root
+from kvstore.meta.server import EmbeddedEtcd
+from kvstore.node.limits import Limits
+from kvstore.node.opening import join, open_member
+from kvstore.root.identity import create_or_open
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.worker.worker import Worker
+from tests.etcd_fixture import frozen
+from tests.node.stores import SMALL, kv_of, same
+from tests.worker.serving import WAIT_S, Served, eventually, tokens_of
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+LIVELY = ClientLimits(refresh_s=0.05)
+
+
+@dataclass
+class Cluster:
+    """One root and its metadata, in memory; workers join and leave."""
+
+    files: MemoryFiles = field(default_factory=MemoryFiles)
+    store: MemoryStore = field(default_factory=MemoryStore)
+
+    @contextmanager
+    def worker(self) -> Iterator[Served]:
+        clock, ids, root, meta = SystemClock(), RandomIds(), MemoryRoot(self.files), MemoryMeta(self.store)
+        identity = create_or_open(root, ids)
+        bind_root(meta, f"memory://{identity.root.hex()}", identity.root)
+        member = join(root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids)
+        worker = Worker(member, "127.0.0.1:0")
+        try:
+            worker.start()
+            workers = MemoryMeta(self.store)
+            eventually(lambda: worker.address in Discovery(workers, identity.root.hex()).addresses(), "it is listed")
+            yield Served(worker, member)
+        finally:
+            worker.drain(WAIT_S)
+            member.close()
+
+    def connected(self, root: str | None = None) -> Store:
+        return Store(RemotePort([], LIVELY, discovery=Discovery(MemoryMeta(self.store), root)))
+
+
+def known(store: Store) -> set[str]:
+    port = store._port
+    assert isinstance(port, RemotePort)
+    return {endpoint.address for endpoint in port.endpoints.every()}
+
+
+def test_workers_that_come_and_go_are_followed() -> None:
+    cluster = Cluster()
+    with ExitStack() as stack, cluster.worker() as first:
+        with cluster.connected() as store:
+            assert known(store) == {first.address}
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, KV)
+            with cluster.worker() as second:
+                eventually(lambda: known(store) == {first.address, second.address}, "the second one is found")
+            eventually(lambda: known(store) == {first.address}, "it is let go")
+            assert same(cache.get(TOKENS)[1], KV)
+            third = stack.enter_context(cluster.worker())
+            eventually(lambda: known(store) == {first.address, third.address}, "a third one is found")
+            first.worker.drain(WAIT_S)
+            eventually(lambda: known(store) == {third.address}, "the first one is let go")
+            assert same(cache.get(TOKENS)[1], KV)
+            assert store.stats()["client_misses_unreachable"] == 0
+
+
+def test_a_hold_outlives_its_workers_listing() -> None:
+    """A worker that is not listed any more may serve all the same: what was begun there is finished there."""
+    cluster = Cluster()
+    with cluster.worker() as first, cluster.worker() as second, cluster.connected() as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            (holder,) = [each for each in (first, second) if len(each.worker.service.holds)]
+            holder.worker._deregister()
+            eventually(lambda: holder.address not in known(store), "it is let go")
+            out = np.empty_like(KV)
+            assert hold.read_into(out) == len(TOKENS)
+            assert same(out, KV)
+        assert len(holder.worker.service.holds) == 0
+
+
+def test_before_any_worker_runs_reads_are_misses() -> None:
+    cluster = Cluster()
+    with cluster.connected() as store:
+        with pytest.raises(Unavailable, match="no worker is known: start one"):
+            store.namespace("m", SMALL)
+        with cluster.worker() as first:
+            eventually(lambda: known(store) == {first.address}, "it is found")
+            assert store.namespace("m", SMALL).match(TOKENS) == 0
+
+
+def test_the_list_stays_when_the_metadata_do_not_answer_or_are_empty() -> None:
+    cluster = Cluster()
+    with cluster.worker() as first:
+        meta = FaultyMeta(MemoryMeta(cluster.store))
+        with Store(RemotePort([], LIVELY, discovery=Discovery(meta, None))) as store:
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, KV)
+            first.worker._deregister()
+            asked = meta.operations_count
+            eventually(lambda: meta.operations_count > asked + 2, "the list is read again")
+            assert same(cache.get(TOKENS)[1], KV)
+            meta.close()
+            assert same(cache.get(TOKENS)[1], KV)
+            assert known(store) == {first.address}
+
+
+def test_several_roots_in_one_cluster_have_to_be_told_apart() -> None:
+    store = MemoryStore()
+    one, other = Cluster(store=store), Cluster(store=store)
+    with one.worker() as first, other.worker() as second:
+        ids = [served.member.node.identity.root.hex() for served in (first, second)]
+        with pytest.raises(InvalidRequest, match="etcd knows 2 roots") as error:
+            one.connected()
+        assert all(root in str(error.value) for root in ids)
+        with one.connected(ids[0]) as connected:
+            assert known(connected) == {first.address}
+        with one.connected(ids[1]) as connected:
+            assert known(connected) == {second.address}
+
+
+@pytest.mark.slow
+def test_through_etcd_which_may_then_freeze(tmp_root: Path) -> None:
+    with EmbeddedEtcd(tmp_root / "etcd") as etcd, ExitStack() as stack:
+        for _ in range(2):
+            member = open_member(str(tmp_root / "root"), etcd.endpoints)
+            stack.callback(member.close)
+            worker = Worker(member, "127.0.0.1:0")
+            worker.start()
+            stack.callback(worker.stop)
+        with kvstore.connect(etcd=etcd.endpoints, limits=ClientLimits(refresh_s=0.2)) as store:
+            eventually(lambda: len(known(store)) == 2, "both are found")
+            cache = store.namespace("m", SMALL)
+            with frozen(etcd.pid):
+                began_s = time.monotonic()
+                for number in range(20):
+                    tokens = tokens_of(number, len(TOKENS))
+                    assert cache.put(tokens, kv_of(SMALL, tokens)).tokens_present == len(tokens)
+                    assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
+                assert time.monotonic() - began_s < 10  # none of it waits for etcd
+            with cache.pin(tokens_of(0, len(TOKENS))) as pin:
+                assert pin.tokens == len(TOKENS)
+
+
+@pytest.mark.slow
+def test_etcd_that_is_not_there(tmp_root: Path) -> None:
+    with kvstore.connect(etcd="127.0.0.1:1", limits=ClientLimits(probe_s=0.5)) as store:
+        with pytest.raises(Unavailable, match="no worker is known"):
+            store.namespace("m", SMALL)

@@ -1,0 +1,320 @@
+"""Several workers on one root: load is spread, a dead worker is left out until it is back, a read goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout
+from kvstore.client import Store
+from kvstore.client.arrays import KvMemory
+from kvstore.client.endpoints import Endpoints
+from kvstore.client.limits import ClientLimits
+from kvstore.client.port import Sections
+from kvstore.client.remote import RemotePort
+from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
+from kvstore.root.faulty import Delay, FaultyRoot, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from tests.node.stores import SMALL, kv_of, same
+from tests.worker.serving import (
+    WAIT_S,
+    Served,
+    Several,
+    connected,
+    eventually,
+    serving,
+    tokens_of,
+    worker_process,
+)
+
+LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Served, Served]]:
+    """Two workers on one root."""
+    files = MemoryFiles()
+    with serving(MemoryRoot(files)) as first, serving(MemoryRoot(files)) as second:
+        yield first, second
+
+
+def endpoints_of(store: Store) -> Endpoints:
+    port = store._port
+    assert isinstance(port, RemotePort)
+    return port.endpoints
+
+
+def matches(served: Served) -> int:
+    return served.member.node.counters.snapshot()["requests_match"]
+
+
+def test_what_one_worker_stored_another_serves(pair: tuple[Served, Served]) -> None:
+    with connected(pair[0]) as one, connected(pair[1]) as other:
+        one.namespace("m", SMALL).put(TOKENS, KV)
+        assert same(other.namespace("m", SMALL).get(TOKENS)[1], KV)
+
+
+def test_load_is_spread_and_prompts_that_begin_alike_stay_together(pair: tuple[Served, Served]) -> None:
+    with connected(*pair) as store:
+        cache = store.namespace("m", SMALL)
+        for number in range(64):
+            cache.match(tokens_of(number, len(TOKENS)))
+        assert min(map(matches, pair)) >= 8
+        before = [matches(served) for served in pair]
+        for length in range(1, 5):
+            cache.match(TOKENS[: length * SMALL.chunk_tokens])
+        assert sorted(matches(served) - was for served, was in zip(pair, before, strict=True)) == [0, 4]
+
+
+def test_a_busy_worker_gives_up_its_favourites() -> None:
+    """Calls in progress count more than memory of a prompt."""
+    files = MemoryFiles()
+    slow = [FaultyRoot(MemoryRoot(files)) for _ in range(2)]
+    with serving(slow[0]) as first, serving(slow[1]) as second, connected(first, second) as store:
+        cache = store.namespace("m", SMALL)
+        for root in slow:
+            root.set_rules([Rule("stat", Delay(0.3))])
+        threads = [threading.Thread(target=cache.match, args=(TOKENS,)) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert min(matches(first), matches(second)) >= 3
+
+
+def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Served]) -> None:
+    first, second = pair
+    with connected(*pair) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        first.worker.stop()
+        for number in range(30):
+            tokens = tokens_of(number, len(TOKENS))
+            assert cache.put(tokens, kv_of(SMALL, tokens)).tokens_present == len(TOKENS)
+            assert cache.match(tokens) == len(TOKENS)
+            assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
+        assert store.stats()["workers"] == 1
+        assert store.stats()["client_misses_unreachable"] == 0
+        with serving(first.member.node.root, listen=first.address) as again:
+            eventually(lambda: store.stats()["workers"] == 2, "the worker is asked again")
+            eventually(lambda: all(each.aside is None for each in endpoints_of(store).every()), "it is back")
+            eventually(
+                lambda: cache.match(tokens_of(int(time.monotonic() * 1000) % 1_000_000, 16)) or matches(again),
+                "it gets calls",
+            )
+        assert second.worker.is_serving
+
+
+def test_a_draining_worker_hands_over_without_an_error(pair: tuple[Served, Served]) -> None:
+    with connected(*pair) as store:
+        cache = store.namespace("m", SMALL)
+
+        def work(number: int, turn: int) -> None:
+            tokens = tokens_of(1000 * number + turn % 50, len(TOKENS))
+            kv = kv_of(SMALL, tokens)
+            assert cache.put(tokens, kv).tokens_present == len(tokens)
+            assert same(cache.get(tokens)[1], kv)
+
+        clients = Several(4, work)
+        eventually(lambda: matches(pair[0]) > 5, "both serve")
+        assert pair[0].worker.drain(WAIT_S)
+        served = matches(pair[1])
+        eventually(lambda: matches(pair[1]) > served + 20, "the other one goes on")
+        clients.stop()
+        assert store.stats()["client_misses_unreachable"] == 0
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_the_middle(tmp_root: Path) -> None:
+    """SIGKILL under load: every answer stays right, and what was acknowledged is there."""
+    acknowledged: list[int] = []
+    with worker_process(tmp_root) as first, worker_process(tmp_root) as second:
+        with kvstore.connect(first.address, second.address) as store:
+            cache = store.namespace("m", SMALL)
+
+            def work(number: int, turn: int) -> None:
+                key = 10_000 * number + turn
+                tokens = tokens_of(key, len(TOKENS))
+                assert cache.put(tokens, kv_of(SMALL, tokens)).tokens_present == len(tokens)
+                acknowledged.append(key)
+                count, array = cache.get(tokens)
+                assert same(array, kv_of(SMALL, tokens)[:, :, :count])
+
+            clients = Several(4, work)
+            eventually(lambda: len(acknowledged) > 40, "both are at work")
+            first.kill()
+            done = len(acknowledged)
+            eventually(lambda: len(acknowledged) > done + 40, "the other one goes on")
+            clients.stop()
+            for key in acknowledged:
+                tokens = tokens_of(key, len(TOKENS))
+                assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_costs_one_deadline_not_every_one(tmp_root: Path) -> None:
+    limits = ClientLimits(match_s=1.0, pin_s=5.0, probe_s=0.5, refresh_s=0.5)
+    with worker_process(tmp_root) as first, worker_process(tmp_root) as second:
+        with kvstore.connect(first.address, second.address, limits=limits) as store:
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, KV)
+            for number in range(8):
+                cache.match(tokens_of(number, len(TOKENS)))  # both are connected
+            first.send(signal.SIGSTOP)
+            try:
+                eventually(lambda: endpoints_of(store).every()[0].aside, "it is set aside")
+                for _ in range(10):
+                    assert cache.match(TOKENS) == len(TOKENS)
+                    assert same(cache.get(TOKENS)[1], KV)
+            finally:
+                first.send(signal.SIGCONT)
+            eventually(lambda: endpoints_of(store).every()[0].aside is None, "it is back")
+
+
+def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
+    tokens = np.arange(24 * LARGE.chunk_tokens)
+    kv = np.random.default_rng(0).integers(0, 60_000, LARGE.shape(len(tokens)), dtype=np.uint16)
+    files = MemoryFiles()
+    with ExitStack() as stack:
+        pair = [stack.enter_context(serving(MemoryRoot(files))) for _ in range(2)]
+        store = stack.enter_context(connected(*pair))
+        cache = store.namespace("m", LARGE)
+        cache.put(tokens, kv)
+        port = store._port
+        asked = 0
+
+        def memory(count: int) -> Sections:
+            """Stops the worker that serves this read once the first bytes are about to be written."""
+            nonlocal asked
+            asked += 1
+            assert count == 24
+            (busy,) = [each for each in pair if each.worker.service.gate.inside_count]
+            busy.worker.stop()
+            return KvMemory(out, LARGE).sections
+
+        out = np.zeros_like(kv)
+        ids = tokens.astype("<u4")
+        assert port.get(cache.namespace, ids, 24, memory) == 24
+        assert asked == 1
+        assert same(out, kv)
+        stats = store.stats()
+        assert (stats["client_retries"], stats["client_misses_unreachable"]) == (1, 0)
+
+
+def test_a_hold_on_a_dead_worker_is_a_miss(pair: tuple[Served, Served]) -> None:
+    with connected(pair[0]) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            pair[0].worker.stop()
+            assert hold.read_into(np.empty_like(KV)) == 0
+            assert hold.view() == []
+            with pytest.raises(HoldBroken) as broken:
+                list(hold.layers())
+            assert broken.value.tokens_valid == 0
+
+
+def test_no_worker_at_all_is_a_miss_for_reads_and_an_error_for_the_rest() -> None:
+    with serving() as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        pin = cache.pin(TOKENS)
+        served.worker.stop()
+        assert cache.match(TOKENS) == 0
+        assert cache.get(TOKENS)[0] == 0
+        assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
+        with cache.hold(TOKENS) as hold:
+            assert hold.tokens == 0
+        assert cache.blocks.match([bytes(16)]) == 0
+        assert cache.blocks.get([bytes(16)], [bytearray(3)]) == [False]
+        for call in (
+            lambda: cache.put(TOKENS, KV),
+            lambda: cache.pin(TOKENS),
+            lambda: cache.refcount(TOKENS),
+            pin.release,
+            lambda: cache.blocks.put([bytes(16)], [b"abc"]),
+            cache.clear,
+            store.namespaces,
+            store.pins,
+            store.stats,
+            lambda: store.namespace("another", SMALL),
+        ):
+            with pytest.raises(Unavailable):
+                call()
+        assert store._port.counters.snapshot()["client_misses_unreachable"] == 6  # type: ignore[attr-defined]
+
+
+def test_a_store_may_be_connected_before_its_worker_runs(tmp_root: Path) -> None:
+    address = f"unix:{tmp_root}/socket"
+    with kvstore.connect(address) as store:
+        with pytest.raises(Unavailable):
+            store.namespace("m", SMALL)
+        with serving(listen=address):
+            eventually(lambda: endpoints_of(store).every()[0].aside is None, "the worker is found")
+            cache = store.namespace("m", SMALL)
+            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_a_worker_with_a_new_root_is_told_the_namespace_again(tmp_root: Path) -> None:
+    address = f"unix:{tmp_root}/socket"
+    with ExitStack() as stack, kvstore.connect(address) as store:
+        with serving(listen=address):
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, KV)
+        stack.enter_context(serving(listen=address))  # on another, empty root
+        eventually(lambda: endpoints_of(store).every()[0].aside is None or cache.match(TOKENS), "the worker is back")
+        assert cache.match(TOKENS) == 0
+        assert cache.put(TOKENS, KV).chunks_written == 4
+        assert same(cache.get(TOKENS)[1], KV)
+        assert store.stats()["client_namespaces_reopened"] == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "says"),
+    [
+        ((), {}, "give one of the two"),
+        (("127.0.0.1:7070",), {"etcd": "127.0.0.1:2379"}, "give one of the two"),
+        (("127.0.0.1:7070",), {"root": "ab" * 16}, "needs etcd"),
+        (("127.0.0.1",), {}, "expected host:port"),
+        (("http://127.0.0.1:7070",), {}, "expected host:port"),
+        (("::1:7070",), {}, "expected host:port"),
+        (("127.0.0.1:0",), {}, "expected host:port"),
+        (("unix:",), {}, "expected host:port"),
+        ((), {"etcd": "127.0.0.1:2379", "root": "xyz"}, "32 hex digits"),
+        ((), {"etcd": "nonsense"}, "expected host:port"),
+    ],
+)
+def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, str], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        kvstore.connect(*workers, **options)
+
+
+@pytest.mark.parametrize("limits", [{"match_s": 0}, {"probe_pause_s_max": 0.01}])
+def test_client_limits_that_make_no_sense(limits: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(limits))):
+        ClientLimits(**limits)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_is_told_to_connect_itself() -> None:
+    with serving() as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        child = os.fork()
+        if not child:
+            try:
+                cache.match(TOKENS)
+            except InvalidRequest as error:
+                os._exit(0 if "connect in the child" in str(error) else 2)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,222 @@
+"""Workers for tests, in this process or in one of their own, and the raw calls of a client that is not ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+import kvstore
+from kvstore import Layout
+from kvstore.client.limits import ClientLimits
+from kvstore.client.store import Store
+from kvstore.format.checksum import checksum
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
+from kvstore.wire.statuses import ERROR_KEY
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
+from tests.node.stores import member_on
+
+WAIT_S = 60.0
+"""For what must happen soon; generous, because the machine may be busy with something else."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A worker and the member that it serves."""
+
+    worker: Worker
+    member: Member
+
+    @property
+    def address(self) -> str:
+        return self.worker.address
+
+
+@contextmanager
+def serving(
+    root: Root | Path | None = None,
+    *,
+    limits: Limits | None = None,
+    worker_limits: WorkerLimits | None = None,
+    listen: str = "127.0.0.1:0",
+) -> Iterator[Served]:
+    """A worker on ``root`` (memory where none is given), stopped at the end."""
+    opened = PosixRoot(root) if isinstance(root, Path) else root or MemoryRoot(MemoryFiles())
+    member = member_on(opened, limits)
+    worker = Worker(member, listen, worker_limits)
+    try:
+        worker.start()
+        yield Served(worker, member)
+    finally:
+        worker.stop()
+        member.close()
+
+
+def connected(*workers: Served | str, limits: ClientLimits | None = None) -> Store:
+    """A store over workers."""
+    return kvstore.connect(*(each if isinstance(each, str) else each.address for each in workers), limits=limits)
+
+
+@contextmanager
+def raw_channel(served: Served) -> Iterator[grpc.Channel]:
+    """A plain channel with the defaults of gRPC."""
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+@contextmanager
+def raw_stub(served: Served) -> Iterator[KVStoreStub]:
+    """The generated stub, all that a client in another language has."""
+    with raw_channel(served) as channel:
+        yield KVStoreStub(channel)
+
+
+def packed(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Token ids as a foreign client packs them."""
+    return struct.pack(f"<{len(tokens)}I", *map(int, tokens))
+
+
+def opened(stub: KVStoreStub, layout: Layout, name: str = "m") -> bytes:
+    """The digest of a namespace, opened by a foreign client."""
+    message = pb.Namespace(name=name, layout=pb.Layout(**layout.to_dict()))
+    digest: bytes = stub.OpenNamespace(pb.OpenNamespaceRequest(namespace=message), timeout=WAIT_S).digest
+    return digest
+
+
+def sections_of(kv: npt.NDArray[Any], layout: Layout) -> list[bytes]:
+    """The sections of all chunks of an array, in the order of the wire, worked out the slow way."""
+    found = []
+    for start in range(0, kv.shape[2] - layout.chunk_tokens + 1, layout.chunk_tokens):
+        for layer in kv:
+            found += [plane[start : start + layout.chunk_tokens].tobytes() for plane in layer]
+    return found
+
+
+def sums_of(parts: Sequence[bytes]) -> bytes:
+    """Their checksums as on the wire."""
+    return b"".join(checksum(part).to_bytes(8, "little") for part in parts)
+
+
+def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
+    """Status code, message and error class of a call that must fail."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        trailers: Any = error.trailing_metadata() or ()
+        return error.code(), error.details() or "", str(dict(trailers).get(ERROR_KEY, ""))
+    raise AssertionError("the call was answered")
+
+
+def eventually(holds: Callable[[], object], what: str) -> None:
+    """Waits until something holds; for what another thread or process does without telling us."""
+    ends_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < ends_s, f"not within {WAIT_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+_PROCESS = """
+import sys
+from kvstore.node.opening import open_member
+from kvstore.worker.worker import Worker
+member = open_member(sys.argv[1], create=True)
+worker = Worker(member, sys.argv[2])
+print(worker.start(), flush=True)
+sys.stdin.read()
+worker.drain(30.0)
+member.close()
+print("drained", flush=True)
+"""
+
+
+class WorkerProcess:
+    """A worker in a process of its own. ``address`` is where it listens."""
+
+    def __init__(self, root: Path, listen: str = "127.0.0.1:0") -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, str(root), listen],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._child.stdout is not None
+        self.address = self._child.stdout.readline().strip()
+        assert self.address, "the worker did not start"
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self._child.pid, number)
+
+    def drain(self) -> str:
+        """Lets it drain and end; what it said."""
+        said, _ = self._child.communicate(timeout=WAIT_S)
+        return said.strip()
+
+    def kill(self) -> None:
+        """SIGKILL, also where it is stopped. Idempotent."""
+        self._child.kill()
+        self._child.communicate(timeout=WAIT_S)
+
+
+@contextmanager
+def worker_process(root: Path, listen: str = "127.0.0.1:0") -> Iterator[WorkerProcess]:
+    """A WorkerProcess, killed at the end."""
+    child = WorkerProcess(root, listen)
+    try:
+        yield child
+    finally:
+        child.kill()
+
+
+class Several:
+    """Threads that do the same until told to stop; their errors are raised at the end."""
+
+    def __init__(self, count: int, work: Callable[[int, int], None]) -> None:
+        self._work = work
+        self._stop = threading.Event()
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in self._threads)
+        if self.errors:
+            raise self.errors[0]
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        try:
+            while not self._stop.is_set():
+                self._work(number, turn)
+                turn += 1
+        except BaseException as error:  # noqa: BLE001  # raised by stop
+            self.errors.append(error)
+
+
+def tokens_of(number: int, count: int) -> npt.NDArray[np.int64]:
+    """``count`` tokens that no other number has."""
+    return np.arange(count, dtype=np.int64) + 1000 * number

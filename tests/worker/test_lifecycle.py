@@ -1,0 +1,303 @@
+"""A worker's life: listening, health, reflection, metrics, draining under load, and a root that hangs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+import kvstore
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.meta.workers import Workers
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.metrics import start_metrics
+from kvstore.worker.worker import Worker
+from tests.node.stores import SMALL, kv_of, member_on, same
+from tests.worker.serving import (
+    WAIT_S,
+    Served,
+    Several,
+    connected,
+    eventually,
+    opened,
+    packed,
+    raw_channel,
+    raw_stub,
+    refused,
+    sections_of,
+    serving,
+    sums_of,
+    tokens_of,
+    worker_process,
+)
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+SECTIONS = sections_of(KV, SMALL)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def health_of(channel: grpc.Channel, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S).status
+    return status
+
+
+# Listening
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
+def test_port_0_is_chosen_and_said(listen: str) -> None:
+    with serving(listen=listen) as served, connected(served) as store:
+        assert int(served.address.rpartition(":")[2]) > 0
+        assert store.namespace("m", SMALL).match(TOKENS) == 0
+
+
+def test_ipv6_in_brackets() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    with serving(listen="[::1]:0") as served, connected(served) as store:
+        assert served.address.startswith("[::1]:")
+        assert store.namespace("m", SMALL).match(TOKENS) == 0
+
+
+def test_a_unix_socket(tmp_root: Path) -> None:
+    address = f"unix:{tmp_root}/socket"
+    with serving(listen=address) as served, connected(served) as store:
+        assert served.address == address
+        assert store.namespace("m", SMALL).match(TOKENS) == 0
+
+
+def test_two_workers_on_one_port_are_an_error() -> None:
+    with serving() as served:
+        second = Worker(served.member, served.address)
+        with pytest.raises(InvalidRequest, match="in use by another process"):
+            second.start()
+        second.stop()
+
+
+@pytest.mark.parametrize("listen", ["", "127.0.0.1", ":7070", "127.0.0.1:http", "127.0.0.1:70000", "127.0.0.1:-1"])
+def test_addresses_that_are_none(listen: str) -> None:
+    member = member_on(MemoryRoot(MemoryFiles()))
+    worker = Worker(member, listen)
+    with pytest.raises(InvalidRequest, match="expected host:port"):
+        worker.start()
+    worker.stop()
+    member.close()
+
+
+@pytest.mark.parametrize("limits", [{"calls_max": 0}, {"idle_s": float("nan")}, {"stream_s_max": 1.0}])
+def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(limits))):
+        WorkerLimits(**limits)
+
+
+def test_it_registers_while_it_serves() -> None:
+    member = member_on(MemoryRoot(MemoryFiles()))
+    workers = Workers(member.meta, member.keys)
+    worker = Worker(member, "127.0.0.1:0", advertise="kv-7.example:7070", version="1.2.3")
+    assert workers.list() == {}
+    worker.start()
+    eventually(workers.list, "the worker is registered")
+    (record,) = workers.list().values()
+    assert (record.address, record.version, record.host) == ("kv-7.example:7070", "1.2.3", socket.gethostname())
+    assert worker.drain(WAIT_S)
+    assert workers.list() == {}
+    member.close()
+
+
+def test_a_wildcard_address_is_advertised_as_this_host() -> None:
+    with serving(listen="0.0.0.0:0") as served:
+        assert served.worker.advertised == f"{socket.gethostname()}:{served.address.rpartition(':')[2]}"
+
+
+# Health, reflection, metrics
+
+
+def test_health_says_serving() -> None:
+    with serving() as served, raw_channel(served) as channel:
+        assert health_of(channel) == SERVING
+        assert health_of(channel, "kvstore.v1.KVStore") == SERVING
+        code, _, _ = refused(lambda: health_of(channel, "nonsense"))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_the_services_and_describes_ours() -> None:
+    def asked() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvstore.v1.KVStore")
+
+    with serving() as served, raw_channel(served) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, described = stub.ServerReflectionInfo(asked(), timeout=WAIT_S)
+        names = {service.name for service in listed.list_services_response.service}
+        assert {"kvstore.v1.KVStore", "grpc.health.v1.Health"} <= names
+        assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+
+
+def test_metrics_tell_what_was_done() -> None:
+    with serving() as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        cache.get(TOKENS)
+        metrics = start_metrics(served.worker, "127.0.0.1:0")
+        try:
+            with urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=WAIT_S) as answer:
+                lines = answer.read().decode().splitlines()
+            with pytest.raises(InvalidRequest, match="could not serve metrics"):
+                start_metrics(served.worker, metrics.address)
+        finally:
+            metrics.close()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        assert float(values["kvstore_chunks_written_total"]) == 4
+        assert float(values["kvstore_wire_bytes_out_total"]) == 4 * SMALL.chunk_bytes
+        assert float(values["kvstore_serving"]) == 1
+        assert float(values["kvstore_bytes_in_flight"]) == 0
+        assert float(values['kvstore_calls_total{code="OK",method="Put"}']) == 1
+        assert float(values['kvstore_call_seconds_bucket{le="+Inf",method="Get"}']) == 1
+        assert float(values['kvstore_call_seconds_count{method="Get"}']) == 1
+        assert "# HELP kvstore_chunks_written_total chunks this node published" in lines
+
+
+def test_metrics_at_an_address_that_is_none() -> None:
+    with serving() as served, pytest.raises(InvalidRequest, match="expected host:port"):
+        start_metrics(served.worker, "9090")
+
+
+# Draining
+
+
+def test_a_put_in_progress_is_finished_and_new_calls_are_refused() -> None:
+    with (
+        serving() as served,
+        raw_channel(served) as channel,
+        raw_stub(served) as stub,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        digest = opened(stub, SMALL)
+        go_on = threading.Event()
+
+        def slowly() -> Iterator[pb.PutRequest]:
+            yield pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=packed(TOKENS)))
+            go_on.wait(WAIT_S)
+            yield pb.PutRequest(data=b"".join(SECTIONS), checksums=sums_of(SECTIONS))
+
+        put = threads.submit(lambda: stub.Put(slowly(), timeout=WAIT_S))
+        eventually(lambda: served.worker.service.in_flight.count, "the put was accepted")
+        drained = threads.submit(lambda: served.worker.drain(WAIT_S))
+        eventually(lambda: served.worker.service.gate.draining, "the worker drains")
+        assert health_of(channel) == NOT_SERVING
+        code, message, kind = refused(lambda: stub.Match(pb.MatchRequest(namespace=digest), timeout=WAIT_S))
+        assert (code, kind) == (grpc.StatusCode.UNAVAILABLE, "Draining")
+        assert "turn to another one" in message
+        go_on.set()
+        assert put.result().tokens_present == len(TOKENS)
+        assert drained.result() is True
+
+
+def test_a_put_that_does_not_end_is_cut_off_and_not_acknowledged() -> None:
+    ended = threading.Event()
+    with serving() as served, raw_stub(served) as stub, ThreadPoolExecutor(1) as threads:
+        digest = opened(stub, SMALL)
+
+        def never() -> Iterator[pb.PutRequest]:
+            yield pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=packed(TOKENS)))
+            ended.wait(WAIT_S)
+
+        put = threads.submit(lambda: refused(lambda: stub.Put(never(), timeout=WAIT_S)))
+        eventually(lambda: served.worker.service.in_flight.count, "the put was accepted")
+        assert served.worker.drain(0.2) is False
+        ended.set()
+        assert put.result()[0] in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+@pytest.mark.slow
+def test_no_acknowledged_put_is_lost_by_draining(tmp_root: Path) -> None:
+    """Clients put as fast as they can while the worker goes; what they were told is there afterwards."""
+    acknowledged: list[int] = []
+    started = threading.Semaphore(0)
+    with worker_process(tmp_root) as process, kvstore.connect(process.address) as store:
+        cache = store.namespace("m", SMALL)
+
+        def work(number: int, turn: int) -> None:
+            tokens = tokens_of(1000 * number + turn, len(TOKENS))
+            try:
+                cache.put(tokens, kv_of(SMALL, tokens))
+            except KVStoreError:
+                return
+            acknowledged.append(1000 * number + turn)
+            started.release()
+
+        clients = Several(6, work)
+        for _ in range(40):
+            assert started.acquire(timeout=WAIT_S)
+        assert process.drain() == "drained"
+        clients.stop()
+    with kvstore.open(str(tmp_root)) as store:
+        cache = store.namespace("m", SMALL)
+        for number in acknowledged:
+            tokens = tokens_of(number, len(TOKENS))
+            assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
+
+
+def test_stop_and_drain_are_idempotent() -> None:
+    with serving() as served:
+        assert served.worker.drain(WAIT_S)
+        assert served.worker.drain(WAIT_S)
+        served.worker.stop()
+
+
+# A root that hangs
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[Served, FaultyRoot, Hang]]:
+    """A worker with short deadlines, and a hang that is released at the end."""
+    hang = Hang()
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    limits = Limits(lanes=2, width=2, stall_s=0.2, match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=1.0)
+    with serving(root, limits=limits) as served:
+        yield served, root, hang
+        hang.release.set()
+
+
+def test_every_call_returns_in_time_while_the_root_hangs(hanging: tuple[Served, FaultyRoot, Hang]) -> None:
+    served, root, hang = hanging
+    with connected(served) as store, raw_channel(served) as channel:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        served.member.node.forget()
+        root.set_rules([Rule(operation, hang) for operation in ("stat", "open", "stage", "publish", "list")])
+        assert cache.match(TOKENS) == 0
+        assert cache.get(TOKENS)[0] == 0
+        with cache.hold(TOKENS) as hold:
+            assert hold.tokens == 0
+        with pytest.raises(KVStoreError):
+            cache.put(TOKENS + 1000, KV)
+        assert cache.blocks.match([bytes(16)]) == 0
+        assert cache.blocks.get([bytes(16)], [bytearray(5)]) == [False]
+        eventually(lambda: health_of(channel) == NOT_SERVING, "health says that the root hangs")
+        hang.release.set()
+        root.set_rules([])
+        eventually(lambda: health_of(channel) == SERVING, "health says that the root is back")
+        eventually(lambda: cache.match(TOKENS) == len(TOKENS), "the chunks are found again")
+        assert same(cache.get(TOKENS)[1], KV)
+        assert cache.put(TOKENS + 1000, kv_of(SMALL, TOKENS + 1000)).tokens_present == len(TOKENS)

@@ -1,0 +1,185 @@
+"""Clients that are slow, silent or gone: none of them keeps a thread, memory or a hold of the worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvstore import Layout
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.worker.limits import WorkerLimits
+from tests.node.stores import SMALL, kv_of
+from tests.worker.serving import (
+    WAIT_S,
+    Served,
+    connected,
+    eventually,
+    opened,
+    packed,
+    raw_channel,
+    raw_stub,
+    refused,
+    sections_of,
+    serving,
+    sums_of,
+)
+
+IMPATIENT = WorkerLimits(idle_s=0.3, stream_s_max=1.0)
+LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+SECTIONS = sections_of(KV, SMALL)
+
+
+def nothing_in_use(served: Served) -> None:
+    service = served.worker.service
+    eventually(lambda: service.gate.inside_count == 0, "no call inside")
+    assert service.in_flight.count == 0
+    assert len(served.member.node.holds) == 0
+
+
+def silent_after(messages: list[pb.PutRequest], ended: threading.Event) -> Iterator[pb.PutRequest]:
+    """Sends some messages, and then nothing, without ending the stream."""
+    yield from messages
+    ended.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_put_that_stops_sending_is_cancelled(sent: int) -> None:
+    ended = threading.Event()
+    with serving(worker_limits=IMPATIENT) as served, raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
+        messages = [pb.PutRequest(start=start), pb.PutRequest(data=SECTIONS[0], checksums=sums_of(SECTIONS[:1]))]
+        code, _, _ = refused(lambda: stub.Put(silent_after(messages[:sent], ended), timeout=WAIT_S))
+        ended.set()
+        assert code is grpc.StatusCode.CANCELLED
+        nothing_in_use(served)
+        assert served.worker.service.counters()["calls_idle"] == 1
+
+
+def test_a_put_that_drips_for_ever_is_cancelled() -> None:
+    pause = threading.Event()
+
+    def drip(digest: bytes) -> Iterator[pb.PutRequest]:
+        yield pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=packed(TOKENS)))
+        while not pause.wait(0.05):
+            yield pb.PutRequest()
+
+    with serving(worker_limits=IMPATIENT) as served, raw_stub(served) as stub:
+        digest = opened(stub, SMALL)
+        code, _, _ = refused(lambda: stub.Put(drip(digest), timeout=WAIT_S))
+        pause.set()
+        assert code is grpc.StatusCode.CANCELLED
+        nothing_in_use(served)
+
+
+def test_a_put_whose_client_is_gone_is_given_up() -> None:
+    ended = threading.Event()
+    with serving() as served, raw_stub(served) as stub:
+        digest = opened(stub, SMALL)
+        whole = SMALL.section_count
+        start = pb.PutStart(namespace=digest, tokens=packed(TOKENS))
+        chunk = pb.PutRequest(start=start, data=b"".join(SECTIONS[:whole]), checksums=sums_of(SECTIONS[:whole]))
+        call = stub.Put.future(silent_after([chunk], ended), timeout=WAIT_S)
+        eventually(lambda: served.worker.service.counters()["wire_bytes_in"], "the first chunk came")
+        call.cancel()
+        ended.set()
+        nothing_in_use(served)
+        # The chunk that came whole may be there, nothing else is.
+        assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S).chunks <= 1
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
+    tokens = np.arange(16 * LARGE.chunk_tokens)
+    with serving() as served, raw_stub(served) as stub, connected(served) as store:
+        store.namespace("m", LARGE).put(tokens, np.zeros(LARGE.shape(len(tokens)), np.float16))
+        digest = opened(stub, LARGE)
+        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens), order=order), timeout=WAIT_S)
+        next(call)
+        next(call)
+        call.cancel()
+        nothing_in_use(served)
+        assert served.worker.service.counters()["wire_bytes_out"] < 16 * LARGE.chunk_bytes
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+def test_a_get_that_nobody_reads_is_cancelled(order: pb.Order) -> None:
+    tokens = np.arange(32 * LARGE.chunk_tokens)
+    with (
+        serving(worker_limits=WorkerLimits(idle_s=0.5)) as served,
+        connected(served) as store,
+        raw_stub(served) as stub,
+    ):
+        store.namespace("m", LARGE).put(tokens, np.zeros(LARGE.shape(len(tokens)), np.float16))
+        digest = opened(stub, LARGE)
+        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens), order=order), timeout=WAIT_S)
+        next(call)
+        eventually(lambda: served.worker.service.watch.expired_count == 1, "the worker gave up")
+        nothing_in_use(served)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+
+
+def test_work_of_our_own_is_not_the_clients_silence() -> None:
+    """A root that takes longer than a client may be idle: the client waits for us, not we for it."""
+    hang = Hang()
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with serving(root, worker_limits=WorkerLimits(idle_s=0.3)) as served, raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
+        root.set_rules([Rule("stage", hang, times=1)])
+        whole = pb.PutRequest(start=start, data=b"".join(SECTIONS), checksums=sums_of(SECTIONS))
+        call = stub.Put.future(iter([whole]), timeout=WAIT_S)
+        assert hang.reached.wait(WAIT_S)
+        threading.Event().wait(1.5)  # several times what a client may be idle
+        assert not call.done()
+        hang.release.set()
+        assert call.result().tokens_present == len(TOKENS)
+        assert served.worker.service.watch.expired_count == 0
+
+
+def test_streams_of_reflection_end_too() -> None:
+    ended = threading.Event()
+
+    def silent() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        ended.wait(WAIT_S)
+        yield from ()
+
+    limits = WorkerLimits(calls_max=1, spare_calls_max=3, idle_s=0.3)
+    with serving(worker_limits=limits) as served, raw_channel(served) as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        calls = [reflection.ServerReflectionInfo(silent(), timeout=WAIT_S) for _ in range(4)]
+        eventually(lambda: served.worker.service.watch.expired_count >= 4, "all were given up")
+        ended.set()
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        with raw_stub(served) as stub:
+            assert opened(stub, SMALL)
+
+
+def test_many_clients_at_once() -> None:
+    with serving() as served:
+
+        def client(number: int) -> None:
+            with connected(served) as store:
+                cache = store.namespace("m", SMALL)
+                for turn in range(4):
+                    tokens = TOKENS + 1000 * ((number + turn) % 7)
+                    kv = kv_of(SMALL, tokens)
+                    assert cache.put(tokens, kv).tokens_present == len(tokens)
+                    count, array = cache.get(tokens)
+                    assert count == len(tokens)
+                    assert array.tobytes() == kv.tobytes()
+
+        with ThreadPoolExecutor(24) as threads:
+            list(threads.map(client, range(24)))
+        nothing_in_use(served)
