@@ -96,12 +96,12 @@ def measure(folder: Path, chunk_mib: int, size_bytes: int, rounds: int) -> list[
             for jobs in (1, limits.width):
                 with_fio = {kind: fio(folder, kind, layout.chunk_bytes, size_bytes, jobs) for kind in ("write", "read")}
                 copied = rate(size_bytes, lambda: np.copyto(out.view(np.uint8), kv.view(np.uint8)))
+                cache.clear()  # as fio's files are deleted: just before, so that both find memory that was just freed
                 done = {
                     "write": rate(size_bytes, partial(cache.put, prompt, kv)),
                     "read": rate(size_bytes, partial(cache.get, prompt, out)),
                 }
                 assert np.array_equal(out.view(np.uint8), kv.view(np.uint8)), "wrong bytes"
-                cache.clear()
                 if round_number:
                     for kind, figure in done.items():
                         samples.setdefault((kind, jobs), []).append((with_fio[kind], copied, figure))

@@ -6,7 +6,6 @@ import os
 import time
 from typing import Protocol
 
-
 _SUSPEND_AWARE = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 

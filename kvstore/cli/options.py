@@ -122,3 +122,12 @@ def _read(path: str, what: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as cause:
         raise InvalidRequest(f"cannot read the {what} {path!r}: {cause}") from cause
+
+
+shard_bits_option = click.option(
+    "--shard-bits",
+    type=click.IntRange(0, 16),
+    default=8,
+    show_default=True,
+    help="A new root gets 2^N folders: 8 suits ten million chunks, 12 a billion. An existing root keeps its own.",
+)

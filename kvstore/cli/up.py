@@ -22,7 +22,7 @@ from kvstore.cli.access import EtcdAccess
 from kvstore.cli.children import STOP_S, Program, kill_all, kvstore_command, stop_all
 from kvstore.cli.command import Command
 from kvstore.cli.kinds import DURATION, HOST_PORT, split
-from kvstore.cli.options import durability_option, etcd_options, root_options_option
+from kvstore.cli.options import durability_option, etcd_options, root_options_option, shard_bits_option
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest, Unavailable
@@ -67,6 +67,7 @@ GC_INTERVAL_S = 60
     help="Where the bundled etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
 )
 @durability_option
+@shard_bits_option
 @click.option("--drain", "drain_s", type=DURATION, default="10s", show_default=True, help="Time to finish at the end.")
 @click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
 def up(
@@ -78,6 +79,7 @@ def up(
     etcd: EtcdAccess | None,
     etcd_folder: str | None,
     durability: str,
+    shard_bits: int,
     drain_s: float,
     log_level: str,
 ) -> None:
@@ -101,7 +103,8 @@ def up(
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
         endpoints, arguments, server = undo.enter_context(_metadata(root, etcd, etcd_folder))
-        arguments += ["--root", root, "--durability", durability, "--drain", f"{drain_s}s", "--log-level", log_level]
+        arguments += ["--root", root, "--durability", durability, "--shard-bits", str(shard_bits)]
+        arguments += ["--drain", f"{drain_s}s", "--log-level", log_level]
         if root_options_file is not None:
             arguments += ["--root-options", root_options_file]
         undo.callback(lambda: stop_all(programs, drain_s + STOP_S))

@@ -12,7 +12,13 @@ from kvstore.cli import logs
 from kvstore.cli.access import EtcdAccess
 from kvstore.cli.command import Command
 from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, is_loopback
-from kvstore.cli.options import durability_option, etcd_options, read_root_options, root_options_option
+from kvstore.cli.options import (
+    durability_option,
+    etcd_options,
+    read_root_options,
+    root_options_option,
+    shard_bits_option,
+)
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 
@@ -45,6 +51,7 @@ log = logging.getLogger(__name__)
     help="Where to serve Prometheus metrics (path /metrics).",
 )
 @durability_option
+@shard_bits_option
 @click.option(
     "--drain",
     "drain_s",
@@ -62,6 +69,7 @@ def worker(
     advertise: str | None,
     metrics: str,
     durability: str,
+    shard_bits: int,
     drain_s: float,
     log_level: str,
 ) -> None:
@@ -102,6 +110,7 @@ def worker(
             etcd_tls=etcd.tls(),
             etcd_user=etcd.who(),
             root_options=read_root_options(root_options_file),
+            shard_bits=shard_bits,
         )
         undo.callback(member.close)
         serving = Worker(member, listen, advertise=advertise, version=__version__)

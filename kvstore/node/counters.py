@@ -46,6 +46,12 @@ class Counters:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + count
 
+    def add_read(self, payload_bytes: int) -> None:
+        """One chunk read and verified."""
+        with self._lock:
+            self._counts["chunks_read"] += 1
+            self._counts["bytes_read"] += payload_bytes
+
     def snapshot(self) -> dict[str, int]:
         """All counts at one moment."""
         with self._lock:

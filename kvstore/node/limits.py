@@ -24,8 +24,8 @@ class Limits:
     """When every lane has been in one file-system call for this long, the root counts as hung: calls fail at once."""
     lanes: int = 16
     """Threads that do file-system calls."""
-    width: int = max(2, min(8, os.cpu_count() or 2))
-    """Lanes that one request may use at once."""
+    width: int = min(16, (os.cpu_count() or 1) + 1)
+    """Lanes that one request may use at once. One more than cores: while one waits for the GIL, the others copy."""
     queue_max: int = 1024
     """Requests waiting for a lane; more are refused with Overloaded."""
     known_max: int = 1 << 20

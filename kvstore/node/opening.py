@@ -19,7 +19,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
-from kvstore.root.identity import RootId, RootIdentity, create_or_open
+from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
@@ -37,6 +37,7 @@ def open_member(
     etcd_user: EtcdUser | None = None,
     root_options: Mapping[str, Any] | None = None,
     create: bool = True,
+    shard_bits: int = SHARD_BITS_DEFAULT,
     clock: Clock | None = None,
     ids: Ids | None = None,
 ) -> Member:
@@ -52,7 +53,9 @@ def open_member(
         known = bound_root(meta, root.url) if etcd else None
         expect = RootId(known) if known else None
         try:
-            identity = _on_a_lane(lambda: create_or_open(root, ids, create=create, expect=expect), limits, clock)
+            identity = _on_a_lane(
+                lambda: create_or_open(root, ids, shard_bits=shard_bits, create=create, expect=expect), limits, clock
+            )
         except RootMismatch as mismatch:
             if expect is None:
                 raise

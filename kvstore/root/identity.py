@@ -25,7 +25,8 @@ RootId = NewType("RootId", bytes)
 
 FORMAT_NAME = "kvstore"
 VERSION = 1
-SHARD_BITS_DEFAULT = 12
+SHARD_BITS_DEFAULT = 8
+"""256 folders: good to some ten million chunks. Folders are made as they are needed, and each costs the first put."""
 FORMAT_BYTES_MAX = 4096
 TOP = Name("")
 """The root's own folder, for listings."""

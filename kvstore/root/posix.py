@@ -87,22 +87,17 @@ class PosixRoot:
         self.remove(staged)
 
     def open(self, name: Name) -> PosixReader | None:
-        path = self._at(name)
-        with _translated("open", path):
-            try:
-                # O_NONBLOCK: something else than a file under a chunk's name must not stop us.
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
-                    return None
-                raise
-            try:
-                status = os.fstat(fd)
-            except OSError as cause:
+        path, fd = self._at(name), -1
+        try:
+            # O_NONBLOCK: something else than a file under a chunk's name must not stop us.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            status = os.fstat(fd)
+        except OSError as cause:
+            if fd >= 0:
                 os.close(fd)
-                if cause.errno in MISSING_ERRORS:
-                    return None
-                raise
+            if cause.errno in MISSING_ERRORS:
+                return None
+            raise _error("open", path, cause) from cause
         if not S_ISREG(status.st_mode):
             os.close(fd)
             return None
@@ -110,13 +105,12 @@ class PosixRoot:
 
     def stat(self, name: Name) -> Stat | None:
         path = self._at(name)
-        with _translated("stat", path):
-            try:
-                status = os.stat(path)
-            except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
-                    return None
-                raise
+        try:
+            status = os.stat(path)
+        except OSError as cause:
+            if cause.errno in MISSING_ERRORS:
+                return None
+            raise _error("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
@@ -212,19 +206,18 @@ class PosixReader:
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
         wanted, done = byte_length(pieces), 0
         try:
-            with _translated("read", self._path):
-                while done < wanted:
-                    count = self._read_cached(pieces, offset + done, borrowed)
-                    if count is None:
-                        count = self._read_blocking(pieces, offset + done, borrowed, wanted - done)
-                    if not count:
-                        break
-                    done += count
-                    pieces = skip(pieces, count) if done < wanted else ()
-        except Unavailable as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in MISSING_ERRORS:
-                return done
-            raise
+            while done < wanted:
+                count = self._read_cached(pieces, offset + done, borrowed)
+                if count is None:
+                    count = self._read_blocking(pieces, offset + done, borrowed, wanted - done)
+                if not count:
+                    break
+                done += count
+                if done < wanted:
+                    pieces = skip(pieces, count)
+        except OSError as cause:
+            if cause.errno not in MISSING_ERRORS:
+                raise _error("read", self._path, cause) from cause
         return done
 
     def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:

@@ -52,7 +52,7 @@ def test_the_file_is_the_json_that_the_specification_shows() -> None:
         "version": 1,
         "root": made.root.hex(),
         "generation": 1,
-        "shard_bits": 12,
+        "shard_bits": 8,
     }
 
 
