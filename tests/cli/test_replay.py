@@ -17,6 +17,8 @@ from kvstore.replay import expect, generate, replay_layout, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.cli.conftest import parsed
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Result]
 
 REQUESTS = generate(60, seed=4)

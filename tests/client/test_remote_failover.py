@@ -36,6 +36,8 @@ from tests.worker.serving import (
     worker_process,
 )
 
+pytestmark = pytest.mark.slow
+
 LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -24,6 +24,8 @@ from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_
 from tests.node.stores import SMALL, kv_of, same
 from tests.worker.serving import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 SECTIONS = sections_of(KV, SMALL)

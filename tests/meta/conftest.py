@@ -39,7 +39,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEt
         yield server
 
 
-@pytest.fixture(params=["memory", "faulty", "etcd"])
+@pytest.fixture(params=["memory", "faulty", pytest.param("etcd", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     root_id = os.urandom(16)
     keys = Keys(root_id)

@@ -18,6 +18,8 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.node.stores import TINY, SetClock, kv_of, same, store_on
 
+pytestmark = pytest.mark.slow
+
 POINTS = [
     "stage.created",
     "stage.written",

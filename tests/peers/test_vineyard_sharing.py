@@ -41,6 +41,8 @@ from tests.peers.prompts import (
     start,
 )
 
+pytestmark = pytest.mark.slow
+
 QUANTUM_S = 60
 
 # 5. The final name was created empty before the rename, and query deleted empty files: with two pollers 192 of 3,276

@@ -18,6 +18,8 @@ from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = generate(200, seed=11)
 PLAN = Plan("trace", bytes_per_token=8)
 

@@ -18,6 +18,8 @@ from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.root.roots import Hosts, names
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _short_fence(monkeypatch: pytest.MonkeyPatch) -> None:

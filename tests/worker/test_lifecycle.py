@@ -45,6 +45,8 @@ from tests.worker.serving import (
     worker_process,
 )
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 SECTIONS = sections_of(KV, SMALL)

@@ -32,6 +32,8 @@ from tests.worker.serving import (
     sums_of,
 )
 
+pytestmark = pytest.mark.slow
+
 IMPATIENT = WorkerLimits(idle_s=0.3, stream_s_max=1.0)
 LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
