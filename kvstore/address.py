@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NewType
 
+import numpy as np
+
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.tokens import TokenArray
@@ -18,6 +20,8 @@ from kvstore.tokens import TokenArray
 Address = NewType("Address", bytes)
 
 ADDRESS_BYTES = 16
+CHAIN_CHUNKS_MAX = 262_144
+"""Chunks in one prompt: about 0.3 s of hashing and 15 MiB of addresses."""
 NO_PARENT = Address(bytes(ADDRESS_BYTES))
 BLOCK_KEY_BYTES_MIN = 16
 BLOCK_KEY_BYTES_MAX = 64
@@ -36,8 +40,18 @@ class Chain:
 
     @classmethod
     def of(cls, namespace: Namespace, tokens: TokenArray) -> Chain:
-        """The chain of ``tokens``; a trailing part chunk has no address."""
+        """The chain of ``tokens``; a trailing part chunk has no address.
+
+        Raises InvalidRequest over 262,144 chunks, which a node would hash and keep for too long.
+        """
         size = namespace.layout.chunk_tokens * 4
+        if len(tokens) * 4 // size > CHAIN_CHUNKS_MAX:
+            raise InvalidRequest(
+                f"{len(tokens)} tokens are {len(tokens) * 4 // size} chunks of {namespace.layout.chunk_tokens} tokens, "
+                f"over the limit of {CHAIN_CHUNKS_MAX}: use a layout with larger chunk_tokens, or a shorter prompt"
+            )
+        # A copy of our own: engines reuse their token buffers while a hold on the old prompt is alive.
+        tokens = np.frombuffer(tokens.tobytes(), "<u4")
         packed = tokens.data.cast("B") if len(tokens) else memoryview(b"")
         key, parent = namespace.digest, bytes(NO_PARENT)
         addresses: list[Address] = []
@@ -50,6 +64,13 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.addresses)
+
+    def leading(self, count: int) -> Chain:
+        """The first ``count`` chunks, keeping nothing of the rest alive."""
+        if count == len(self.addresses):
+            return self
+        tokens = self.tokens[: count * self.namespace.layout.chunk_tokens].copy()
+        return Chain(self.namespace, tokens, self.addresses[:count])
 
     def parent(self, index: int) -> Address:
         """The address of the chunk before chunk ``index``."""

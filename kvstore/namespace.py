@@ -64,7 +64,9 @@ class Namespace:
         attributes: Mapping[str, str] | None = None,
     ) -> Namespace:
         """A namespace from what a user types; ``attributes`` in any order."""
-        return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items())))
+        if attributes is not None and not isinstance(attributes, Mapping):
+            raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
+        return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items(), key=str)))
 
     @property
     def id(self) -> NamespaceId:
@@ -87,7 +89,7 @@ class Namespace:
                 fields["tenant"],
                 tuple((str(key), str(value)) for key, value in fields["attributes"]),
             )
-        except (ValueError, KeyError, TypeError) as cause:
+        except (ValueError, KeyError, TypeError, RecursionError) as cause:
             raise InvalidRequest(f"not a namespace record: {cause}") from cause
 
 

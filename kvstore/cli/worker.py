@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import logging
 from contextlib import ExitStack
 
@@ -103,6 +104,7 @@ def worker(
         from kvstore.worker.metrics import start_metrics
         from kvstore.worker.worker import Worker
 
+        _raise_file_limit()
         member = open_member(
             root,
             etcd.endpoints,
@@ -122,3 +124,9 @@ def worker(
         stopper.wait()
         log.info("worker.draining within_s=%g", drain_s)
         serving.drain(drain_s)
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system allows: each connection takes one, and the root needs some too."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

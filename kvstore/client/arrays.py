@@ -65,7 +65,7 @@ def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
         raise InvalidRequest(f"{what} is a {type(kv).__name__}: expected a numpy array of {layout.dtype}")
     expected = layout.numpy_dtype
     # A plain integer type of the same size is taken as raw bits: frameworks export bfloat16 and float8 that way.
-    is_raw = kv.dtype.kind == "u" and kv.dtype.itemsize == expected.itemsize
+    is_raw = kv.dtype.kind == "u" and kv.dtype.itemsize == expected.itemsize and kv.dtype.isnative
     if kv.dtype != expected and not is_raw:
         raise InvalidRequest(
             f"{what} has dtype {kv.dtype}: expected {layout.dtype} (or uint{8 * expected.itemsize} holding its bits)"

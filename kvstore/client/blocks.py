@@ -50,7 +50,7 @@ class BlockCache:
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
-    if isinstance(keys, bytes | str):
+    if isinstance(keys, bytes | str) or not isinstance(keys, Sequence):
         raise InvalidRequest(f"keys are one {type(keys).__name__}: expected a list of bytes")
     if len(keys) > BLOCKS_MAX:
         raise InvalidRequest(f"{len(keys)} blocks are over the limit of {BLOCKS_MAX}: split the call")
@@ -65,6 +65,8 @@ def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Pieces:
+    if not isinstance(buffers, Sequence):
+        raise InvalidRequest(f"buffers are a {type(buffers).__name__}: expected a list, one for each key")
     if len(buffers) != len(keys):
         raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
     return [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]

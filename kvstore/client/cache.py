@@ -91,7 +91,7 @@ class Cache:
 
         Use it as a context. Raises Overloaded where too many holds are alive.
         """
-        if ttl is not None and not ttl > 0:
+        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
         return Hold(self._port.hold(self.namespace, token_array(tokens), ttl), self)
 
@@ -101,8 +101,10 @@ class Cache:
         It outlives this process.  ``pin.tokens`` says how much is pinned; 0 where nothing is stored.
         Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
         """
-        if not 1 <= ttl <= PIN_TTL_S_MAX:
+        if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:
             raise InvalidRequest(f"ttl={ttl!r}: expected 1 to {PIN_TTL_S_MAX} seconds")
+        if not isinstance(owner, str):
+            raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")
         return Pin(self._port.pin(self.namespace, token_array(tokens), float(ttl), owner), self._port)
 
     def refcount(self, tokens: Tokens) -> int:

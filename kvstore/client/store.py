@@ -56,6 +56,8 @@ class Store:
 
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin by its id; False where there is none."""
+        if not isinstance(pin_id, str):
+            raise InvalidRequest(f"pin id is a {type(pin_id).__name__}: expected the text that pin gave")
         return self._port.unpin(pin_id)
 
     def stats(self) -> dict[str, int | float]:
@@ -97,6 +99,8 @@ def open(
     """
     if durability not in DURABILITIES:
         raise InvalidRequest(f"durability={durability!r}: expected one of {', '.join(DURABILITIES)}")
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
     member = open_member(
         root,
         etcd,

@@ -143,22 +143,19 @@ class Chunks:
         if reader is None:
             return None
         with reader:
+            try:
+                # Read, not touched through the mapping: a page that cannot be read there holds the GIL, or kills us.
+                _verify_whole(reader, expected)
+            except Damaged as damaged:
+                self.set_aside(expected, damaged.damage)
+                return None
             mapped = reader.map()
             if mapped is None:
                 self._counters.add("miss_absent")
                 return None
-            try:
-                if len(mapped) != expected.file_bytes:
-                    raise Damaged(Damage.SIZE)
-                header = decode_as(mapped[: expected.header_bytes], expected)
-                payload = mapped[header.header_bytes :]
-                _verify(_split(payload, header.section_bytes), header.checksums)
-            except Damaged as damaged:
-                self.set_aside(expected, damaged.damage)
-                return None
             self._seen(expected, reader.stat)
         self._counters.add_read(expected.payload_bytes)
-        return payload
+        return mapped[expected.header_bytes :]
 
     def stage(self, expected: Expected, sections: Pieces, durable: bool) -> Staged:
         """Writes a chunk under a staging name of its own."""
@@ -219,9 +216,8 @@ class Chunks:
         with reader:
             if reader.stat.size_bytes != expected.file_bytes:
                 return False
-            sections = _split(memoryview(bytearray(expected.payload_bytes)), expected.section_bytes)
             try:
-                _read_verified(reader, expected, sections, Borrowed())
+                _verify_whole(reader, expected)
             except Damaged:
                 return False
         return True
@@ -289,6 +285,19 @@ def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowe
         _verify(part, header.checksums[start : start + run])
 
 
+def _verify_whole(reader: Reader, expected: Expected) -> None:
+    """Verifies a whole chunk without keeping it, in memory of one run. Raises Damaged."""
+    header = _read_header(reader, expected)
+    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
+    scratch = memoryview(bytearray(min(run, expected.section_count) * expected.section_bytes))
+    offset = expected.header_bytes
+    for start in range(0, expected.section_count, run):
+        count = min(run, expected.section_count - start)
+        part = _split(scratch[: count * expected.section_bytes], expected.section_bytes)
+        offset += _fill(reader, part, offset, Borrowed())
+        _verify(part, header.checksums[start : start + count])
+
+
 def _read_header(reader: Reader, expected: Expected) -> Header:
     raw = bytearray(expected.header_bytes)
     _fill(reader, [memoryview(raw)], 0, Borrowed())
@@ -310,6 +319,4 @@ def _verify(sections: Pieces, sums: tuple[int, ...]) -> None:
 
 
 def _split(payload: memoryview, section_bytes: int) -> list[memoryview]:
-    if not section_bytes:
-        return [payload]
     return [payload[start : start + section_bytes] for start in range(0, len(payload), section_bytes)]

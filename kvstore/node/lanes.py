@@ -7,12 +7,14 @@ mount.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
-from kvstore.errors import Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
 
@@ -38,8 +40,9 @@ class Batch:
         if not count:
             self._ended.set()
 
-    def run(self) -> None:
-        """One lane's share. Stops everybody at the first error, or when ``work`` returns False.
+    def run(self, tick: Callable[[], None]) -> None:
+        """One lane's share; ``tick`` is called before each piece of work. Stops everybody at the first error, or when
+        ``work`` returns False.
 
         A lane that comes late, when the others have done it all, returns at once; nobody waits for it.
         """
@@ -47,6 +50,7 @@ class Batch:
             self._runners += 1
         try:
             while (number := self._take()) is not None:
+                tick()
                 if not self._work(number):
                     self._stopped = True
         except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
@@ -56,6 +60,8 @@ class Batch:
             with self._lock:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
+                    # The work knows the caller's memory, and often us: nothing of it may outlive the call.
+                    self._work = _nothing
                     self._ended.set()
 
     def _take(self) -> int | None:
@@ -70,12 +76,18 @@ class Batch:
         if not self._ended.wait(deadline.left_s()):
             self.stop()
             raise DeadlinePassed("the root did not answer in time; check the mount (kvstore check-root)")
-        if self.error is not None:
-            raise self.error
+        # Taken out: its traceback leads back to us and to the caller's memory.
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
     def stop(self) -> None:
         """Nothing more of it is begun."""
         self._stopped = True
+
+
+def _nothing(_: int) -> bool:
+    return False
 
 
 class Lanes:
@@ -93,6 +105,7 @@ class Lanes:
             for lane in range(count)
         ]
         self._closed = False
+        self._pid = os.getpid()
         for thread in self._threads:
             thread.start()
 
@@ -103,6 +116,10 @@ class Lanes:
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")
+        if self._pid != os.getpid():
+            raise InvalidRequest(
+                "this store was opened before a fork, and its threads are not here: open it in the child"
+            )
         if self.stalled:
             raise Unavailable("the root does not answer: every lane waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
@@ -140,7 +157,7 @@ class Lanes:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the idle lanes; one stuck in a call ends with the process."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         for _ in self._threads:
@@ -149,12 +166,15 @@ class Lanes:
         for thread in self._threads:
             thread.join(max(0.0, limit - self._clock.monotonic_s()))
 
+    def _tick(self, lane: int) -> None:
+        """This lane is not stuck: it begins something new."""
+        self._busy_since_s[lane] = self._clock.monotonic_s()
+
     def _serve(self, lane: int) -> None:
         while True:
             batch = self._queue.get()
             if batch is None:
                 return
-            self._busy_since_s[lane] = self._clock.monotonic_s()
-            batch.run()
+            batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
             del batch  # while this lane waits for the next one, nobody's arrays hang on it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 
@@ -43,8 +44,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if getattr(self, each.name) <= 0:
-                raise InvalidRequest(f"limit {each.name}={getattr(self, each.name)!r}: expected more than 0")
+            value = getattr(self, each.name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
         if self.width > self.lanes:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more than all")
         if self.hold_max_s < self.read_deadline_s:

@@ -6,10 +6,14 @@ in-memory metadata, whose pins live as long as this process.
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvstore.address import Chain
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
@@ -34,6 +38,8 @@ class Member:
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
         self._pins = Pins(meta, self.keys, presence.current, node.ids)
+        self._pid = os.getpid()
+        self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
         presence.attach(lambda session: None, self._lost)
 
@@ -94,22 +100,25 @@ class Member:
 
     def pins(self) -> list[PinRecord]:
         """All live pins of the store."""
-        refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
-        return [
-            PinRecord(_pin_id(ref), ref.owner, self._name_of(ref.namespace), ref.tokens_count, ref.expires_s)
-            for ref in refs
-        ]
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            return [
+                PinRecord(_pin_id(ref), ref.owner, self._name_of(ref.namespace), ref.tokens_count, ref.expires_s)
+                for ref in refs
+            ]
 
     def refcount(self, chain: Chain) -> int:
         """Live pins that cover the last full chunk of the chain, and so all of it; 0 for an empty chain."""
         if not chain.addresses:
             return 0
-        return self._pins.refcount(chain.addresses[-1], self.node.limits.meta_deadline_s)
+        with self._one_listing():
+            return self._pins.refcount(chain.addresses[-1], self.node.limits.meta_deadline_s)
 
     def clear(self, namespace: Namespace) -> Cleared:
         """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone."""
-        refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
-        pinned = {address for ref in refs for address in ref.addresses}
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            pinned = {address for ref in refs for address in ref.addresses}
         return self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S)
 
     def stats(self) -> dict[str, int | float]:
@@ -122,10 +131,22 @@ class Member:
         return {**self.node.stats(), "session_alive": alive, "etcd_operations": self.meta.operations_count}
 
     def close(self) -> None:
-        """Ends the node and the session; idempotent."""
+        """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""
+        if self._pid != os.getpid():
+            return
         self.node.close()
         self.presence.close()
         self.meta.close()
+
+    @contextmanager
+    def _one_listing(self) -> Iterator[None]:
+        """One reader of all pins at a time: together they may be gigabytes. Raises Overloaded."""
+        if not self._listing.acquire(timeout=self.node.limits.meta_deadline_s):
+            raise Overloaded("other calls are reading all pins: back off")
+        try:
+            yield
+        finally:
+            self._listing.release()
 
     def _lost(self, _: Session) -> None:
         """Rule V2: what this node believed because of its session, it believes no longer."""

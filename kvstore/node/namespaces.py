@@ -116,5 +116,5 @@ def _check(namespace: Namespace, name: Name, claim: bytes) -> None:
 def _layout_of(name: Name, record: bytes) -> Layout:
     try:
         return Layout.from_dict(json.loads(record)["layout"])
-    except (ValueError, KeyError, TypeError, InvalidRequest) as cause:
+    except (ValueError, KeyError, TypeError, RecursionError, InvalidRequest) as cause:
         raise RootMismatch(f"{name} on the root is damaged: run kvstore fsck --repair ({cause})") from cause

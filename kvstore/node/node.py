@@ -24,7 +24,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
-from kvstore.node.lanes import Batch, Lanes
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.namespaces import NamespaceRecords
@@ -116,6 +116,7 @@ class Node:
         hold = self.holds.take(chain, ttl_s)
         try:
             hold.count = self.match(chain, deadline_s)
+            hold.chain = chain.leading(hold.count)
         except BaseException:
             self.holds.release(hold)
             raise
@@ -178,7 +179,8 @@ class Node:
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Mapped from the root where it can be mapped, without a copy; verified. Fewer than held where one was lost.
+        Mapped from the root where it can be mapped (the first ``open_files_max``), without a copy; verified. Fewer than
+        held where one was lost.
         A mapping stays readable after the hold ends, as long as nobody truncates the file.
         """
         self.holds.check(hold)
@@ -188,7 +190,8 @@ class Node:
 
         def read(index: int, borrowed: Borrowed) -> bool:
             expected = expected_chunk(chain, index)
-            if self.root.traits.mapped:
+            # Each mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
+            if self.root.traits.mapped and index < self.limits.open_files_max:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
             memory = memoryview(bytearray(layout.chunk_bytes))
@@ -221,6 +224,9 @@ class Node:
         try:
             if not putting.refused:
                 self._lanes.each(len(chain) - first, lambda at: putting.store(first + at, source(first + at)), deadline)
+        except DeadlinePassed:
+            putting.abandon(wait_s=0.0)
+            raise
         except BaseException:
             putting.abandon()
             raise
@@ -319,6 +325,10 @@ class Node:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
 
 
+DISCARD_S = 1.0
+"""How long a put that failed waits for its staged files to be removed, so that a full disk is not full of them."""
+
+
 class Putting:
     """A put in progress: ``add`` chunks in any order, then ``finish``."""
 
@@ -360,6 +370,9 @@ class Putting:
         try:
             for batch in self._pending:
                 batch.wait(deadline)
+        except DeadlinePassed:
+            self.abandon(wait_s=0.0)
+            raise
         except BaseException:
             self.abandon()
             raise
@@ -368,7 +381,13 @@ class Putting:
         self._node._used(self._chain, result.tokens_present // size)
         return result
 
-    def abandon(self) -> None:
-        """Publishes nothing more. Idempotent."""
+    def abandon(self, wait_s: float = DISCARD_S) -> None:
+        """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent."""
         self._node.counters.add("put_failed")
-        self._publication.abandon()
+        staged = self._publication.abandon()
+        try:
+            batch = self._lanes.start(len(staged), lambda index: self._publication.discard(staged[index]))
+            if wait_s:
+                batch.wait(Deadline(self._node.clock, wait_s))
+        except KVStoreError:
+            pass  # the root does not answer: fsck finds what is left

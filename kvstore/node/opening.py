@@ -65,20 +65,34 @@ def open_member(
             ) from mismatch
         if etcd:
             bind_root(meta, root.url, identity.root)
-        member = join(root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids)
+        member = join(root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd))
         undo.pop_all()
         return member
 
 
 def join(
-    root: Root, identity: RootIdentity, meta: Meta, *, durable: bool, limits: Limits, clock: Clock, ids: Ids
+    root: Root,
+    identity: RootIdentity,
+    meta: Meta,
+    *,
+    durable: bool,
+    limits: Limits,
+    clock: Clock,
+    ids: Ids,
+    shared: bool = False,
 ) -> Member:
-    """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable."""
+    """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
+
+    ``shared`` metadata are a cluster's, which is told where the root is.
+    """
     presence = Presence(meta, Keys(identity.root), clock=clock, ids=ids)
     sessions = [ids.fresh()]
 
     def began(session: Session) -> None:
         sessions[0] = session.id  # never staged under before: rule W2
+        if shared:
+            # Again for each session: an etcd that came back empty knows neither this root nor where it is.
+            bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
 
     presence.attach(began)
     presence.start(wait_s=limits.meta_deadline_s)

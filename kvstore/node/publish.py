@@ -62,14 +62,18 @@ class Publication:
             self._publish(staged)
             self._completed(index, None)
 
-    def abandon(self) -> None:
-        """Nothing more is published; what is staged is removed. Idempotent."""
+    def abandon(self) -> list[Staged]:
+        """Nothing more is published. Returns what is staged, to be discarded where it may take its time. Idempotent."""
         with self._lock:
             self._abandoned = True
             waiting = [staged for staged in self._ready.values() if staged]
             self._ready = {index: None for index, staged in self._ready.items() if not staged}
-        for staged in waiting:
-            self._chunks.discard(staged)
+        return waiting
+
+    def discard(self, staged: Staged) -> bool:
+        """Removes one staged chunk."""
+        self._chunks.discard(staged)
+        return True
 
     def result(self) -> PutResult:
         """What was done so far."""

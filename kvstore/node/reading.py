@@ -83,10 +83,11 @@ class Reading:
 
         Past the deadline the memory is withdrawn: what was read until then counts.
         """
-        if self._batch is None:
+        batch, self._batch = self._batch, None  # it knows our work, and so us and the caller's memory
+        if batch is None:
             return self._done
         try:
-            self._batch.wait(deadline)
+            batch.wait(deadline)
         except DeadlinePassed:
             self._borrowed.withdraw()
             self._counters.add("miss_deadline")

@@ -70,7 +70,7 @@ class RootIdentity:
         try:
             fields = json.loads(content)
             name, version = fields["format"], fields["version"]
-        except (ValueError, KeyError, TypeError) as cause:
+        except (ValueError, KeyError, TypeError, RecursionError) as cause:
             raise _not_a_format(content) from cause
         if name != FORMAT_NAME or type(version) is not int:
             raise _not_a_format(content)
@@ -119,7 +119,7 @@ def create_or_open(
     Raises RootMismatch for another id, an unknown version, a folder that holds something else, or, without ``create``,
     one that is no root; InvalidRequest for shard_bits outside 0 to 16.
     """
-    if not 0 <= shard_bits <= places.SHARD_BITS_MAX:
+    if type(shard_bits) is not int or not 0 <= shard_bits <= places.SHARD_BITS_MAX:
         raise InvalidRequest(f"shard_bits={shard_bits}: expected 0 to {places.SHARD_BITS_MAX}")
     found = read_identity(root)
     if found is None and not create:

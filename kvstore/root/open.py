@@ -33,7 +33,7 @@ def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: boo
     Raises InvalidRequest for what is no such URL, RootMismatch where the folder's parent does not exist,
     PermissionDenied, Unavailable.
     """
-    if not isinstance(url, str) or not url or "\0" in url:
+    if not isinstance(url, str) or not url or "\0" in unquote(url):
         raise InvalidRequest(f"root {url!r}: expected {_KNOWN}")
     found = _URL.fullmatch(url)
     if found is None:

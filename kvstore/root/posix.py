@@ -20,15 +20,16 @@ import numpy as np
 
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
-from kvstore.format.places import Name
+from kvstore.format.places import FORMAT, QUARANTINE, Name
 from kvstore.root.interface import Entry, Space, Stat, Traits
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 BOUNCE_BYTES = 1 << 20
 """One blocking read; small enough to stay in the processor's cache until it is copied on."""
 
-MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR})
-FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR, errno.ELOOP})
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -47,14 +48,14 @@ class PosixRoot:
         self.url = f"file://{self.path}"
         self.traits = Traits(exclusive_publish=True, ordered_publish=True, touch=True, mapped=True)
         self._step = step or _no_step
+        self._format = _content(f"{self.path}/{FORMAT}")
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
         self._never_blocks = _file_system_type(self.path) in MEMORY_FILE_SYSTEMS
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         path = self._at(name)
         with _translated("write", path):
-            # O_EXCL: a name used twice would be truncated while it is the published inode (rule W2).
-            fd = _open_in_folder(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            fd = self._create(path)
             try:
                 self._step("stage.created")
                 _write_all(fd, pieces)
@@ -71,15 +72,17 @@ class PosixRoot:
         self._step("publish.before")
         with _translated("publish", path):
             try:
-                _link(source, path)
+                self._link(source, path)
                 won = True
             except FileExistsError:
-                won = False
+                won = self._move_obstacle(source, path)
             self._step("publish.linked")
             if won and durable:
                 _sync_folder(os.path.dirname(path))
             with suppress(FileNotFoundError):
                 os.unlink(source)
+        if name == FORMAT:
+            self._format = _content(path)
         self._step("publish.done")
         return won
 
@@ -133,7 +136,7 @@ class PosixRoot:
                     if cause.errno not in MISSING_ERRORS:
                         raise
                     if not attempt:
-                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        self._make_folder(path)
                 else:
                     return True
         return False
@@ -187,6 +190,49 @@ class PosixRoot:
 
     def close(self) -> None:
         """Nothing is kept open between calls."""
+
+    def _create(self, path: str) -> int:
+        """Opens a new file, making its folder the first time. O_EXCL: a name used twice would be truncated while it is
+        the published inode (rule W2)."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_folder(path)
+            return os.open(path, flags, 0o666)
+
+    def _link(self, source: str, path: str) -> None:
+        try:
+            os.link(source, path)
+        except FileNotFoundError:
+            self._make_folder(path)
+            os.link(source, path)
+
+    def _move_obstacle(self, source: str, path: str) -> bool:
+        """Where the name is taken by something that is no file (a folder, a dangling link), sets it aside and links."""
+        try:
+            if S_ISREG(os.lstat(path).st_mode):
+                return False
+            aside = f"{self.path}/{QUARANTINE}/{os.path.basename(path)}.{os.path.basename(os.path.dirname(source))}"
+            self._make_folder(aside)
+            os.rename(path, aside)
+            os.link(source, path)
+        except (FileNotFoundError, FileExistsError):
+            return False  # somebody else was quicker; the next put looks again
+        return True
+
+    def _make_folder(self, path: str) -> None:
+        """Makes the folder of a file, unless the root is not there any more.
+
+        When a file system is unmounted under us, the bare mount point has none of our folders: so this is where a
+        write would begin to fill it, and whoever mounts again would lose what was acknowledged meanwhile.
+        """
+        found = _content(f"{self.path}/{FORMAT}")
+        if self._format is None:
+            self._format = found
+        elif found != self._format:
+            raise Unavailable(f"{self.path} is not the root that was opened: is its file system still mounted?")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
 
     def _at(self, name: Name) -> str:
         return f"{self.path}/{name}"
@@ -264,9 +310,9 @@ class PosixReader:
             return memoryview(b"")
         with _translated("map", self._path):
             try:
-                # Populating in one call costs less than a fault for each page during verification.
-                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=flags, prot=mmap.PROT_READ))
+                # Never MAP_POPULATE: it reads the file inside this call, which holds the GIL, for as long as the
+                # device takes.
+                return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
             except ValueError:
                 return None  # the file became shorter than it was: somebody damaged it meanwhile
             except OSError as cause:
@@ -291,21 +337,13 @@ def _no_step(point: str) -> None:
     pass
 
 
-def _open_in_folder(path: str, flags: int) -> int:
-    """Opens a new file, making its folder the first time."""
+def _content(path: str) -> bytes | None:
+    """A small file's content; None where there is none."""
     try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return os.open(path, flags, 0o666)
-
-
-def _link(source: str, path: str) -> None:
-    try:
-        os.link(source, path)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.link(source, path)
+        with open(path, "rb") as file:
+            return file.read(1 << 16)
+    except OSError:
+        return None
 
 
 def _write_all(fd: int, pieces: Pieces) -> None:
@@ -360,6 +398,8 @@ def _error(action: str, path: str, cause: OSError) -> KVStoreError:
     said = f"could not {action} {path}: {cause.strerror or cause}"
     if cause.errno in FULL_ERRORS:
         return Overloaded(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
+    if cause.errno in SHORT_ERRORS:
+        return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
     if cause.errno in REFUSED_ERRORS:
         return PermissionDenied(f"{said}; check the mount options and the owner of the root")
     return Unavailable(f"{said}; check the mount (kvstore check-root)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -44,8 +45,13 @@ def _imported(name: str) -> Any:
         raise ModuleNotFoundError(_MISSING) from missing
 
 
-class ReflectionBound(grpc.ServerInterceptor):
-    """Ends streams of reflection after a time: one on which nothing is sent would keep a thread for ever."""
+class Patience(grpc.ServerInterceptor):
+    """Bounds how long a peer may keep a thread without sending what it announced.
+
+    gRPC waits in a thread of the pool for the message of a call that has only one, before any handler is asked, and for
+    as long as the peer keeps its connection.  So such calls are taken as streams, whose one message is waited for under
+    watch; and streams of reflection, on which a peer need never send anything, end after a time.
+    """
 
     def __init__(self, watch: Watch, most_s: float) -> None:
         self._watch = watch
@@ -53,12 +59,33 @@ class ReflectionBound(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         handler = continuation(details)
-        if handler is None or not (handler.request_streaming and handler.response_streaming):
-            return handler
-        answer = handler.stream_stream
+        if handler is None:
+            return None
+        serializers = (handler.request_deserializer, handler.response_serializer)
+        if not handler.request_streaming and not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(partial(self._one_to_one, handler.unary_unary), *serializers)
+        if not handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(partial(self._one_to_many, handler.unary_stream), *serializers)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(partial(self._bounded, handler.stream_stream), *serializers)
+        return handler  # ours, which watch over themselves
 
-        def bounded(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._watch.begin(self._most_s, self._most_s, context.cancel):
-                yield from answer(messages, context)
+    def _one_to_one(self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        return answer(self._first(messages, context), context)
 
-        return grpc.stream_stream_rpc_method_handler(bounded, handler.request_deserializer, handler.response_serializer)
+    def _one_to_many(
+        self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        yield from answer(self._first(messages, context), context)
+
+    def _bounded(
+        self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        with self._watch.begin(self._most_s, self._most_s, context.cancel):
+            yield from answer(messages, context)
+
+    def _first(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        with self._watch.begin(self._most_s, self._most_s, context.cancel):
+            for message in messages:
+                return message
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: expected one")

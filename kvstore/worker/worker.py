@@ -19,7 +19,7 @@ from kvstore.sources import Clock, SystemClock
 from kvstore.wire.limits import SERVER_OPTIONS
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
-from kvstore.worker.standard import Health, ReflectionBound
+from kvstore.worker.standard import Health, Patience
 from kvstore.worker.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -73,13 +73,15 @@ class Worker:
         is_path = self._listen.startswith("unix:")
         if not is_path and (not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535):
             raise InvalidRequest(f"listen={self._listen!r}: expected host:port, [v6]:port or unix:path")
+        if is_path and _is_answering(self._listen.removeprefix("unix:").removeprefix("//")):
+            raise self._cannot_listen()
         self._health = Health()
         calls_max = self.limits.calls_max + self.limits.spare_calls_max
         threads = DaemonThreads(calls_max, "kvstore-call")
         server = grpc.server(
             cast(futures.ThreadPoolExecutor, threads),  # the stubs say so; gRPC only submits to it
             handlers=[self.service.handler()],
-            interceptors=[ReflectionBound(self.service.watch, self.limits.idle_s)],
+            interceptors=[Patience(self.service.watch, self.limits.idle_s)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls_max,
         )
@@ -178,3 +180,14 @@ class Worker:
             f"could not listen on {self._listen}: the port is in use by another process, or the address is not of this "
             "host; choose another, or port 0"
         )
+
+
+def _is_answering(path: str) -> bool:
+    """Whether somebody listens on a unix socket: gRPC would take the path away from them without a word."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -120,6 +121,29 @@ def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
     header[offset : offset + len(value)] = value
     header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
     return bytes(header) + whole[4096:]
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "dangling link", "link to itself", "fifo"])
+def test_something_that_is_no_file_under_this_name_is_a_miss_and_repaired(
+    store: Store, tmp_root: Path, obstacle: str
+) -> None:
+    cache = store.namespace("m", TINY)
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cache.put(tokens, kv)
+    file = the_file(tmp_root)
+    file.unlink()
+    if obstacle == "folder":
+        file.mkdir()
+    elif obstacle == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_root / "nowhere" if obstacle == "dangling link" else file)
+    assert cache.get(tokens)[0] == 0
+    assert cache.match(tokens) == 0
+    result = cache.put(tokens, kv)
+    assert (result.tokens_present, result.chunks_written) == (len(tokens), 1)
+    assert same(cache.get(tokens)[1], kv)
 
 
 def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import Store
-from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.faulty import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
 from kvstore.root.posix import PosixRoot
@@ -131,6 +133,50 @@ def test_when_every_lane_hangs_calls_fail_at_once_until_the_root_is_back(store: 
     while store.stats()["root_hangs"] and time.monotonic() < until:
         time.sleep(0.01)
     assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_a_failed_put_does_not_wait_for_its_staged_files_to_be_removed(store: Store, root: FaultyRoot) -> None:
+    cache = store.namespace("m", SMALL)
+    hang, removal = Hang(), Hang()
+    root.set_rules([Rule("publish", hang), Rule("discard", removal)])
+    with InTime(), pytest.raises(Unavailable):
+        cache.put(TOKENS, KV)
+    root.set_rules([])
+    hang.release.set()
+    removal.release.set()
+
+
+def test_a_busy_root_is_not_taken_for_one_that_hangs(tmp_root: Path) -> None:
+    limits = Limits(lanes=2, width=2, stall_s=0.2)
+    root = FaultyRoot(PosixRoot(tmp_root))
+    with store_on(root, limits) as store:
+        cache = store.namespace("m", SMALL)
+        root.set_rules([Rule("stage", Delay(0.05))])
+        many = np.arange(40 * SMALL.chunk_tokens)
+        seen: list[float] = []
+        root_hangs = threading.Thread(target=lambda: cache.put(many, kv_of(SMALL, many)))
+        root_hangs.start()
+        while root_hangs.is_alive():
+            seen.append(store.stats()["root_hangs"])
+            root_hangs.join(0.02)
+        assert not any(seen)
+
+
+def test_a_store_opened_before_a_fork_says_so_in_the_child(store: Store) -> None:
+    cache = store.namespace("m", SMALL)
+    cache.put(TOKENS, KV)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with pytest.raises(InvalidRequest, match="open it in the child"):
+                cache.put(TOKENS[:32] + 5, KV[:, :, :32])
+            store.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(cache.get(TOKENS)[1], KV), "the parent goes on"
 
 
 def test_closing_does_not_wait_for_a_root_that_hangs(root: FaultyRoot) -> None:

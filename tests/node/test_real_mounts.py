@@ -89,14 +89,21 @@ def test_a_root_turned_read_only_still_serves(small_tmpfs: Path) -> None:
         assert cache.put(more, kv_of(LAYOUT, more)).tokens_present == len(more)
 
 
-def test_a_root_unmounted_under_the_store_is_misses(small_tmpfs: Path) -> None:
-    with store_on(small_tmpfs, QUICK) as store:
+def test_a_root_unmounted_under_the_store_is_misses_and_fills_no_mount_point(loop_ext4: Path) -> None:
+    mount, image = loop_ext4.parent, loop_ext4.parent.parent / "image"
+    with store_on(loop_ext4, QUICK) as store:
         cache = store.namespace("m", LAYOUT)
         cache.put(TOKENS, KV)
-        subprocess.run(["umount", "-l", str(small_tmpfs)], check=True)
-        assert cache.get(TOKENS)[0] == 0
-        assert cache.match(TOKENS) == 0
-        run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small_tmpfs))
+        run("umount", "-l", str(mount))
+        more = np.concatenate([TOKENS, TOKENS])
+        kv = kv_of(LAYOUT, more)
+        with pytest.raises(Unavailable, match="mounted"):
+            cache.put(more, kv)
+        assert cache.get(more)[0] == 0
+        assert list(mount.iterdir()) == [], "the bare mount point stays as it was"
+        run("mount", "-o", "loop", str(image), str(mount))
+        assert cache.put(more, kv).tokens_present == len(more)
+        assert same(cache.get(more)[1], kv)
 
 
 def test_a_frozen_file_system_delays_nobody_beyond_the_deadline(loop_ext4: Path) -> None:
