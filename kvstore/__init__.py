@@ -17,6 +17,10 @@ __version__ = "0.1.0"
 __all__ = ["Layout", "__version__", "connect", "errors", "open"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Lazily, so that importing the package (for a layout, say) costs no gRPC and no file-system code.
     if name in ("connect", "open"):

@@ -18,10 +18,15 @@ from kvstore.errors import InvalidRequest
 @click.command(cls=Command, no_args_is_help=True, short_help="Delete the stored chunks of a namespace.")
 @click.argument("name")
 @namespace_options
+@click.option(
+    "--ignore-pins", is_flag=True, help="With --root and without --etcd, where nobody can tell what is pinned."
+)
 @click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
 @access_options
 @json_option
-def clear(name: str, tenant: str, fingerprint: str | None, yes: bool, access: Access, as_json: bool) -> None:
+def clear(
+    name: str, tenant: str, fingerprint: str | None, ignore_pins: bool, yes: bool, access: Access, as_json: bool
+) -> None:
     """Delete the stored chunks of a namespace, except pinned ones.
 
     Whoever reads one at that moment has a miss and computes it again. The namespace itself stays.
@@ -29,8 +34,14 @@ def clear(name: str, tenant: str, fingerprint: str | None, yes: bool, access: Ac
     \b
     Examples:
       kvstore clear llama-3.1-8b --root /mnt/kv --etcd 10.0.0.5:2379
+      kvstore clear llama-3.1-8b --root /mnt/kv --ignore-pins
       kvstore clear llama-3.1-8b --tenant alice --yes --connect 10.0.0.7:7070
     """
+    if access.root is not None and access.etcd is None and not ignore_pins:
+        raise InvalidRequest(
+            "pins live in etcd, and without it clear would delete pinned chunks too: "
+            "give --etcd, or --ignore-pins where this root has no cluster"
+        )
     with access.open() as store:
         cache = open_cache(store, name, tenant, fingerprint)
         if not yes:

@@ -119,7 +119,6 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted) -> Report:
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess) -> Adopted:
     from kvstore.fsck import adopt
-
     from kvstore.meta.roots import bind_root
 
     meta = etcd.open()

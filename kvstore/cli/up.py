@@ -40,7 +40,11 @@ SHORT_LIVES_MAX = 3
 GC_INTERVAL_S = 60
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Serve a root on this host: etcd, workers, GC.")
+@click.command(
+    cls=Command,
+    no_args_is_help=True,
+    short_help="Serve a root on this host: etcd, workers, and kvstore-gc where installed.",
+)
 @click.option("--root", required=True, metavar="URL", help="The root: a folder, file:///path, s3://bucket/prefix, ...")
 @root_options_option
 @click.option(
@@ -83,7 +87,8 @@ def up(
     drain_s: float,
     log_level: str,
 ) -> None:
-    """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, garbage collection.
+    """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, and kvstore-gc
+    where it is installed.
 
     Prints one line when it serves:
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import logging
+import resource
 from contextlib import ExitStack
 
 import click

@@ -98,7 +98,8 @@ class Cache:
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
 
-        It outlives this process.  ``pin.tokens`` says how much is pinned; 0 where nothing is stored.
+        In a cluster it outlives this process; a store opened without etcd forgets it when it is closed, and nobody
+        else sees it.  ``pin.tokens`` says how much is pinned; 0 where nothing is stored.
         Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
         """
         if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:
@@ -112,7 +113,10 @@ class Cache:
         return self._port.refcount(self.namespace, token_array(tokens))
 
     def clear(self) -> Cleared:
-        """Deletes the stored chunks of this namespace, except pinned ones. Whoever reads one now has a miss."""
+        """Deletes the stored chunks of this namespace, except those pinned in the metadata this store is opened with.
+
+        Whoever reads one now has a miss. Opened without etcd, a store knows no pins but its own.
+        """
         return self._port.clear(self.namespace)
 
     def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:

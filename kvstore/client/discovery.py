@@ -50,8 +50,13 @@ class Discovery:
             found = self._meta.list(ROOTS)
             roots = sorted({kv.value for kv in found.items if len(kv.value) == ID_BYTES})
             if len(roots) > 1:
+                # A root that nobody serves, of a mistyped path perhaps, must not keep everybody from the others.
+                roots = [root for root in roots if Workers(self._meta, Keys(root)).list()] or roots
+            if len(roots) > 1:
                 names = ", ".join(root.hex() for root in roots)
-                raise InvalidRequest(f"etcd knows {len(roots)} roots: say which one is meant, root=one of {names}")
+                raise InvalidRequest(
+                    f"etcd knows {len(roots)} roots: say which one is meant, root= (--root-id) one of {names}"
+                )
             if not roots:
                 return []
             self._root = roots[0]

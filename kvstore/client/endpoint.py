@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.bounded import CLOSE_S, within
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
@@ -97,7 +98,7 @@ class Endpoint:
             self._users -= 1
             over = self._retired and not self._users
         if over:
-            self._channel.close()
+            within(CLOSE_S, self._channel.close)
 
     def retire(self) -> None:
         """No longer wanted; closes once nobody uses it. Idempotent."""
@@ -105,11 +106,11 @@ class Endpoint:
             over = not self._retired and not self._users
             self._retired = True
         if over:
-            self._channel.close()
+            within(CLOSE_S, self._channel.close)
 
     def close(self) -> None:
         """Closes the channel now; calls in progress are cancelled."""
-        self._channel.close()
+        within(CLOSE_S, self._channel.close)
 
     def _stub(self, path: str, kind: str) -> Any:
         stub = self._stubs.get(path)

@@ -61,7 +61,7 @@ class Store:
         return self._port.unpin(pin_id)
 
     def stats(self) -> dict[str, int | float]:
-        """What this node, or the workers behind it, did since they started; ``kvstore stats --help`` names all."""
+        """What this node, or the workers behind it, did; ``kvstore.node.counters`` says what each number counts."""
         return self._port.stats()
 
     def close(self) -> None:

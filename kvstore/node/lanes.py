@@ -79,7 +79,10 @@ class Batch:
         # Taken out: its traceback leads back to us and to the caller's memory.
         error, self.error = self.error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # or its traceback would lead to this frame, and this frame to it
 
     def stop(self) -> None:
         """Nothing more of it is begun."""

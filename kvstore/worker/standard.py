@@ -86,6 +86,7 @@ class Patience(grpc.ServerInterceptor):
 
     def _first(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
         with self._watch.begin(self._most_s, self._most_s, context.cancel):
-            for message in messages:
-                return message
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: expected one")
+            message = next(messages, None)
+        if message is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: expected one")
+        return message

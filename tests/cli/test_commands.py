@@ -78,7 +78,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
         (("pin", "model", "1,2", "--root", "ROOT"), "pins live in etcd"),
         (("unpin", "a/b", "--root", "ROOT"), "pins live in etcd"),
-        (("clear", "model", "--root", "ROOT"), "give --yes"),
+        (("clear", "model", "--root", "ROOT"), "give --etcd, or --ignore-pins"),
+        (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
         (("fsck", "/"), "is no kvstore root"),
         (("fsck", "ROOT", "--adopt"), "give --etcd ENDPOINTS"),
         (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),
@@ -176,7 +177,7 @@ def test_namesakes_are_told_apart_by_fingerprint(run: Run, root: str) -> None:
 def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
     with kvstore.open(root) as store:
         store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))
-    assert parsed(run("clear", "model", "--yes", "--root", root, "--json"))["chunks"] == 2
+    assert parsed(run("clear", "model", "--yes", "--ignore-pins", "--root", root, "--json"))["chunks"] == 2
     assert len(chunk_files(root)) == 2
     with kvstore.open(root) as store:
         assert store.namespace("model", LAYOUT, fingerprint="weights-1").match(TOKENS) == 0

@@ -14,7 +14,8 @@ import pytest
 
 import kvstore
 from kvstore.client import Store
-from kvstore.errors import LayoutMismatch, RootMismatch, Unavailable
+from kvstore.errors import KVStoreError, LayoutMismatch, RootMismatch, Unavailable
+from kvstore.meta.keys import root_binding
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from tests.etcd_fixture import eventually, running_etcd
@@ -203,4 +204,28 @@ def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: Em
         assert cache.put(TOKENS, KV).chunks_found == 6
         cache.clear()
         assert cache.put(TOKENS, KV).chunks_written == 6
+        assert cache.pin(TOKENS, ttl=60).release()
+
+
+def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: Path, tmp_path: Path) -> None:
+    with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        member = store._port._member  # type: ignore[attr-defined]
+        binding = root_binding(member.node.root.url)
+        before = member.presence.current()
+        etcd.stop()
+        for entry in tmp_path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        etcd.start()
+
+        def known_again() -> bool:
+            try:
+                before.beat()
+                return member.presence.current() is not before and member.meta.get(binding) is not None
+            except KVStoreError:
+                return False
+
+        eventually(known_again)
+        assert same(cache.get(TOKENS)[1], KV)
         assert cache.pin(TOKENS, ttl=60).release()

@@ -69,6 +69,7 @@ def in_process(folder: Path) -> None:
 def over_grpc(folder: Path) -> None:
     """A worker, with its bundled etcd, started by the command that the wheel installs; stopped with SIGTERM."""
     command = [str(Path(sys.executable).parent / "kvstore"), "up", "--root", f"file://{folder / 'served'}"]
+    command += ["--etcd-folder", str(folder / "etcd")]
     with subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as server:
         alarm = threading.Timer(READY_S, server.kill)
         alarm.start()
@@ -94,6 +95,7 @@ def main() -> None:
     """Imports what generated code and etcd's client need, then puts and gets."""
     mode = sys.argv[1]
     import pyetcd  # noqa: F401  # its own generated code must load beside ours
+
     from kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 
     assert kvstore_pb2.DESCRIPTOR.package == "kvstore.v1"

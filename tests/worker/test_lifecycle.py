@@ -303,3 +303,13 @@ def test_every_call_returns_in_time_while_the_root_hangs(hanging: tuple[Served, 
         eventually(lambda: cache.match(TOKENS) == len(TOKENS), "the chunks are found again")
         assert same(cache.get(TOKENS)[1], KV)
         assert cache.put(TOKENS + 1000, kv_of(SMALL, TOKENS + 1000)).tokens_present == len(TOKENS)
+
+
+def test_a_unix_socket_in_use_is_not_taken_over(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/s.sock"
+    with serving(listen=listen) as served, raw_stub(served) as stub:
+        with pytest.raises(InvalidRequest, match="could not listen"), serving(listen=listen):
+            pass
+        assert len(opened(stub, SMALL)) == 32
+    with serving(listen=listen) as again, raw_stub(again) as stub:
+        assert len(opened(stub, SMALL)) == 32, "a socket that a dead worker left is taken"

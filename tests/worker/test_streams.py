@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
@@ -185,3 +186,16 @@ def test_many_clients_at_once() -> None:
         with ThreadPoolExecutor(24) as threads:
             list(threads.map(client, range(24)))
         nothing_in_use(served)
+
+
+def test_calls_that_never_send_their_one_message_let_go_of_their_threads() -> None:
+    ended = threading.Event()
+    limits = WorkerLimits(idle_s=0.5, stream_s_max=1.0, calls_max=4)
+    with serving(worker_limits=limits) as served, raw_channel(served) as channel, raw_stub(served) as stub:
+        half_open: Any = channel.stream_unary("/kvstore.v1.KVStore/Match")
+        calls = [half_open.future(silent_after([], ended)) for _ in range(40)]
+        for call in calls:
+            assert call.exception(timeout=WAIT_S) is not None, "refused, or cancelled for its silence"
+        ended.set()
+        assert stub.Stats(pb.StatsRequest(), timeout=WAIT_S).counters is not None
+        assert len(opened(stub, SMALL)) == 32

@@ -45,7 +45,7 @@ class KVCache:
     """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; dropped, it closes too.
 
     ``tensor_nbytes`` is the size of K, and of V, of one token at one layer, ``layer`` the number of layers.
-    ``cache_capacity`` is accepted without effect: how much is kept is a setting of ``kvstore-gc``.
+    ``cache_capacity`` is accepted without effect: how much is kept will be a setting of garbage collection.
     ``rank`` with ``world_size`` keeps the ranks of a parallel run apart, in ``{root}/{world_size}-{rank}``;
     ``cache_config.root`` of this object says so, the caller's configuration stays as it is.
     ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users apart, as in ``kvstore.open``'s

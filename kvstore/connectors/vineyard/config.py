@@ -47,7 +47,7 @@ class FileCacheConfig:
     and ``root`` a name that keeps caches on it apart.
 
     Accepted without effect: ``hash_chunk_size`` (the store lays out its own files), ``socket`` and ``rdma_endpoint``,
-    and the settings of garbage collection, times in seconds: ``kvstore-gc`` collects, with settings of its own.
+    and the settings of garbage collection, times in seconds: accepted without effect until there is a collector.
     """
 
     chunk_size: int = 16

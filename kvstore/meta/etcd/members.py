@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.bounded import CLOSE_S, within
 from kvstore.errors import Unavailable
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_pem
@@ -162,7 +163,7 @@ class Members:
         """Closes the channels; calls under way end with Unavailable. Idempotent."""
         self._closed.set()
         for member in self._members:
-            member.channel.close()
+            within(CLOSE_S, member.channel.close)
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
         """The token, from ``member`` where there is none yet; "" where etcd has no authentication switched on."""
