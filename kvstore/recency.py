@@ -1,20 +1,55 @@
 """Recency without etcd and without atime: what a chunk's mtime says, and when a reader renews it.
 
-A stamp is the start of the current *quantum* (60 s by default) plus one second, minus one microsecond per chunk of
-depth in its chain.  From that follow the three properties that garbage collection relies on:
+A stamp is the start of the current *quantum* (60 s by default) plus one second, minus three microseconds per chunk of
+depth in its chain, plus a code of less than three microseconds for uses and hints.  From that follow the properties
+that garbage collection relies on:
 
 * Readers renew a chunk at most once per quantum (rate limit, without remembering who did).
 * Whoever renews a chunk renews its ancestors first, to the same quantum, so a chunk is never staler than its child.
 * Among chunks of one quantum a child is strictly staler than its parent, so that LRU order takes leaves first.
+* Nothing has to be opened to learn how often a chunk was used and what its writer said of it.
+* The code grows with each of uses, priority and ttl, so that raising one never lowers an mtime.
 
-A file system that keeps mtime in whole seconds loses only the third property.
+A file system that keeps mtime in whole seconds loses all but the first two: hints read as the default there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kvstore.hints import DEFAULT, LEAST, PRIORITY_MAX, TTL_CLASSES_S, Hints
+
 NS_PER_S = 1_000_000_000
-DEPTH_STEP_NS = 1_000
-DEPTH_MAX = 999_999
+DEPTH_STEP_NS = 3_000
+DEPTH_MAX = 333_332
+"""Deeper chunks have its stamp: as deep as one second has room for, and so that no two quanta overlap."""
+USES_MAX = 3
+"""Uses are counted as never, once, twice, and more often."""
+
+_TTLS = (*TTL_CLASSES_S, None)
+"""From the shortest to the longest, which is none."""
+_COARSE_NS = 20
+"""No code but the default's, 0, is a multiple of this. So where a file system rounds times (to 100 ns, to 1 us, to
+seconds), or a tool does that copies files, hints read as the default and not as others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recency:
+    """What an mtime says of a chunk."""
+
+    last_use_s: int
+    """Start of the quantum of its last use, in seconds since the epoch."""
+    depth: int
+    """Its index in its chain, at most ``DEPTH_MAX``; 0 where the mtime is none of ours."""
+    uses: int
+    """In how many later quanta than that of its publication it was used; ``USES_MAX`` means at least so many."""
+    priority: int
+    ttl_s: int | None
+
+    @property
+    def hints(self) -> Hints:
+        """What its writers said of it."""
+        return Hints(self.priority, self.ttl_s)
 
 
 def quantum_of(now_s: float, quantum_s: int) -> int:
@@ -22,11 +57,75 @@ def quantum_of(now_s: float, quantum_s: int) -> int:
     return int(now_s) // quantum_s * quantum_s
 
 
-def stamp_ns(quantum_start_s: int, depth: int) -> int:
-    """The mtime of a chunk at ``depth`` in its chain (0 is the first), renewed in that quantum; nanoseconds."""
-    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS
+def stamp_ns(quantum_start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
+    """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum; nanoseconds."""
+    code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
+    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
 def is_fresh(mtime_ns: int, quantum_start_s: int) -> bool:
     """Whether a stamp belongs to that quantum, or to a later one (a host whose clock is ahead)."""
     return mtime_ns >= quantum_start_s * NS_PER_S
+
+
+def decode(mtime_ns: int, quantum_s: int) -> Recency:
+    """What an mtime says, whatever it is: one that is no stamp is the last use of a chunk with default hints."""
+    quantum_start_s = (mtime_ns - _CODE_MAX - 1) // NS_PER_S
+    if quantum_start_s % quantum_s == 0:
+        below = (quantum_start_s + 1) * NS_PER_S - mtime_ns
+        depth = (below + _CODE_MAX) // DEPTH_STEP_NS
+        number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
+        if depth <= DEPTH_MAX and 0 <= number < _NUMBERS:
+            rest, ttl = divmod(number, len(_TTLS))
+            priority, uses = divmod(rest, USES_MAX + 1)
+            return Recency(quantum_start_s, depth, uses, priority, _TTLS[ttl])
+    return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
+
+
+def renewed_ns(
+    mtime_ns: int, quantum_start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
+) -> int | None:
+    """The mtime that a chunk gets when it is used, or None where it stays as it is.
+
+    One use more where it was not used in this quantum yet, and hints of at least ``least``; never an earlier time.
+    """
+    was = decode(mtime_ns, quantum_s)
+    hints = was.hints.raised_to(least)
+    if not is_fresh(mtime_ns, quantum_start_s):
+        return stamp_ns(quantum_start_s, depth, hints, max(min(was.uses + 1, USES_MAX), uses_least))
+    uses = max(was.uses, uses_least)
+    if (hints, uses) == (was.hints, was.uses):
+        return None
+    stamp = stamp_ns(was.last_use_s, depth, hints, uses)
+    return stamp if stamp > mtime_ns else None
+
+
+def is_coarse(mtime_ns: int) -> bool:
+    """Whether an mtime can carry no hints but the default ones, as on a file system that rounds times."""
+    return mtime_ns % _COARSE_NS == 0
+
+
+def _number(hints: Hints, uses: int) -> int:
+    """Priority, uses and ttl as one number, which grows with each of them."""
+    return (hints.priority * (USES_MAX + 1) + uses) * len(_TTLS) + _TTLS.index(hints.ttl_s)
+
+
+def _spread(offset: int) -> int:
+    """The code of a number's distance from the default's: the distance, leaving out the multiples of _COARSE_NS."""
+    beyond = (abs(offset) - 1) // (_COARSE_NS - 1) if offset else 0
+    return offset + beyond if offset > 0 else offset - beyond
+
+
+def _gathered(code: int) -> int:
+    """The inverse of ``_spread``; 0, the default, for a code that has been rounded."""
+    if code % _COARSE_NS == 0:
+        return 0
+    beyond = abs(code) // _COARSE_NS
+    return code - beyond if code > 0 else code + beyond
+
+
+_NUMBERS = (PRIORITY_MAX + 1) * (USES_MAX + 1) * len(_TTLS)
+_DEFAULT_NUMBER = _number(DEFAULT, 0)
+_CODE_MIN = _spread(-_DEFAULT_NUMBER)
+_CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
+assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -169,3 +170,10 @@ def kill_all(programs: Sequence[Program]) -> None:
 def kvstore_command(*arguments: str) -> list[str]:
     """The command line that runs ``kvstore`` with the same interpreter as this one."""
     return [sys.executable, "-m", "kvstore.cli.main", *arguments]
+
+
+def gc_command(*arguments: str) -> list[str] | None:
+    """The command line that runs the garbage collector, a package of its own; None where it is not installed."""
+    if importlib.util.find_spec("kvstore_gc") is None:
+        return None
+    return [sys.executable, "-m", "kvstore_gc", *arguments]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.access import Access, open_store
-from kvstore.cli.children import Program, kvstore_command, stop_all
+from kvstore.cli.children import Program, gc_command, kvstore_command, stop_all
 from kvstore.cli.command import CHECK_FAILED, Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import progress_bar, size
@@ -30,6 +30,7 @@ WORKERS_COUNT = 2
 REQUESTS = 600
 SEED = 7
 BYTES_PER_TOKEN = 256
+GC_INTERVAL = "2s"
 STOP_S = 10.0
 SHM = Path("/dev/shm")
 
@@ -44,8 +45,8 @@ SHM = Path("/dev/shm")
 def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
     """Start a small cluster, replay a trace through it with every byte verified, print a table, stop everything.
 
-    Starts the bundled etcd and two workers on a temporary root, and speaks to them over gRPC. Nothing it started is
-    left running, and no file is left behind, however it ends.
+    Starts the bundled etcd, two workers and kvstore-gc on a temporary root, and speaks to them over gRPC. Nothing it
+    started is left running, and no file is left behind, however it ends.
 
     \b
     Examples:
@@ -58,8 +59,8 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
     started_s = time.monotonic()
     with Interrupts() as interrupts, ExitStack() as undo:
         folder = undo.enter_context(interrupts.guard(_folder(_stored_bytes(requests))))
-        programs = undo.enter_context(interrupts.guard(_cluster(folder)))
-        addresses = [program.wait_ready()["grpc"] for program in programs]
+        cluster = undo.enter_context(interrupts.guard(_running(folder)))
+        addresses = cluster.wait_ready()
         _tell(f"etcd and {len(addresses)} workers serve {folder} ({time.monotonic() - started_s:.1f} s)")
         access = Access(connect=tuple(addresses))
         with progress_bar("requests", len(requests)) as moved:
@@ -71,26 +72,50 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
         click.get_current_context().exit(CHECK_FAILED)
 
 
+class _Cluster:
+    """Workers and a garbage collector on a root in ``folder``, with the etcd that is at ``endpoints``."""
+
+    def __init__(self, folder: Path, endpoints: str) -> None:
+        common = ["--root", str(folder / "root"), "--etcd", endpoints]
+        worker = kvstore_command(
+            "worker", *common, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--drain", "5s"
+        )
+        self._workers = [
+            Program(f"worker {number}", worker, messages=folder / f"worker-{number}.log")
+            for number in range(WORKERS_COUNT)
+        ]
+        collector = gc_command(*common, "--interval", GC_INTERVAL)
+        self._collectors = [Program("gc", collector, messages=folder / "gc.log")] if collector else []
+
+    def start(self) -> None:
+        """Starts the workers."""
+        for program in self._workers:
+            program.start()
+
+    def wait_ready(self) -> list[str]:
+        """The workers' addresses once they serve; starts the garbage collector then, which needs a root."""
+        addresses = [program.wait_ready()["grpc"] for program in self._workers]
+        for program in self._collectors:
+            program.start()
+        return addresses
+
+    def stop(self) -> None:
+        """Ends them all."""
+        stop_all([*self._workers, *self._collectors], STOP_S)
+
+
 @contextmanager
-def _cluster(folder: Path) -> Iterator[list[Program]]:
-    """Workers that run meanwhile, on a root in ``folder``, with an etcd of their own."""
+def _running(folder: Path) -> Iterator[_Cluster]:
+    """A cluster that runs meanwhile, with an etcd of its own."""
     from kvstore.meta.server import EmbeddedEtcd
 
     with EmbeddedEtcd(folder / "etcd") as server:
-        command = kvstore_command(
-            "worker", "--root", str(folder / "root"), "--etcd", server.endpoints,
-            "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--drain", "5s",
-        )  # fmt: skip
-        programs = [
-            Program(f"worker {number}", command, messages=folder / f"worker-{number}.log")
-            for number in range(WORKERS_COUNT)
-        ]
+        cluster = _Cluster(folder, server.endpoints)
         try:
-            for program in programs:
-                program.start()
-            yield programs
+            cluster.start()
+            yield cluster
         finally:
-            stop_all(programs, STOP_S)
+            cluster.stop()
 
 
 @contextmanager

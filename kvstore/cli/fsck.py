@@ -35,7 +35,7 @@ class _Wanted:
 @click.command(cls=Command, no_args_is_help=True, short_help="Check every file of a root, and repair it.")
 @click.argument("root", metavar="ROOT")
 @click.option("--repair", is_flag=True, help="Put right what is wrong; the root may be in use meanwhile.")
-@click.option("--adopt", "adopting", is_flag=True, help="Tell an empty or restored etcd what the root knows.")
+@click.option("--adopt", "adopting", is_flag=True, help="Make an empty, restored or other etcd this root's, first.")
 @click.option("--quick", is_flag=True, help="Read headers only, not the KV itself.")
 @click.option("--rate", type=SIZE, metavar="SIZE", help="Read at most this much a second, such as 200MiB.")
 @root_options_option
@@ -57,6 +57,10 @@ def fsck(
     are set aside, misplaced ones go where they belong, and what dead writers left is deleted. With --etcd it knows
     which writers live; without, what was staged more than an hour ago counts as left behind.
 
+    --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
+    restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
+    tells etcd the namespaces and the pins, and makes both one generation again. Safe to repeat. See gc/RUNBOOK.md.
+
     Exit codes: 0 clean, 1 problems found (or repaired), 2 could not run.
 
     \b
@@ -76,14 +80,17 @@ def fsck(
         identity = read_identity(opened)
         if identity is None:
             raise RootMismatch(f"{opened.url} is no kvstore root: it has no FORMAT file. Is the file system mounted?")
-        report = _check(opened, identity, _Wanted(repair, quick, rate, etcd, as_json))
+        # Before the check, which may take hours on a root whose nodes refuse pins until they have a generation again.
         adopted = _adopt(opened, identity, etcd) if adopting and etcd else None
+        if adopted is not None and not as_json:
+            _print_adopted(adopted)
+        report = _check(opened, identity, _Wanted(repair, quick, rate, etcd, as_json))
     finally:
         opened.close()
     if as_json:
         print_json(_json(identity, report, adopted))
     else:
-        _print(report, adopted)
+        _print(report)
     if not report.is_clean or (adopted and adopted.refused):
         click.get_current_context().exit(CHECK_FAILED)
 
@@ -129,15 +136,26 @@ def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess) -> Adopted:
         meta.close()
 
 
-def _print(report: Report, adopted: Adopted | None) -> None:
+def _print_adopted(adopted: Adopted) -> None:
+    print(
+        f"generation {adopted.previous or 'none'} -> {adopted.generation}: {adopted.sessions_count} sessions ended, "
+        f"{adopted.trash_count} sweeps put back, {adopted.condemned_count} sweeps dropped"
+    )
+    print(
+        f"pins: {adopted.pins_restored_count} restored, {adopted.pins_known_count} known, "
+        f"{adopted.pins_ended_count} ended; etcd has {adopted.added_count} namespaces more, "
+        f"{adopted.known_count} it knew",
+        flush=True,
+    )
+    for refused in adopted.refused:
+        print(f"left out: {refused}")
+
+
+def _print(report: Report) -> None:
     print(
         f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; "
         f"{report.problems_count} problems, {report.unrepaired_count} not repaired"
     )
-    if adopted is not None:
-        print(f"etcd has {adopted.added_count} namespaces more, {adopted.known_count} it knew")
-        for refused in adopted.refused:
-            print(f"left out: {refused}")
 
 
 def _json(identity: RootIdentity, report: Report, adopted: Adopted | None) -> dict[str, Any]:

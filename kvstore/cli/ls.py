@@ -87,9 +87,13 @@ def _pins(access: Access, as_json: bool) -> None:
         fields = ("id", "owner", "namespace", "tokens", "expires_s")
         print_json({"pins": [{name: getattr(each, name) for name in fields} for each in found]})
         return
+    now_s = time.time()
     print_table(
-        ("id", "owner", "namespace", "tokens", "expires"),
-        [(each.id, each.owner, each.namespace, each.tokens, _when(each.expires_s)) for each in found],
+        ("id", "owner", "namespace", "tokens", "expires", "left"),
+        [
+            (each.id, each.owner, each.namespace, each.tokens, _when(each.expires_s), _left(each.expires_s - now_s))
+            for each in found
+        ],
     )
 
 
@@ -124,3 +128,11 @@ def _layout(layout: Layout) -> str:
 
 def _when(expires_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(expires_s))
+
+
+def _left(seconds: float) -> str:
+    """The time that is left, in the two largest units, such as ``1d 3h``; by this host's clock."""
+    left = max(0, round(seconds))
+    parts = [(left // 86_400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "m"), (left % 60, "s")]
+    first = next((at for at, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,9 +17,9 @@ import click
 
 from kvstore.cli import logs
 from kvstore.cli.access import EtcdAccess
-from kvstore.cli.children import STOP_S, Program, kill_all, kvstore_command, stop_all
+from kvstore.cli.children import STOP_S, Program, gc_command, kill_all, kvstore_command, stop_all
 from kvstore.cli.command import Command
-from kvstore.cli.kinds import DURATION, HOST_PORT, split
+from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import durability_option, etcd_options, root_options_option, shard_bits_option
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
@@ -38,12 +36,13 @@ SHORT_LIFE_S = 10.0
 """A worker that lived shorter died of its start; three of those in a row, and ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 GC_INTERVAL_S = 60
+"""Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
 
 
 @click.command(
     cls=Command,
     no_args_is_help=True,
-    short_help="Serve a root on this host: etcd, workers, and kvstore-gc where installed.",
+    short_help="Serve a root on this host: etcd, workers, garbage collection.",
 )
 @click.option("--root", required=True, metavar="URL", help="The root: a folder, file:///path, s3://bucket/prefix, ...")
 @root_options_option
@@ -72,6 +71,14 @@ GC_INTERVAL_S = 60
 )
 @durability_option
 @shard_bits_option
+@click.option(
+    "--max-bytes",
+    type=SIZE,
+    metavar="SIZE",
+    help="What chunks may take, such as 200GiB; by default all there is room for.",
+)
+@click.option("--ttl", "ttl_s", type=DURATION, metavar="TIME", help="Delete chunks that nobody used for so long.")
+@click.option("--no-gc", is_flag=True, help="Delete nothing, ever: kvstore-gc runs elsewhere.")
 @click.option("--drain", "drain_s", type=DURATION, default="10s", show_default=True, help="Time to finish at the end.")
 @click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
 def up(
@@ -84,43 +91,48 @@ def up(
     etcd_folder: str | None,
     durability: str,
     shard_bits: int,
+    max_bytes: int | None,
+    ttl_s: float | None,
+    no_gc: bool,
     drain_s: float,
     log_level: str,
 ) -> None:
-    """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, and kvstore-gc
-    where it is installed.
+    """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, and kvstore-gc,
+    which deletes the least useful chunks before the root is full.
 
     Prints one line when it serves:
 
     \b
       ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...]
 
-    Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A worker that dies is
-    started again. The bundled etcd is for one host; a cluster that must survive a host has one of its own on three.
+    Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. What dies is started
+    again. The bundled etcd is for one host; a cluster that must survive a host has one of its own on three.
 
     \b
     Examples:
-      kvstore up --root /mnt/kv
-      kvstore up --root /mnt/kv --listen 0.0.0.0:7070 --workers 2 --etcd 10.0.0.5:2379
+      kvstore up --root /mnt/kv --max-bytes 200GiB
+      kvstore up --root /mnt/kv --listen 0.0.0.0:7070 --workers 2 --etcd 10.0.0.5:2379 --ttl 7d
     """
+    if no_gc and (max_bytes is not None or ttl_s is not None):
+        raise InvalidRequest("--max-bytes and --ttl are for garbage collection, --no-gc does without: give one of them")
     logs.configure(log_level)
     programs: list[Program] = []
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
-        endpoints, arguments, server = undo.enter_context(_metadata(root, etcd, etcd_folder))
-        arguments += ["--root", root, "--durability", durability, "--shard-bits", str(shard_bits)]
-        arguments += ["--drain", f"{drain_s}s", "--log-level", log_level]
+        endpoints, common, server = undo.enter_context(_metadata(root, etcd, etcd_folder))
+        common += ["--root", root, "--log-level", log_level]
         if root_options_file is not None:
-            arguments += ["--root-options", root_options_file]
+            common += ["--root-options", root_options_file]
         undo.callback(lambda: stop_all(programs, drain_s + STOP_S))
-        cluster = _Cluster(arguments, listen, metrics, stopper)
+        serving = ["--durability", durability, "--shard-bits", str(shard_bits), "--drain", f"{drain_s}s"]
+        cluster = _Cluster([*common, *serving], listen, metrics, stopper)
         try:
             cluster.start(workers, programs)
         except Unavailable:
             if stopper.asked:
                 return
             raise
-        collector = _start_gc(root, endpoints, programs)
+        collector = None if no_gc else _start_gc(common, max_bytes, ttl_s, programs)
         print(
             f"ready grpc={','.join(cluster.said('grpc'))} etcd={endpoints} metrics={','.join(cluster.said('metrics'))}",
             flush=True,
@@ -251,24 +263,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _start_gc(root: str, endpoints: str, programs: list[Program]) -> Program | None:
-    """The garbage collector, a package of its own; None where it is not installed."""
-    if importlib.util.find_spec("kvstore_gc") is None:
+def _start_gc(common: list[str], max_bytes: int | None, ttl_s: float | None, programs: list[Program]) -> Program | None:
+    """The garbage collector. After the workers: there is a root then, and what it and etcd know of each other."""
+    command = gc_command(*common, "--interval", f"{GC_INTERVAL_S}s")
+    if command is None:
         log.warning(
             "up.no_gc garbage collection is not installed: nothing is ever deleted, watch the root's free space"
         )
         return None
-    command = [
-        sys.executable,
-        "-m",
-        "kvstore_gc",
-        "--root",
-        root,
-        "--etcd",
-        endpoints,
-        "--interval",
-        str(GC_INTERVAL_S),
-    ]
+    if max_bytes is not None:
+        command += ["--max-bytes", str(max_bytes)]
+    if ttl_s is not None:
+        command += ["--ttl", f"{ttl_s}s"]
     program = Program("gc", command)
     programs.append(program)
     program.start()

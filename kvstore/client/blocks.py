@@ -11,6 +11,7 @@ from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 
 BLOCKS_MAX = 65_536
@@ -27,14 +28,24 @@ class BlockCache:
         self._port = port
         self._namespace = namespace
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        *,
+        priority: int | None = None,
+        ttl: float | None = None,
+        preset: str | None = None,
+    ) -> list[bool]:
         """Stores each buffer under its key; True where it is in the store now. First writer wins.
 
+        ``priority``, ``ttl`` and ``preset`` say how long they are worth keeping, as in ``Cache.put``.
         False only where the key has a block of another size. Raises Overloaded, PermissionDenied or Unavailable
         when the store could not take them.
         """
+        hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False))
+        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False), hints)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are in the store."""

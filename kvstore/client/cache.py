@@ -12,6 +12,7 @@ from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, tar
 from kvstore.client.blocks import BlockCache
 from kvstore.client.port import Port, PortHold, Sections
 from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray, Tokens, token_array
@@ -32,7 +33,16 @@ class Cache:
         self.layout = namespace.layout
         self.blocks = BlockCache(port, namespace)
 
-    def put(self, tokens: Tokens, kv: KvArray, prefix: int = 0) -> PutResult:
+    def put(
+        self,
+        tokens: Tokens,
+        kv: KvArray,
+        prefix: int = 0,
+        *,
+        priority: int | None = None,
+        ttl: float | None = None,
+        preset: str | None = None,
+    ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
         ``kv`` has shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V; it may be a view that is
@@ -40,8 +50,15 @@ class Cache:
         are in the store already; where one of their chunks is missing nothing is stored, and ``tokens_present`` says
         up to where the store goes.  First writer wins: what is there already is not replaced.
 
+        How long the chunks are worth keeping: ``priority`` is 0 to 100 (35 by default), lower ones going first where
+        room is needed; ``ttl`` is in seconds since the last use, after which they may go even if there is room (by
+        default never), rounded up to 5 min, 30 min, 2 h, 12 h, 3 days or 30 days.  ``preset`` gives both: chat,
+        analytics, rag or batch (``kvstore.hints.PRESETS``); explicit values win.  Those of chunks that are there
+        already, the prefix included, are raised to these, never lowered.  They protect nothing; pins do.
+
         Raises Overloaded (no space, too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
         """
+        hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
         size = self.layout.chunk_tokens
         if not isinstance(prefix, int | np.integer) or not 0 <= prefix <= len(ids) or prefix % size:
@@ -51,7 +68,7 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         memory = KvMemory(array, self.layout)
         first = int(prefix) // size
-        return self._port.put(self.namespace, ids, first, lambda index: memory.sections(index - first))
+        return self._port.put(self.namespace, ids, first, lambda index: memory.sections(index - first), hints)
 
     def match(self, tokens: Tokens) -> int:
         """How many leading tokens are in the store, a multiple of chunk_tokens."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.port import Sections
+from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
@@ -56,8 +57,8 @@ class LocalPort:
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         return self._node.match(Chain.of(namespace, tokens))
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections) -> PutResult:
-        return self._node.put(Chain.of(namespace, tokens), first, sections)
+    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
+        return self._node.put(Chain.of(namespace, tokens), first, sections, hints=hints)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         size = namespace.layout.chunk_tokens
@@ -82,9 +83,9 @@ class LocalPort:
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
         return self._member.refcount(Chain.of(namespace, tokens))
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.write_deadline_s)
-        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable)
+        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable, hints)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
+from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray
@@ -56,7 +57,7 @@ class Port(Protocol):
         """Leading chunks in the store."""
         ...
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections) -> PutResult:
+    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
         """Stores the chunks from index ``first`` on."""
         ...
 
@@ -87,7 +88,7 @@ class Port(Protocol):
         """Live pins that cover all full chunks of ``tokens``."""
         ...
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
         """Stores engine-hashed blocks."""
         ...
 

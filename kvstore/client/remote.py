@@ -22,13 +22,14 @@ from kvstore.client.remote_blocks import RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold, Tools
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sources import Clock, SystemClock
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import namespace_message, namespace_of, pack_tokens, pin_of
+from kvstore.wire.messages import hints_message, namespace_message, namespace_of, pack_tokens, pin_of
 from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 
@@ -148,21 +149,21 @@ class RemotePort:
 
     # Publishing
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections) -> PutResult:
+    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
         tokens = _full_chunks(namespace, tokens)
         size = namespace.layout.chunk_tokens
         count = len(tokens) // size
         if not count:
             return PutResult(0, 0, 0, 0)
-        packed = pack_tokens(tokens)
+        start = pb.PutStart(namespace=namespace.digest, tokens=pack_tokens(tokens), hints=hints_message(hints))
         begin = max(first, self._present(namespace, tokens))
-        answer = self._put(namespace, packed, begin, count, sections, tokens)
+        answer = self._put(namespace, start, begin, count, sections, tokens)
         for _ in range(PUT_ROUNDS_MAX - 1):
             if answer.tokens_present >= begin * size or answer.tokens_present < first * size:
                 break
             # What the worker believed to be there is not: begin at the first chunk that is missing.
             begin = max(first, answer.tokens_present // size)
-            answer = self._put(namespace, packed, begin, count, sections, tokens)
+            answer = self._put(namespace, start, begin, count, sections, tokens)
         found_before = begin - first if answer.tokens_present >= begin * size else 0
         return PutResult(
             answer.tokens_present, answer.chunks_written, answer.chunks_found + found_before, answer.bytes_written
@@ -203,8 +204,8 @@ class RemotePort:
 
     # Blocks
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers))
+    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
@@ -279,13 +280,14 @@ class RemotePort:
             return 0
 
     def _put(
-        self, namespace: Namespace, packed: bytes, begin: int, count: int, sections: Sections, tokens: TokenArray
+        self, namespace: Namespace, start: pb.PutStart, begin: int, count: int, sections: Sections, tokens: TokenArray
     ) -> pb.PutResponse:
-        start = pb.PutStart(namespace=namespace.digest, tokens=packed, first=begin).SerializeToString()
+        start.first = begin
+        opening = start.SerializeToString()
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - begin) * namespace.layout.chunk_bytes)
 
         def send(endpoint: Endpoint, left_s: float) -> bytes:
-            outgoing = Outgoing((part for index in range(begin, count) for part in sections(index)), start)
+            outgoing = Outgoing((part for index in range(begin, count) for part in sections(index)), opening)
             return send_stream(endpoint.stream_out("Put"), outgoing, self._watch, self.limits.write_s, left_s)
 
         answer = self._reopening(

@@ -10,9 +10,10 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.remote_hold import Tools
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import pack_keys, pack_sizes
+from kvstore.wire.messages import hints_message, pack_keys, pack_sizes
 from kvstore.wire.parts import Incoming
 from kvstore.wire.statuses import BrokenTransfer
 
@@ -23,13 +24,15 @@ class RemoteBlocks:
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
 
-    def put(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+    def put(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
         """See ``Port.put_blocks``."""
         if not keys:
             return []
         limits, watch = self._tools.limits, self._tools.watch
         sizes = [len(buffer) for buffer in buffers]
-        start = pb.PutBlocksStart(namespace=namespace.digest, keys=pack_keys(keys), sizes=pack_sizes(sizes))
+        start = pb.PutBlocksStart(
+            namespace=namespace.digest, keys=pack_keys(keys), sizes=pack_sizes(sizes), hints=hints_message(hints)
+        )
         opening = start.SerializeToString()
 
         def send(endpoint: Endpoint, left_s: float) -> bytes:

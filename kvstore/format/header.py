@@ -33,6 +33,8 @@ PAGE_BYTES = 4096
 _FIXED = struct.Struct("<8sHBBB3xIIIIQ16s16s32s16s8x")
 _SUM = struct.Struct("<Q")
 assert _FIXED.size == 128
+FIXED_BYTES = _FIXED.size
+INCARNATION_AT = 104
 
 
 class Kind(enum.IntEnum):
@@ -243,6 +245,14 @@ def matches(header: Header, expected: Expected) -> bool:
         and header.depth == expected.depth
         and header.identity == expected.identity
     )
+
+
+def incarnation_at(prefix: ReadBuffer) -> Incarnation:
+    """The bytes where a header has its incarnation, of a file that begins with ``prefix``; fewer where it is shorter.
+
+    Not verified: for telling files under one name apart, whole or damaged. Two publications never share it.
+    """
+    return Incarnation(bytes(memoryview(prefix)[INCARNATION_AT : INCARNATION_AT + ADDRESS_BYTES]))
 
 
 def is_self_consistent(header: Header) -> bool:

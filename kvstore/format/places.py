@@ -6,6 +6,8 @@ id, so that a listing tells namespaces apart without opening a file.
 
 from __future__ import annotations
 
+import hashlib
+import string
 from typing import NewType
 
 from kvstore.address import ADDRESS_BYTES, Address
@@ -18,9 +20,21 @@ CHUNKS = Name("chunks")
 STAGING = Name("staging")
 QUARANTINE = Name("quarantine")
 NAMESPACES = Name("namespaces")
+TRASH = Name("trash")
+PLANS = Name("plans")
+PINS = Name("pins")
+GENERATIONS = Name("generations")
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8
+SWEEP_ID_BYTES = 16
+RUN_ID_BYTES = 8
+PIN_ID_BYTES = 16
+NUMBER_DIGITS_MAX = 18
+OWNER_CHARACTERS_MAX = 128
+"""Of a folder's name; a longer owner's is a digest, since no file system has room for what etcd allows."""
+
+_PLAIN = frozenset((string.ascii_letters + string.digits + "-_.~").encode())
 
 
 def shard(address: Address, shard_bits: int) -> int:
@@ -66,6 +80,66 @@ def quarantined(address: Address, session: bytes, number: int) -> Name:
     return Name(f"{QUARANTINE}/{address.hex()}.{session.hex()}.{number}")
 
 
+def trash_folder(sweep: bytes) -> Name:
+    """The folder of one sweep: as long as it exists, chunks may be renamed into it (rule F1)."""
+    return Name(f"{TRASH}/{sweep.hex()}")
+
+
+def trashed(sweep: bytes, chunk_name: Name, run: bytes) -> Name:
+    """Where one run of a sweep takes a chunk; ``run`` is used once, so that nothing is ever replaced there."""
+    return Name(f"{TRASH}/{sweep.hex()}/{chunk_name.rpartition('/')[2]}.{run.hex()}")
+
+
+def parse_trashed(file_name: str) -> tuple[Address, NamespaceId] | None:
+    """Whose chunk the last part of a trash entry's name is; None for anything else."""
+    chunk_part, dot, run = file_name.rpartition(".")
+    return parse_chunk(chunk_part) if dot and len(run) == 2 * RUN_ID_BYTES else None
+
+
+def parse_sweep(folder_name: str) -> bytes | None:
+    """The sweep from the last part of a trash folder's or plan's name; None for anything else."""
+    return _parse_id(folder_name, SWEEP_ID_BYTES)
+
+
+def plan(sweep: bytes, checksum: bytes) -> Name:
+    """The exact list of what a sweep takes; the checksum of its content tells one list of a sweep from another."""
+    return Name(f"{PLANS}/{sweep.hex()}.{checksum.hex()}")
+
+
+def parse_plan(file_name: str) -> bytes | None:
+    """The sweep from the last part of a plan's name; None for anything else."""
+    sweep, dot, checksum = file_name.partition(".")
+    return parse_sweep(sweep) if dot and parse_sweep(checksum) else None
+
+
+def twin(owner: str, pin: bytes) -> Name:
+    """The twin of a pin. The owner's name, which may hold any text, is quoted; the twin itself says whose it is."""
+    raw = owner.encode()
+    quoted = "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in raw)
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"  # "..", which no quoting changes, must not lead out of the folder
+    if len(quoted) > OWNER_CHARACTERS_MAX:
+        quoted = f"={hashlib.blake2b(raw, digest_size=16).hexdigest()}"
+    return Name(f"{PINS}/{quoted}/{pin.hex()}")
+
+
+def parse_twin(file_name: str) -> bytes | None:
+    """The pin from the last part of a twin's name; None for anything else."""
+    return _parse_id(file_name, PIN_ID_BYTES)
+
+
+def generation(number: int) -> Name:
+    """The record of one generation of the metadata, the highest number being the current one."""
+    return Name(f"{GENERATIONS}/{number}")
+
+
+def parse_generation(file_name: str) -> int | None:
+    """The number from the last part of a generation's name; None for anything else."""
+    if not (file_name.isascii() and file_name.isdecimal()) or file_name.startswith("0"):
+        return None
+    return int(file_name) if len(file_name) <= NUMBER_DIGITS_MAX else None
+
+
 def namespace_claim(key: bytes) -> Name:
     """The record that says which layout a (tenant, name) has; ``key`` digests both."""
     return Name(f"{NAMESPACES}/{key.hex()}.claim")
@@ -74,3 +148,11 @@ def namespace_claim(key: bytes) -> Name:
 def namespace_record(digest: bytes) -> Name:
     """The full description of one namespace, so that chunk files can be understood without etcd."""
     return Name(f"{NAMESPACES}/{digest.hex()}.json")
+
+
+def _parse_id(text: str, size_bytes: int) -> bytes | None:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return found if len(found) == size_bytes and found.hex() == text else None

@@ -14,7 +14,6 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import Kind as HeaderKind
 from kvstore.format.places import Name
-from kvstore.fsck.inspect import Broken, Inspector
 from kvstore.fsck.reach import Reach
 from kvstore.fsck.records import Records
 from kvstore.fsck.repair import Outcome, Repairer
@@ -22,6 +21,7 @@ from kvstore.fsck.report import FINDINGS_MAX, Finding, Kind, Progress, Report
 from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity
+from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
@@ -30,7 +30,7 @@ STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; what it stages is younger than this."""
 REACH_MAX = 10_000_000
 
-_GC_FOLDERS = frozenset({"trash", "plans", "pins"})
+_GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS})
 """Garbage collection's own, which it checks itself."""
 
 

@@ -16,9 +16,9 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import Header
 from kvstore.format.places import Name
-from kvstore.fsck.inspect import Broken, Inspector
 from kvstore.fsck.report import Action
 from kvstore.namespace import NamespaceId
+from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.tree import remove_tree
 

@@ -140,6 +140,10 @@ class FaultyMeta:
         """See ``interface.Meta``."""
         return self._call("list", prefix, timeout_s, lambda: self._inner.list(prefix, timeout_s))
 
+    def count(self, prefix: str, timeout_s: float | None = None) -> int:
+        """See ``interface.Meta``."""
+        return self._call("count", prefix, timeout_s, lambda: self._inner.count(prefix, timeout_s))
+
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:

@@ -143,6 +143,10 @@ class Meta(Protocol):
         """
         ...
 
+    def count(self, prefix: str, timeout_s: float | None = None) -> int:
+        """How many keys there are under ``prefix``, linearizable; no value is read or sent."""
+        ...
+
     def txn(
         self,
         compares: Sequence[Compare],

@@ -8,8 +8,13 @@
     /kv/<root>/namespaces/names/<digest>         one per (tenant, name): its layout
     /kv/<root>/namespaces/digests/<digest>       one per namespace: its record
     /kv/<root>/locks/<name>                      one per lock held
+    /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
+    /kv/<root>/gc/condemned/<shard>              one per sweep in flight
+    /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
+    /kv/<root>/collectors/<session>              one per collector, under its session's lease
 
-Their number is O(nodes + pins + namespaces), never O(chunks).
+Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
+that one watch orders all they must know of garbage collection (rule V1).
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from kvstore.namespace import NamespaceDigest
 
 SessionId = NewType("SessionId", bytes)
 PinId = NewType("PinId", bytes)
+SweepId = NewType("SweepId", bytes)
 
 ID_BYTES = 16
 OWNER_BYTES_MAX = 256
@@ -100,6 +106,50 @@ class Keys:
         """One lock; a slash in its name groups locks, such as ``gc/<shard>``."""
         return f"{self.prefix}locks/{_part('lock name', name, LOCK_NAME_BYTES_MAX, safe='/')}"
 
+    @property
+    def gc(self) -> str:
+        """Prefix of all that nodes watch of garbage collection."""
+        return f"{self.prefix}gc/"
+
+    @property
+    def gc_seq(self) -> str:
+        """The chain of sweeps."""
+        return f"{self.gc}seq"
+
+    @property
+    def gc_full(self) -> str:
+        """Present while the root is too full to write to."""
+        return f"{self.gc}full"
+
+    @property
+    def condemned(self) -> str:
+        """Prefix of all sweeps in flight."""
+        return f"{self.gc}condemned/"
+
+    def condemned_in(self, shard: int) -> str:
+        """The sweep of one shard."""
+        return f"{self.condemned}{shard:04x}"
+
+    def parse_condemned(self, key: str) -> int | None:
+        """The shard of a sweep's key; None for another key."""
+        shard = key.removeprefix(self.condemned)
+        if not key.startswith(self.condemned) or len(shard) != 4:
+            return None
+        try:
+            found = int(shard, 16)
+        except ValueError:
+            return None
+        return found if f"{found:04x}" == shard else None
+
+    @property
+    def collectors(self) -> str:
+        """Prefix of all live collectors."""
+        return f"{self.prefix}collectors/"
+
+    def collector(self, session: SessionId) -> str:
+        """The collector that runs in a session."""
+        return f"{self.collectors}{session.hex()}"
+
     def parse_ref(self, key: str) -> tuple[str, PinId] | None:
         """Owner and pin of a ref's key; None for a key that is no ref."""
         owner, slash, pin = key.removeprefix(self.refs).partition("/")
@@ -109,8 +159,8 @@ class Keys:
         return unquote(owner), PinId(session)
 
     def parse_session(self, key: str) -> SessionId | None:
-        """The session of a session's or worker's key; None for another key."""
-        for prefix in (self.sessions, self.workers):
+        """The session of a session's, worker's or collector's key; None for another key."""
+        for prefix in (self.sessions, self.workers, self.collectors):
             if key.startswith(prefix):
                 found = parse_id(key.removeprefix(prefix))
                 return None if found is None else SessionId(found)

@@ -74,6 +74,10 @@ class MemoryMeta:
         """See ``interface.Meta``."""
         return self._open().list(prefix)
 
+    def count(self, prefix: str, timeout_s: float | None = None) -> int:
+        """See ``interface.Meta``."""
+        return self._open().count(prefix)
+
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:

@@ -68,6 +68,12 @@ class MemoryStore:
             items = tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix))
             return Snapshot(items, self._revision)
 
+    def count(self, prefix: str) -> int:
+        """How many keys there are under ``prefix`` now."""
+        with self._changed:
+            self._expire()
+            return sum(key.startswith(prefix) for key in self._keys)
+
     def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
         """Applies ``operations`` at one new revision if all ``compares`` hold. Raises LeaseGone."""
         with self._changed:

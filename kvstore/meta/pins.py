@@ -7,17 +7,22 @@ one: its refs end with their leases.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kvstore.address import ADDRESS_BYTES, Address
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
+from kvstore.format.checksum import checksum
 from kvstore.meta.deadline import TRIES_MAX, Deadline
 from kvstore.meta.interface import NO_LEASE, Delete, KeyValue, LeaseGone, LeaseId, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.session import Session
 from kvstore.namespace import NamespaceDigest
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+log = logging.getLogger(__name__)
 
 ADDRESSES_MAX = 65_536
 TTL_S_MIN = 1
@@ -33,7 +38,9 @@ class PinRecord:
 
     ``expires_s`` is when it ends by the wall clock of the node that took it: for people, the lease decides.
 
-    As stored: the magic ``KVREF1``, the size of a JSON header (u32, little-endian), the header, ``packed``.
+    As stored, in etcd and as the twin on the root: the magic ``KVREF1``, the size of a JSON header (u32,
+    little-endian), the header, ``packed``. The header has a checksum of ``packed``: an address that is read wrongly is
+    an address that nobody protects.
     """
 
     id: PinId
@@ -72,6 +79,7 @@ class PinRecord:
             "tokens": self.tokens_count,
             "ttl_s": self.ttl_s,
             "expires_s": self.expires_s,
+            "checksum": f"{checksum(self.packed):016x}",
         }
         header = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
         return _MAGIC + len(header).to_bytes(_HEADER_SIZE_BYTES, "little") + header + self.packed
@@ -79,15 +87,22 @@ class PinRecord:
     @classmethod
     def of(cls, kv: KeyValue) -> PinRecord:
         """A ref as read. Raises RootMismatch where it cannot be understood: then nobody knows what it protects."""
+        return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
+
+    @classmethod
+    def from_bytes(cls, value: bytes, where: str) -> PinRecord:
+        """The inverse of to_bytes, such as of a twin. Raises RootMismatch, naming ``where``."""
         try:
-            if not kv.value.startswith(_MAGIC):
+            if not value.startswith(_MAGIC):
                 raise ValueError("no magic")
             start = len(_MAGIC) + _HEADER_SIZE_BYTES
-            end = start + int.from_bytes(kv.value[len(_MAGIC) : start], "little")
-            fields = json.loads(kv.value[start:end])
-            packed = kv.value[end:]
-            if end > len(kv.value) or len(packed) % ADDRESS_BYTES:
+            end = start + int.from_bytes(value[len(_MAGIC) : start], "little")
+            fields = json.loads(value[start:end])
+            packed = value[end:]
+            if end > len(value) or len(packed) % ADDRESS_BYTES:
                 raise ValueError("its size is wrong")
+            if fields.get("checksum", f"{checksum(packed):016x}") != f"{checksum(packed):016x}":
+                raise ValueError("its checksum is wrong")
             return cls(
                 PinId(bytes.fromhex(fields["id"])),
                 str(fields["owner"]),
@@ -96,15 +111,36 @@ class PinRecord:
                 int(fields["ttl_s"]),
                 float(fields["expires_s"]),
                 packed,
-                kv.lease,
-                kv.mod_revision,
             )
-        except (ValueError, KeyError, TypeError) as cause:
-            raise RootMismatch(f"{kv.key} is not a ref ({cause}): is it of another version, or damaged?") from cause
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+            raise RootMismatch(f"{where} is not a ref ({cause}): is it of another version, or damaged?") from cause
+
+
+@dataclass(frozen=True, slots=True)
+class PinQuota:
+    """How many pins there may be: of one owner, and in all. Advisory: pins put at one moment may pass it by a few."""
+
+    per_owner_max: int = 1_000
+    pins_max: int = 10_000
+
+
+class Twins(Protocol):
+    """Where each pin's record is written a second time, so that it outlives the loss of etcd (rule C5)."""
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        """Writes and syncs a twin. Raises what the root raises."""
+        ...
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        """Removes a twin; False where there is none. Raises what the root raises."""
+        ...
 
 
 class Pins:
-    """The pins of one root. ``session`` gives this node's live session, such as ``Presence.current``."""
+    """The pins of one root. ``session`` gives this node's live session, such as ``Presence.current``.
+
+    Without ``twins`` pins live in ``meta`` alone, as they may where losing it is the end of the process.
+    """
 
     def __init__(
         self,
@@ -113,12 +149,17 @@ class Pins:
         session: Callable[[], Session],
         ids: Ids | None = None,
         clock: Clock | None = None,
+        *,
+        twins: Twins | None = None,
+        quota: PinQuota | None = None,
     ) -> None:
         self._meta = meta
         self._keys = keys
         self._session = session
         self._ids = ids or RandomIds()
         self._clock = clock or SystemClock()
+        self._twins = twins
+        self._quota = quota or PinQuota()
 
     def pin(
         self,
@@ -131,8 +172,9 @@ class Pins:
     ) -> PinRecord:
         """A new pin on ``addresses`` (16 bytes each, at most 65,536), alive for ``ttl_s`` (1 s to 30 days).
 
-        Hold them while this runs, verify them afterwards (rule P1). Raises InvalidRequest over a limit, SessionLost
-        when this node's session ended (rule P2), Unavailable when the store did not answer: then there is no pin.
+        Hold them while this runs, verify them afterwards (rule P1). Raises InvalidRequest over a limit, Overloaded over
+        a quota, SessionLost when this node's session ended (rule P2), Unavailable when the store did not answer, and
+        what the root raised where the twin could not be written: then there is no pin.
         """
         packed = _packed(addresses)
         if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
@@ -141,28 +183,24 @@ class Pins:
             )
         if tokens_count < 0:
             raise InvalidRequest(f"pin tokens_count={tokens_count!r}: expected 0 or more")
-        pin = PinId(self._ids.fresh())
-        key = self._keys.ref(owner, pin)
-        deadline = Deadline(timeout_s)
         session = self._session()
-        lease = self._meta.grant(ttl_s, deadline.left_s(0.4))
+        self._check_quota(owner, Deadline(timeout_s))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
-        record = PinRecord(pin, owner, namespace, tokens_count, ttl_s, expires_s, packed, lease)
+        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, packed)
         try:
-            result = session.txn((), (Put(key, record.to_bytes(), lease),), timeout_s=deadline.left_s(0.7))
-        except LeaseGone as gone:
-            raise Unavailable(
-                f"the lease of a pin for {ttl_s} s ended while it was being put: ask for longer"
-            ) from gone
-        except KVStoreError:
-            # The put may be on its way still: without its lease it cannot land, and what has landed is gone.
-            self._drop(lease, deadline)
+            if self._twins is not None:
+                # Before the key (rule C5): a collector that does not find the key finds the twin.
+                self._twins.write(owner, record.id, record.to_bytes())
+            return self._put(session, record, Deadline(timeout_s))
+        except BaseException:
+            self._remove_twin_quietly(record)
             raise
-        assert result.succeeded, "only the session's own compare was made, and a broken one raises"
-        return replace(record, revision=result.revision)
 
     def unpin(self, owner: str, pin: PinId, timeout_s: float | None = None) -> bool:
-        """Removes a pin; False where it does not exist (any more). Raises Unavailable where that stays unknown."""
+        """Removes a pin; False where it does not exist (any more). Raises Unavailable where that stays unknown.
+
+        A twin that was left over, by an owner that died or because etcd lost the key, is removed too, and counts.
+        """
         key = self._keys.ref(owner, pin)
         deadline = Deadline(timeout_s)
         removed = False
@@ -183,6 +221,9 @@ class Pins:
                 self._drop(kv.lease, deadline)
             if deadline.over:
                 raise Unavailable(f"pin {pin.hex()} could not be removed in time: the call may be repeated")
+        # After the key: where this is the end of us, the pin protects for longer, and nobody is told a lie.
+        if self._twins is not None and self._twins.remove(owner, pin):
+            removed = True
         return removed
 
     def refcount(self, address: Address, timeout_s: float | None = None) -> int:
@@ -193,6 +234,44 @@ class Pins:
         """All live pins, or one owner's. Raises RootMismatch where one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
         return tuple(PinRecord.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
+
+    def _check_quota(self, owner: str, deadline: Deadline) -> None:
+        for whose, prefix, most in (
+            (f"owner {owner!r}", self._keys.refs_of(owner), self._quota.per_owner_max),
+            ("this store", self._keys.refs, self._quota.pins_max),
+        ):
+            count = self._meta.count(prefix, deadline.left_s(0.5))
+            if count >= most:
+                raise Overloaded(
+                    f"{whose} has {count} pins, the limit is {most}: unpin some (kvstore ls --pins), wait until they "
+                    "end, or pin longer prefixes instead of many short ones"
+                )
+
+    def _put(self, session: Session, record: PinRecord, deadline: Deadline) -> PinRecord:
+        """Puts the key of a pin under a lease of its own (rule P2)."""
+        lease = self._meta.grant(record.ttl_s, deadline.left_s(0.4))
+        put = Put(self._keys.ref(record.owner, record.id), record.to_bytes(), lease)
+        try:
+            result = session.txn((), (put,), timeout_s=deadline.left_s(0.7))
+        except LeaseGone as gone:
+            raise Unavailable(
+                f"the lease of a pin for {record.ttl_s} s ended while it was being put: ask for longer"
+            ) from gone
+        except KVStoreError:
+            # The put may be on its way still: without its lease it cannot land, and what has landed is gone.
+            self._drop(lease, deadline)
+            raise
+        assert result.succeeded, "only the session's own compare was made, and a broken one raises"
+        return replace(record, lease=lease, revision=result.revision)
+
+    def _remove_twin_quietly(self, record: PinRecord) -> None:
+        """Of a pin that failed. One that stays protects what nobody asked for, until collectors remove it."""
+        if self._twins is None:
+            return
+        try:
+            self._twins.remove(record.owner, record.id)
+        except KVStoreError as error:
+            log.debug("pin.twin_left %s/%s: %s", record.owner, record.id.hex(), error)
 
     def _drop(self, lease: LeaseId, deadline: Deadline) -> None:
         try:

@@ -8,6 +8,7 @@ from when it *sent* the last acknowledged one: that is never later than the mome
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, Meta, ModifiedAt, Put, TxnResult
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.sources import Clock, Ids
+
+log = logging.getLogger(__name__)
 
 TTL_S = 15
 TTL_S_MIN = 2  # etcd gives no shorter lease
@@ -85,6 +88,7 @@ class Session:
         self._ended = threading.Event()
         self._lease_ended = False
         self._on_lost: Callable[[Session], None] | None = None
+        self._keeps_up: Callable[[], bool] | None = None
         self._thread: threading.Thread | None = None
         # The chain: one write after the other, each compared with the revision of the one before (rules A3, P2, C2).
         # ``_unsettled`` are writes on top of ``_written_at`` whose replies were lost: any one of them may yet land.
@@ -139,6 +143,15 @@ class Session:
         if not self.alive:
             raise self._broken(str(self._lost))
 
+    def only_while(self, keeps_up: Callable[[], bool]) -> None:
+        """Keepalives are sent only while ``keeps_up`` says so: a node that lags must not delay others (rule H4)."""
+        self._keeps_up = keeps_up
+
+    def give_up(self, reason: str) -> None:
+        """Ends a session that cannot be relied on, as if it had died by itself: ``on_lost`` is called."""
+        log.warning("session.given_up %s %s", self.id.hex(), reason)
+        self._end(reason)
+
     def start(self, on_lost: Callable[[Session], None] | None = None) -> None:
         """Keeps the session alive in a daemon thread, every third of its ttl."""
         self._on_lost = on_lost
@@ -150,7 +163,7 @@ class Session:
         sent_s = self._clock.monotonic_s()
         with self._lock:
             left_s = self._acknowledged_s + self.ttl_s - sent_s
-        if left_s <= 0 or not self.alive:
+        if left_s <= 0 or not self.alive or not (self._keeps_up is None or self._keeps_up()):
             return
         exists = self._meta.keep_alive(self.lease, min(self.ttl_s / 3, left_s))
         if not exists:

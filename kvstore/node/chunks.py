@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvstore import recency
 from kvstore.address import Address
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import KVStoreError
@@ -26,6 +27,7 @@ from kvstore.format.header import (
     matches,
 )
 from kvstore.format.places import Name
+from kvstore.hints import Hints
 from kvstore.namespace import NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
@@ -65,14 +67,14 @@ class Chunks:
         self._shard_bits = shard_bits
         self._session = session
         self._counters = counters
-        self._quantum_s = quantum_s
+        self.quantum_s = quantum_s
         self._clock = clock
         self._ids = ids
         self._numbers = numbers
 
     def quantum(self) -> int:
         """Start of the current recency quantum."""
-        return quantum_of(self._clock.now_s(), self._quantum_s)
+        return quantum_of(self._clock.now_s(), self.quantum_s)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
         """The chunk's final name."""
@@ -80,18 +82,28 @@ class Chunks:
 
     def is_present(self, expected: Expected) -> bool:
         """Whether a file of the right size is there. One of another size is damaged, and set aside."""
+        return self.look(expected) is not None
+
+    def look(self, expected: Expected) -> Stat | None:
+        """The same, and what the root says of it."""
+        epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
         if stat is None:
             self.known.forget(expected.address)
-            return False
+            return None
         if stat.size_bytes != expected.file_bytes:
             self._wrong_size(expected)
-            return False
-        self._seen(expected, stat)
-        return True
+            return None
+        self._seen(expected, stat, epoch)
+        return stat
+
+    def lacks(self, stat: Stat, hints: Hints) -> bool:
+        """Whether a put with ``hints`` has to raise those of a chunk that it found."""
+        return not recency.decode(stat.mtime_ns, self.quantum_s).hints.covers(hints)
 
     def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
         """Reads and verifies a whole chunk into ``sections``; False is a miss, and their content undefined."""
+        epoch = self.known.epoch
         reader = self._open(expected)
         if reader is None:
             return False
@@ -101,12 +113,13 @@ class Chunks:
             except Damaged as damaged:
                 self.set_aside(expected, damaged.damage)
                 return False
-            self._seen(expected, reader.stat)
+            self._seen(expected, reader.stat, epoch)
         self._counters.add_read(expected.payload_bytes)
         return True
 
     def open(self, expected: Expected) -> tuple[Reader, Header] | None:
         """An open chunk with its verified header, for reading ranges; None is a miss."""
+        epoch = self.known.epoch
         reader = self._open(expected)
         if reader is None:
             return None
@@ -117,7 +130,7 @@ class Chunks:
                 self.set_aside(expected, damaged.damage)
                 reader.close()
                 return None
-            self._seen(expected, reader.stat)
+            self._seen(expected, reader.stat, epoch)
         except BaseException:
             reader.close()
             raise
@@ -139,6 +152,7 @@ class Chunks:
 
     def map(self, expected: Expected) -> memoryview | None:
         """The verified payload, mapped read-only from the root where it can be; None is a miss."""
+        epoch = self.known.epoch
         reader = self._open(expected)
         if reader is None:
             return None
@@ -153,15 +167,15 @@ class Chunks:
             if mapped is None:
                 self._counters.add("miss_absent")
                 return None
-            self._seen(expected, reader.stat)
+            self._seen(expected, reader.stat, epoch)
         self._counters.add_read(expected.payload_bytes)
         return mapped[expected.header_bytes :]
 
-    def stage(self, expected: Expected, sections: Pieces, durable: bool) -> Staged:
+    def stage(self, expected: Expected, sections: Pieces, durable: bool, hints: Hints) -> Staged:
         """Writes a chunk under a staging name of its own."""
         header = encode(expected, Incarnation(self._ids.fresh()), list(map(checksum, sections)))
         name = places.staged(self._session(), next(self._numbers))
-        stamp = stamp_ns(self.quantum(), expected.depth)
+        stamp = stamp_ns(self.quantum(), expected.depth, hints)
         try:
             self.root.stage(name, [memoryview(header), *sections], stamp_ns=stamp, durable=durable)
         except KVStoreError:
@@ -171,9 +185,9 @@ class Chunks:
 
     def publish(self, staged: Staged, durable: bool) -> bool:
         """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
-        expected = staged.expected
+        expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
-        self.known.add(expected.address, self.quantum(), renewed=won)
+        self.known.add(expected.address, self.quantum(), renewed=won, epoch=epoch)
         if won:
             self._counters.add("chunks_written")
             self._counters.add("bytes_written", expected.payload_bytes)
@@ -256,9 +270,9 @@ class Chunks:
                 return False
             return header.file_bytes == reader.stat.size_bytes and matches(header, expected)
 
-    def _seen(self, expected: Expected, stat: Stat) -> None:
+    def _seen(self, expected: Expected, stat: Stat, epoch: int) -> None:
         quantum = self.quantum()
-        self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum))
+        self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum), epoch=epoch)
 
     def _discard(self, name: Name) -> None:
         try:

@@ -25,10 +25,14 @@ COUNTERS = {
     "quarantined": "damaged files set aside",
     "quarantine_failed": "damaged files that could not be set aside",
     "quarantine_restored": "files set aside by mistake in a race, and put back",
-    "refreshed": "chunks whose recency was renewed",
+    "refreshed": "chunks whose recency was renewed, or hints raised",
     "refresh_dropped": "renewals dropped because the queue was full or the root refused",
     "put_failed": "puts that ended with an error",
+    "put_refused_full": "puts refused because a collector says that the root is full",
     "holds_expired": "holds that ended by their own deadline",
+    "chunks_condemned": "chunks that count as absent because a sweep is taking them",
+    "announcements": "revisions announced to collectors",
+    "watches_lost": "times that what is condemned was read afresh",
     "sessions_lost": "sessions in etcd that ended without being closed",
 }
 """Every counter with what it counts. Damage by kind is added as ``damage_<kind>``."""

@@ -1,6 +1,6 @@
 """What this node promises not to lose between a match and the load that follows: the holds, in memory.
 
-Kept apart from reading because garbage collection asks it one question: is there a hold older than a revision?
+Kept apart from reading because garbage collection asks it one question: how old is the oldest hold?
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ from dataclasses import dataclass
 from kvstore.address import Chain
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
+from kvstore.node.view import View
 from kvstore.sources import Clock, Ids
 
+BEFORE_ALL = -1
+"""The birth of a hold whose place among the sweeps nobody knows any more."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Hold:
-    """``count`` leading chunks of ``chain``, held until released or until ``ends_s`` (monotonic)."""
+    """``count`` leading chunks of ``chain``, held until released or until ``ends_s`` (monotonic).
+
+    ``born`` is the revision of the view it was taken in; None where it protects nothing, because there was no session.
+    """
 
     id: bytes
     chain: Chain
     count: int
     ends_s: float
+    born: int | None
 
     @property
     def tokens(self) -> int:
@@ -32,7 +40,10 @@ class Hold:
 class Holds:
     """The table of live holds; thread-safe, bounded."""
 
-    def __init__(self, holds_max: int, hold_max_s: float, counters: Counters, clock: Clock, ids: Ids) -> None:
+    def __init__(
+        self, view: View, holds_max: int, hold_max_s: float, counters: Counters, clock: Clock, ids: Ids
+    ) -> None:
+        self._view = view
         self._holds_max = holds_max
         self._hold_max_s = hold_max_s
         self._counters = counters
@@ -45,15 +56,24 @@ class Holds:
         return len(self._live)
 
     def take(self, chain: Chain, ttl_s: float | None = None) -> Hold:
-        """A hold on the whole chain, before anybody looks what of it exists (rule H2). Raises Overloaded."""
+        """A hold on the leading chunks that are not condemned, before anybody looks what of them exists (rules H1, H2).
+
+        Raises Overloaded.
+        """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
-        hold = Hold(self._ids.fresh(), chain, len(chain), self._clock.monotonic_s() + seconds)
-        with self._lock:
+        hold = Hold(self._ids.fresh(), chain, 0, self._clock.monotonic_s() + seconds, None)
+        # One step against every event: between the look at what is condemned and the birth of the hold none may come.
+        with self._view.lock, self._lock:
             if len(self._live) >= self._holds_max:
                 self._expire()
             if len(self._live) >= self._holds_max:
                 raise Overloaded(f"{self._holds_max} holds are alive: release some, or back off")
+            hold.count = self._view.leading(chain.addresses)
+            hold.born = self._view.revision if self._view.protects else None
             self._live[hold.id] = hold
+        if hold.count < len(chain):
+            hold.chain = chain.leading(hold.count)
+            self._counters.add("chunks_condemned", len(chain) - hold.count)
         return hold
 
     def find(self, hold_id: bytes) -> Hold | None:
@@ -63,13 +83,27 @@ class Holds:
 
     def check(self, hold: Hold) -> None:
         """Raises HoldBroken where the hold has ended: after that nothing may be read under it (rule H4)."""
-        if self.find(hold.id) is None:
+        if self.find(hold.id) is None or (hold.born is not None and not self._view.protects):
             raise HoldBroken("the hold has ended (released, past its time, or its session was lost): match again")
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""
         with self._lock:
             self._live.pop(hold.id, None)
+
+    def announceable(self) -> int:
+        """The newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
+        with self._view.lock, self._lock:
+            self._expire()
+            births = (hold.born for hold in self._live.values() if hold.born is not None)
+            return min(births, default=self._view.revision)
+
+    def age_all(self) -> None:
+        """Marks all holds as older than everything (rule V3); called under the view's lock."""
+        with self._lock:
+            for hold in self._live.values():
+                if hold.born is not None:
+                    hold.born = BEFORE_ALL
 
     def drop_all(self) -> None:
         """Ends every hold, as when the session is lost (rule V2)."""
@@ -86,4 +120,5 @@ class Holds:
         ended = [hold_id for hold_id, hold in self._live.items() if hold.ends_s <= now_s]
         for hold_id in ended:
             del self._live[hold_id]
-        self._counters.add("holds_expired", len(ended))
+        if ended:
+            self._counters.add("holds_expired", len(ended))

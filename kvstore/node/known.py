@@ -6,6 +6,7 @@ forgets it.  Being wrong costs a miss at the read, never a wrong byte.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +26,19 @@ class Known:
     of 8 entries and are what is compared.  12 bytes an entry, all of them allocated at the start, so that a node's
     memory does not depend on what passes through it.  A full row drops the entry seen longest ago.
 
-    Threads may race here: an entry can be lost or take over its neighbour's quantum, which costs a look-up or a miss.
+    Rule H3: what was looked at before a sweep condemned must not be remembered after it.  So whoever looks notes
+    ``epoch`` first, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
+    one.  Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
     """
 
-    __slots__ = ("_marks", "_mask", "_prints", "_quantum_s")
+    __slots__ = ("_lock", "_marks", "_mask", "_prints", "_quantum_s", "epoch")
 
     def __init__(self, entries_max: int, quantum_s: int) -> None:
         rows = 1 << max(0, (entries_max // WAYS).bit_length() - 1)
         self._mask = rows - 1
         self._quantum_s = quantum_s
+        self._lock = threading.Lock()
+        self.epoch = 0
         self._prints = np.zeros((rows, WAYS), np.uint64)
         self._marks = np.zeros((rows, WAYS), np.uint32)
         self._prints.fill(0)
@@ -51,26 +56,42 @@ class Known:
         mark = self._mark(address)
         return bool(mark & 1) and mark >> 1 >= self._number(quantum_start_s)
 
-    def add(self, address: Address, quantum_start_s: int, *, renewed: bool) -> None:
-        """It was seen in this quantum; ``renewed`` if its stamp is of this quantum too."""
-        row, at, mark = self._find(address)
+    def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
+        """It was seen in this quantum, by a look that began in ``epoch``; ``renewed`` if its stamp is of it too."""
         number = self._number(quantum_start_s)
-        if at < 0:
-            at = int(self._marks[row].argmin())
-        elif mark & 1 and mark >> 1 >= number:
-            return
-        self._prints[row, at] = _print(address)
-        self._marks[row, at] = number << 1 | renewed
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            row, at, mark = self._find(address)
+            if at < 0:
+                at = int(self._marks[row].argmin())
+            elif mark & 1 and mark >> 1 >= number:
+                return
+            self._prints[row, at] = _print(address)
+            self._marks[row, at] = number << 1 | renewed
 
     def forget(self, address: Address) -> None:
         """It is not there, or not what it should be."""
-        row, at, _ = self._find(address)
-        if at >= 0:
-            self._marks[row, at] = 0
+        with self._lock:
+            row, at, _ = self._find(address)
+            if at >= 0:
+                self._marks[row, at] = 0
+
+    def forget_shards(self, shards: Sequence[int], shard_bits: int) -> None:
+        """Sweeps condemn in these shards: forgets all of them, and what is being looked at anywhere."""
+        condemned = np.zeros(1 << shard_bits, np.bool_)
+        condemned[list(shards)] = True
+        with self._lock:
+            self.epoch += 1
+            # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
+            heads = (self._prints & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
+            self._marks[condemned[heads >> (16 - shard_bits)]] = 0
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self._marks.fill(0)
+        """Forgets everything, and what is being looked at."""
+        with self._lock:
+            self.epoch += 1
+            self._marks.fill(0)
 
     def leading_count(self, addresses: Sequence[Address], quantum_start_s: int) -> int:
         """How many leading addresses are remembered as present."""

@@ -35,10 +35,22 @@ class Limits:
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""
+    announce_s: float = 1.0
+    """At most one announcement to collectors in this time."""
+    announce_lag_max_s: float = 330.0
+    """A node that has not announced a sweep for this long stops its keepalives, so that it delays no collector more."""
+    follow_s: float = 0.25
+    """How long the follower of garbage collection waits for events before it looks whether it owes an announcement."""
+    gap_check_s: float = 10.0
+    """After this long without an event the watch is checked against what etcd has."""
     holds_max: int = 100_000
     """Holds alive at once."""
     refresh_queue_max: int = 4096
     """Chains waiting to have their recency renewed; more are dropped and counted."""
+    pins_per_owner_max: int = 1_000
+    """Pins that one owner may have; like the next one advisory: pins taken at one moment may pass it by a few."""
+    pins_max: int = 10_000
+    """Pins of the whole store: collectors read them all."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open."""
 
@@ -49,6 +61,11 @@ class Limits:
                 raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
         if self.width > self.lanes:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more than all")
+        if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
+            raise InvalidRequest(
+                f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s}: "
+                "a node announces once its oldest hold has ended"
+            )
         if self.hold_max_s < self.read_deadline_s:
             raise InvalidRequest(
                 f"hold_max_s={self.hold_max_s} is under read_deadline_s={self.read_deadline_s}: "

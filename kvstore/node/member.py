@@ -13,31 +13,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore.address import Chain
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
+from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import PinRecord as Ref
-from kvstore.meta.pins import Pins
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.node import Node
+from kvstore.node.twins import NodeTwins
 from kvstore.results import Cleared, PinRecord
 
 CLEAR_DEADLINE_S = 600.0
 
 
 class Member:
-    """One node and its place in the cluster. Thread-safe; every call has a deadline."""
+    """One node and its place in the cluster. Thread-safe; every call has a deadline.
 
-    def __init__(self, node: Node, meta: Meta, presence: Presence) -> None:
+    ``shared`` metadata may be lost while this process lives: then pins have twins on the root (rule C5).
+    """
+
+    def __init__(self, node: Node, meta: Meta, presence: Presence, *, shared: bool = False) -> None:
         self.node = node
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
-        self._pins = Pins(meta, self.keys, presence.current, node.ids)
+        self._twins = NodeTwins(node) if shared else None
+        quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
+        self._pins = Pins(meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota)
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
@@ -70,6 +76,11 @@ class Member:
         owner = owner or socket.gethostname()
         hold = node.hold(chain)
         try:
+            if hold.born is None:
+                raise Unavailable(
+                    "this node protects nothing at the moment (no session, or etcd is not this root's: see its log and "
+                    "gc/RUNBOOK.md), so it cannot pin: try again later"
+                )
             if not hold.count:
                 return self._no_pin(owner, chain)
             addresses = chain.addresses[: hold.count]
@@ -78,6 +89,8 @@ class Member:
                 owner, addresses, seconds, hold.tokens, chain.namespace.digest, node.limits.meta_deadline_s
             )
             try:
+                # Still held: so the session that put the ref is the one that collectors have waited for all the time.
+                node.holds.check(hold)
                 present = node.present_leading(chain, hold.count)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
@@ -118,6 +131,8 @@ class Member:
         """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone."""
         with self._one_listing():
             refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            if self._twins is not None:
+                refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
             pinned = {address for ref in refs for address in ref.addresses}
         return self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S)
 
@@ -128,7 +143,9 @@ class Member:
             alive = 1
         except KVStoreError:
             alive = 0
-        return {**self.node.stats(), "session_alive": alive, "etcd_operations": self.meta.operations_count}
+        protected = int(self.node.gc_view.protects)
+        operations = self.meta.operations_count
+        return {**self.node.stats(), "session_alive": alive, "protected": protected, "etcd_operations": operations}
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""
@@ -149,10 +166,7 @@ class Member:
             self._listing.release()
 
     def _lost(self, _: Session) -> None:
-        """Rule V2: what this node believed because of its session, it believes no longer."""
         self.node.counters.add("sessions_lost")
-        self.node.holds.drop_all()
-        self.node.known.clear()
 
     def _no_pin(self, owner: str, chain: Chain) -> PinRecord:
         return PinRecord("", owner, chain.namespace.name, 0, self.node.clock.now_s())

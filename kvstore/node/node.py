@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import expected_chunk
+from kvstore.hints import DEFAULT, Hints
+from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
 from kvstore.node.chunks import Chunks
@@ -31,10 +34,13 @@ from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.publish import Publication, Source
 from kvstore.node.reading import Reading, matched_count, read_chunks, read_leading
 from kvstore.node.refresh import Refresher
+from kvstore.node.view import View
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+T = TypeVar("T")
 
 
 class Node:
@@ -53,6 +59,7 @@ class Node:
         limits: Limits | None = None,
         clock: Clock | None = None,
         ids: Ids | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.root = root
         self.identity = identity
@@ -62,8 +69,9 @@ class Node:
         self.id = ids.fresh()
         self.durable = durable
         self.counters = Counters()
-        self._lanes = Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
+        self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = Known(limits.known_max, limits.quantum_s)
+        self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
         session = session or (lambda: self.id)
         self._session = session
@@ -72,8 +80,8 @@ class Node:
         )
         self._records = NamespaceRecords(root, session, numbers, clock)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
-        self.holds = Holds(limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
-        self.blocks = Blocks(self._chunks, self._lanes, self._refresher, self.counters)
+        self.holds = Holds(self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
+        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self._refresher, self.counters)
         self._closed = False
 
     # Namespaces
@@ -102,9 +110,9 @@ class Node:
 
     def match(self, chain: Chain, deadline_s: float | None = None) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
-        count = matched_count(
-            self._chunks, self._lanes, self.counters, chain, self._deadline(deadline_s, self.limits.match_deadline_s)
-        )
+        deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
+        allowed = chain.leading(self.gc_view.leading(chain.addresses))
+        count = matched_count(self._chunks, self._lanes, self.counters, allowed, deadline)
         size = chain.namespace.layout.chunk_tokens
         self.counters.add("requests_match")
         self.counters.add("tokens_asked", len(chain) * size)
@@ -115,7 +123,7 @@ class Node:
         """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
         hold = self.holds.take(chain, ttl_s)
         try:
-            hold.count = self.match(chain, deadline_s)
+            hold.count = self.match(hold.chain, deadline_s)
             hold.chain = chain.leading(hold.count)
         except BaseException:
             self.holds.release(hold)
@@ -213,14 +221,21 @@ class Node:
 
     # Publishing
 
-    def put(self, chain: Chain, first: int, source: Source, deadline_s: float | None = None) -> PutResult:
+    def put(
+        self,
+        chain: Chain,
+        first: int,
+        source: Source,
+        deadline_s: float | None = None,
+        hints: Hints = DEFAULT,
+    ) -> PutResult:
         """Stores the chunks from ``first`` on whose parents are there; ``source(index)`` gives their sections.
 
         Where a chunk before ``first`` is missing nothing is stored, and the result says up to where the store goes.
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        putting = self.begin_put(chain, first, deadline.left_s())
+        putting = self.begin_put(chain, first, deadline.left_s(), hints)
         try:
             if not putting.refused:
                 self._lanes.each(len(chain) - first, lambda at: putting.store(first + at, source(first + at)), deadline)
@@ -232,29 +247,27 @@ class Node:
             raise
         return putting.finish(deadline.left_s())
 
-    def begin_put(self, chain: Chain, first: int, deadline_s: float | None = None) -> Putting:
+    def begin_put(self, chain: Chain, first: int, deadline_s: float | None = None, hints: Hints = DEFAULT) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
         self.counters.add("requests_put")
+        self.gc_view.check_room()
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        present = self.present_leading(chain, first, deadline.left_s())
-        publication = Publication(self._chunks, self._refresher, chain, first, self.durable)
+        # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.
+        chain = chain.leading(self.gc_view.leading(chain.addresses))
+        publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints)
+        present = self._leading(min(first, len(chain)), publication.look, deadline)
         return Putting(self, chain, first, present, publication, self._lanes)
 
     def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        missing = [count]
-
-        def look(index: int) -> bool:
-            if self._chunks.is_present(expected_chunk(chain, index)):
-                return True
-            missing.append(index)
-            return False
-
-        self._lanes.each(count, look, deadline)
-        return min(missing)
+        return self._leading(count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline)
 
     # Looking after it
+
+    def on_root(self, work: Callable[[], T]) -> T:
+        """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
+        return self._lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
 
     def forget(self) -> None:
         """Forgets what was known to be present; holds stay."""
@@ -321,6 +334,18 @@ class Node:
     def _used(self, chain: Chain, count: int) -> None:
         self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True)
 
+    def _leading(self, count: int, is_present: Callable[[int], bool], deadline: Deadline) -> int:
+        missing = [count]
+
+        def look(index: int) -> bool:
+            if is_present(index):
+                return True
+            missing.append(index)
+            return False
+
+        self._lanes.each(count, look, deadline)
+        return min(missing)
+
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
 
@@ -345,7 +370,9 @@ class Putting:
         """Whether a chunk before the first is missing, so that nothing will be stored."""
 
     def store(self, index: int, sections: Pieces) -> bool:
-        """Stores one chunk, in the calling thread, unless it is there."""
+        """Stores one chunk, in the calling thread, unless it is there, or being swept."""
+        if index >= len(self._chain):
+            return True
         if not self._publication.find(index):
             self._publication.add(index, sections)
         return True
@@ -377,8 +404,11 @@ class Putting:
             self.abandon()
             raise
         result = self._publication.result()
+        swept = self._node.gc_view.leading(self._chain.addresses) * size
+        if swept < result.tokens_present:
+            result = replace(result, tokens_present=swept)  # condemned while it was being put
         self._node.counters.add("chunks_found", result.chunks_found)
-        self._node._used(self._chain, result.tokens_present // size)
+        self._publication.used(result.tokens_present // size)
         return result
 
     def abandon(self, wait_s: float = DISCARD_S) -> None:

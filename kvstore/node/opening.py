@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from kvstore.errors import RootMismatch
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.memory import MemoryMeta
@@ -15,10 +17,12 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import Session
 from kvstore.node.deadline import Deadline
+from kvstore.node.follower import Follower
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
+from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
@@ -85,8 +89,25 @@ def join(
 
     ``shared`` metadata are a cluster's, which is told where the root is.
     """
-    presence = Presence(meta, Keys(identity.root), clock=clock, ids=ids)
-    sessions = [ids.fresh()]
+    keys, sessions = Keys(identity.root), [ids.fresh()]
+    node = Node(root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids)
+
+    def standing() -> Standing:
+        return node.on_root(
+            lambda: join_generation(
+                meta,
+                keys,
+                ids,
+                read_root=lambda: read_newest(root),
+                publish_root=lambda mine: publish(root, mine, ids=ids, clock=clock),
+                timeout_s=limits.meta_deadline_s,
+            )
+        )
+
+    follower = Follower(
+        meta, keys, root, identity.shard_bits, node.gc_view, node.holds, node.counters, limits, clock, node.on_root,
+        standing if shared else None,
+    )  # fmt: skip
 
     def began(session: Session) -> None:
         sessions[0] = session.id  # never staged under before: rule W2
@@ -94,10 +115,20 @@ def join(
             # Again for each session: an etcd that came back empty knows neither this root nor where it is.
             bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
 
+    def follow(session: Session) -> None:
+        follower.begin(session)
+        threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+
+    presence = Presence(meta, keys, clock=clock, ids=ids)
     presence.attach(began)
-    presence.start(wait_s=limits.meta_deadline_s)
-    node = Node(root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids)
-    return Member(node, meta, presence)
+    presence.attach(follow, follower.end)
+    member = Member(node, meta, presence, shared=shared)
+    try:
+        presence.start(wait_s=limits.meta_deadline_s)
+    except BaseException:
+        node.close(timeout_s=0.5)
+        raise
+    return member
 
 
 def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:

@@ -14,6 +14,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
+from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
 from kvstore.results import PutResult
@@ -25,12 +26,16 @@ Source = Callable[[int], Pieces]
 class Publication:
     """The chunks from ``first`` on of one chain on their way into the store; ``add`` may be called by many threads."""
 
-    def __init__(self, chunks: Chunks, refresher: Refresher, chain: Chain, first: int, durable: bool) -> None:
+    def __init__(
+        self, chunks: Chunks, refresher: Refresher, chain: Chain, first: int, durable: bool, hints: Hints
+    ) -> None:
         self._chunks = chunks
         self._refresher = refresher
         self._chain = chain
         self._first = first
         self._durable = durable
+        self._hints = hints
+        self._lacking: set[int] = set()
         self._lock = threading.Lock()
         self._ready: dict[int, Staged | None] = {}
         self._next = first
@@ -40,10 +45,18 @@ class Publication:
         self._written = 0
         self._bytes_written = 0
 
+    def look(self, index: int) -> bool:
+        """Whether chunk ``index`` is in the store; notes one whose hints this put has to raise."""
+        stat = self._chunks.look(expected_chunk(self._chain, index))
+        if stat is None:
+            return False
+        if self._chunks.lacks(stat, self._hints):
+            self._lacking.add(index)
+        return True
+
     def find(self, index: int) -> bool:
         """Whether chunk ``index`` is in the store already; then it needs no bytes."""
-        expected = expected_chunk(self._chain, index)
-        if self._chunks.is_present(expected):
+        if self.look(index):
             self._completed(index, None)
             return True
         return False
@@ -51,7 +64,7 @@ class Publication:
     def add(self, index: int, sections: Pieces) -> None:
         """Stages chunk ``index`` and publishes all whose parents are published."""
         expected = expected_chunk(self._chain, index)
-        staged = self._chunks.stage(expected, sections, self._durable)
+        staged = self._chunks.stage(expected, sections, self._durable, self._hints)
         if self._chunks.root.traits.ordered_publish:
             self._completed(index, staged)
         elif self._abandoned:
@@ -74,6 +87,16 @@ class Publication:
         """Removes one staged chunk."""
         self._chunks.discard(staged)
         return True
+
+    def used(self, count: int) -> None:
+        """A put is a use of its ``count`` leading chunks, and raises the hints of those that it found."""
+        self._refresher.used(
+            self._chain.namespace.id,
+            self._chain.addresses[:count],
+            chained=True,
+            hints=self._hints,
+            lacking=frozenset(self._lacking),
+        )
 
     def result(self) -> PutResult:
         """What was done so far."""
@@ -123,7 +146,10 @@ class Publication:
         if not self._renewed:
             # Before the first new chunk gets its fresh stamp: a chunk is never staler than its child.
             self._renewed = True
-            self._refresher.renew(self._chain.namespace.id, self._chain.addresses[: staged.expected.depth])
+            chain, depth = self._chain, staged.expected.depth
+            lacking = frozenset(index for index in list(self._lacking) if index < depth)
+            self._refresher.renew(chain.namespace.id, chain.addresses[:depth], self._hints, lacking)
+            self._lacking -= lacking
         try:
             won = self._chunks.publish(staged, self._durable)
         except KVStoreError:

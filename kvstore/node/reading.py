@@ -34,7 +34,7 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
     An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks.  The chunk after the
     known ones is looked at first: it decides alone for a prompt nobody has stored, and it is where damage would show.
     """
-    present, absent = known, len(chain)
+    present, absent, epoch = known, len(chain), chunks.known.epoch
 
     def is_present(index: int) -> bool:
         return chunks.is_present(expected_chunk(chain, index))
@@ -52,7 +52,7 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
             absent = middle
     quantum = chunks.quantum()
     for address in chain.addresses[known:present]:
-        chunks.known.add(address, quantum, renewed=False)
+        chunks.known.add(address, quantum, renewed=False, epoch=epoch)
     return present
 
 

@@ -1,7 +1,8 @@
 """Renewing recency behind the reads: parents before children, once per quantum, on a thread of its own.
 
 A thread of its own because renewal is advice to garbage collection: it must cost a reader nothing, and a root that
-hangs must stop nothing else.
+hangs must stop nothing else.  A renewal costs two system calls, a look and a touch, and the look alone where another
+node has renewed in this quantum; what this node knows to be renewed costs none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 
 from kvstore.address import Address
 from kvstore.errors import KVStoreError
+from kvstore.format.places import Name
+from kvstore.hints import LEAST, Hints
 from kvstore.namespace import NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.recency import stamp_ns
+from kvstore.recency import decode, is_coarse, renewed_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,17 @@ class _Renewal:
     namespace: NamespaceId
     addresses: tuple[Address, ...]
     chained: bool
+    hints: Hints
+    lacking: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The stamp that one chunk of a renewal gets; None where it stays as it is."""
+
+    index: int
+    name: Name
+    stamp_ns: int | None
 
 
 class Refresher:
@@ -35,24 +49,37 @@ class Refresher:
         self._thread = threading.Thread(target=self._serve, name="kvstore-refresh", daemon=True)
         self._enabled = chunks.root.traits.touch
         self._closed = False
+        self._keeps_hints: bool | None = None
         self._thread.start()
 
-    def used(self, namespace: NamespaceId, addresses: tuple[Address, ...], *, chained: bool) -> None:
-        """These were read, or found by a put: a chain from its first chunk on, or single blocks. Never blocks."""
+    def used(
+        self,
+        namespace: NamespaceId,
+        addresses: tuple[Address, ...],
+        *,
+        chained: bool,
+        hints: Hints = LEAST,
+        lacking: frozenset[int] = frozenset(),
+    ) -> None:
+        """These were read, or found by a put: a chain from its first chunk on, or single blocks. Never blocks.
+
+        A put raises what it found to its ``hints``: ``lacking`` are the places of those that it saw to have lower ones.
+        """
         if not self._enabled or not addresses or self._closed:
             return
-        if not self._chunks.known.unrenewed(addresses, self._chunks.quantum()):
+        renewal = _Renewal(namespace, addresses, chained, hints, lacking)
+        if not self._places(renewal, self._chunks.quantum()):
             return
         try:
-            self._queue.put_nowait(_Renewal(namespace, addresses, chained))
+            self._queue.put_nowait(renewal)
         except queue.Full:
             self._counters.add("refresh_dropped", len(addresses))
 
-    def renew(self, namespace: NamespaceId, chain: tuple[Address, ...]) -> None:
+    def renew(self, namespace: NamespaceId, chain: tuple[Address, ...], hints: Hints, lacking: frozenset[int]) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and chain:
             try:
-                self._renew(_Renewal(namespace, chain, chained=True))
+                self._renew(_Renewal(namespace, chain, True, hints, lacking))
             except KVStoreError:
                 self._counters.add("refresh_dropped")
 
@@ -83,18 +110,64 @@ class Refresher:
             finally:
                 self._queue.task_done()
 
+    def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
+        """Which of the chunks have to be looked at."""
+        places = self._chunks.known.unrenewed(renewal.addresses, quantum)
+        if not renewal.lacking or self._keeps_hints is False:
+            return places
+        return sorted({*places, *(place for place in renewal.lacking if place < len(renewal.addresses))})
+
     def _renew(self, renewal: _Renewal) -> None:
         chunks = self._chunks
-        quantum = chunks.quantum()
-        for index in chunks.known.unrenewed(renewal.addresses, quantum):
-            address = renewal.addresses[index]
-            stamp = stamp_ns(quantum, index if renewal.chained else 0)
-            if chunks.root.touch(chunks.name(address, renewal.namespace), stamp):
-                chunks.known.add(address, quantum, renewed=True)
+        quantum, epoch = chunks.quantum(), chunks.known.epoch
+        for plan in self._planned(renewal, quantum):
+            if plan.stamp_ns is not None:
+                if not chunks.root.touch(plan.name, plan.stamp_ns):
+                    self._counters.add("refresh_dropped")
+                    if renewal.chained:
+                        return  # as in _look
+                    continue
                 self._counters.add("refreshed")
+                if self._keeps_hints is None and plan.index in renewal.lacking:
+                    self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
+            chunks.known.add(renewal.addresses[plan.index], quantum, renewed=True, epoch=epoch)
+
+    def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
+        """The stamps, parents first.
+
+        No chunk gets hints or uses below those of one behind it: so what another host's renewal at the same moment
+        took away, or a put that knew no better when it repaired a chunk, is mended by the next.
+        """
+        plans: list[_Plan] = []
+        quantum_s = self._chunks.quantum_s
+        least, uses_least = renewal.hints, 0
+        for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
+            depth = index if renewal.chained else 0
+            stamp = renewed_ns(mtime_ns, quantum, quantum_s, depth, least, uses_least)
+            plans.append(_Plan(index, name, stamp))
+            if renewal.chained:
+                after = decode(mtime_ns if stamp is None else stamp, quantum_s)
+                least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)
+        plans.reverse()
+        return plans
+
+    def _look(self, renewal: _Renewal, quantum: int) -> list[tuple[int, Name, int]]:
+        """Place, name and mtime of each chunk that may have to be renewed."""
+        looked: list[tuple[int, Name, int]] = []
+        for index in self._places(renewal, quantum):
+            name = self._chunks.name(renewal.addresses[index], renewal.namespace)
+            stat = self._chunks.root.stat(name)
+            if stat is not None:
+                looked.append((index, name, stat.mtime_ns))
                 continue
-            # Gone, or not ours to touch. The children of a chunk keep their older stamps then, because a chunk is
-            # never staler than its child.
+            # Gone. The children of a chunk keep their older stamps then, because a chunk is never staler than its
+            # child.
             self._counters.add("refresh_dropped")
             if renewal.chained:
-                return
+                break
+        return looked
+
+    def _is_kept(self, name: Name, stamp_ns: int) -> bool:
+        """Whether this root keeps times as exactly as hints need it. If not, each put would raise them again."""
+        stat = self._chunks.root.stat(name)
+        return stat is None or not is_coarse(stat.mtime_ns) or is_coarse(stamp_ns)

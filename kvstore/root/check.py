@@ -83,6 +83,8 @@ def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
         try_it.durable,
         try_it.listing,
         try_it.deletion,
+        # Where a folder fences a sweep, nothing needs to be deleted conditionally.
+        *([] if root.traits.fenced else [try_it.conditional_deletion]),
         try_it.open_while_deleted,
         try_it.mtime,
         try_it.mapping,
@@ -230,6 +232,30 @@ class _Tries:
             "" if ok and free else "evicted chunks look present for a while: reads of them are misses",
         )
 
+    def conditional_deletion(self) -> Probe:
+        name = "a file is deleted only if it is still the one looked at"
+        if not self._root.traits.conditional_remove:
+            return Probe(
+                name,
+                None,
+                "conditional delete: not honoured",
+                "kvstore-gc will not run here, because it could delete a newer chunk than the one that it chose. "
+                "Amazon S3 honours If-Match on DELETE, through botocore 1.35.67 or later; elsewhere a lifecycle rule "
+                "of the bucket can expire objects by age, pinned ones too",
+            )
+        self.write("condition", b"old")
+        old = self._root.look(self.name("condition"), 3)
+        self._root.remove(self.name("condition"))
+        self.write("condition", b"new")
+        new = self._root.look(self.name("condition"), 3)
+        assert old is not None and new is not None
+        kept = not self._root.remove_if(self.name("condition"), old) and self.read("condition", 0, 3) == b"new"
+        gone = self._root.remove_if(self.name("condition"), new) and self.read("condition", 0, 3) is None
+        if kept and gone:
+            return Probe(name, True, "conditional delete: honoured; kvstore-gc will run here")
+        wrong = "a newer file was deleted" if not kept else "the file itself was not deleted"
+        return Probe(name, False, wrong, "garbage collection may lose newer chunks: do not run kvstore-gc here")
+
     def open_while_deleted(self) -> Probe:
         self.write("held", b"held" * 1000)
         reader = self._root.open(self.name("held"))
@@ -252,7 +278,10 @@ class _Tries:
         wanted_ns = STAMP_NS + 60_000_000_000
         if not self._root.touch(self.name("stamp"), wanted_ns):
             return Probe(
-                name, None, "it cannot", "recency is the time of writing: eviction takes the oldest, not the least used"
+                name,
+                None,
+                "it cannot",
+                "recency is the time of writing: eviction goes by age of publication (first in, first out), not by use",
             )
         stat = self._root.stat(self.name("stamp"))
         off_ns = None if stat is None else abs(stat.mtime_ns - wanted_ns)

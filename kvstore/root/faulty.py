@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Reader, Root, Space, Stat, Traits
+from kvstore.root.interface import Entry, Reader, Root, Seen, Space, Stat, Traits
 
 OPERATIONS = frozenset(
-    "stage publish discard open stat touch move remove remove_folder list space read map".split(),
+    (
+        "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space read map"
+    ).split()
 )
 
 
@@ -99,11 +101,11 @@ class Lost:
 Fault = Fails | Missing | Delay | Hang | Torn | Flipped | Short | Lost
 
 _ONLY_FOR: dict[type, frozenset[str]] = {
-    Missing: frozenset("open stat touch move remove list read map".split()),
+    Missing: frozenset("open stat look touch move remove list read map".split()),
     Torn: frozenset({"stage"}),
     Flipped: frozenset({"read", "map"}),
     Short: frozenset({"read"}),
-    Lost: frozenset("publish open stat touch move remove read map".split()),
+    Lost: frozenset("publish open stat look touch move remove remove_if read map".split()),
 }
 
 
@@ -204,18 +206,31 @@ class FaultyRoot:
     def stat(self, name: Name) -> Stat | None:
         return None if isinstance(self.strike("stat", name), Missing) else self.inner.stat(name)
 
+    def look(self, name: Name, size_bytes: int) -> Seen | None:
+        return None if isinstance(self.strike("look", name), Missing) else self.inner.look(name, size_bytes)
+
     def touch(self, name: Name, stamp_ns: int) -> bool:
         return not isinstance(self.strike("touch", name), Missing) and self.inner.touch(name, stamp_ns)
 
-    def move(self, source: Name, name: Name) -> bool:
-        return not isinstance(self.strike("move", source), Missing) and self.inner.move(source, name)
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+        if isinstance(self.strike("move", source), Missing):
+            return False
+        return self.inner.move(source, name, make_folder=make_folder)
+
+    def make_folder(self, name: Name) -> None:
+        self.strike("make_folder", name)
+        self.inner.make_folder(name)
 
     def remove(self, name: Name) -> bool:
         return not isinstance(self.strike("remove", name), Missing) and self.inner.remove(name)
 
-    def remove_folder(self, name: Name) -> bool:
+    def remove_if(self, name: Name, seen: Seen) -> bool:
+        self.strike("remove_if", name)
+        return self.inner.remove_if(name, seen)
+
+    def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         self.strike("remove_folder", name)
-        return self.inner.remove_folder(name)
+        return self.inner.remove_folder(name, durable=durable)
 
     def list(self, folder: Name) -> Iterator[Entry]:
         return iter(()) if isinstance(self.strike("list", folder), Missing) else self.inner.list(folder)

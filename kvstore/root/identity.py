@@ -34,7 +34,18 @@ TOP = Name("")
 SETTLE_S = 0.5
 SETTLE_ATTEMPTS_MAX = 20
 
-_OURS = frozenset({places.STAGING, places.QUARANTINE, places.NAMESPACES, places.CHUNKS})
+_OURS = frozenset(
+    {
+        places.STAGING,
+        places.QUARANTINE,
+        places.NAMESPACES,
+        places.CHUNKS,
+        places.TRASH,
+        places.PLANS,
+        places.PINS,
+        places.GENERATIONS,
+    }
+)
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})
 """What a file system itself keeps at its top."""
 SCRATCH_FOLDER = re.compile(r"\.check-[0-9a-f]+")

@@ -1,4 +1,4 @@
-"""What the store needs of a shared root: ten operations on names, the same for a mount, an object store and memory.
+"""What the store needs of a shared root: a few operations on names, the same for a mount, an object store and memory.
 
 The truth about which chunks exist is here.  Every implementation passes one conformance suite; retries, limits and
 faults are wrappers, never cases inside.
@@ -31,6 +31,10 @@ class Traits:
     """The mtime of a file can be set."""
     mapped: bool
     """Files can be mapped into memory."""
+    fenced: bool
+    """Once a folder is removed nothing can be moved into it any more: what sweeps are fenced by (rule F1)."""
+    conditional_remove: bool
+    """A file can be removed on the condition that it is still the one that was looked at (rule O1): ``remove_if``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,18 @@ class Stat:
 
     size_bytes: int
     mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A file as one look found it, all of one version of it: only ``look`` makes one, and ``remove_if`` takes it."""
+
+    stat: Stat
+    prefix: bytes
+    """Its first bytes, as many as were asked for; fewer where the file is shorter."""
+    tag: str | None
+    """What the store calls this version (an ETag). None where versions have no names; on an object store without them
+    a file that is replaced meanwhile may show the stat of one version and the prefix of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +131,42 @@ class Root(Protocol):
         """Size and mtime; None where there is none."""
         ...
 
+    def look(self, name: Name, size_bytes: int) -> Seen | None:
+        """Size, mtime and first ``size_bytes`` of a file, of one moment; None where there is none."""
+        ...
+
     def touch(self, name: Name, stamp_ns: int) -> bool:
         """Sets the mtime; False where the file is gone or the root cannot."""
         ...
 
-    def move(self, source: Name, name: Name) -> bool:
-        """Renames a file to a name that nobody else uses, making its folder; False where the source is gone."""
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+        """Renames a file to a name that nobody else uses; False where the source is gone.
+
+        Makes the folder of ``name``, unless told not to: then False where the folder does not exist either (rule F1).
+        """
+        ...
+
+    def make_folder(self, name: Name) -> None:
+        """Makes a folder, and those above it; no error where it exists."""
         ...
 
     def remove(self, name: Name) -> bool:
         """Deletes a file; False where there was none."""
         ...
 
-    def remove_folder(self, name: Name) -> bool:
-        """Deletes an empty folder; False where it is not empty. A folder that does not exist counts as deleted."""
+    def remove_if(self, name: Name, seen: Seen) -> bool:
+        """Deletes a file if it is still the one that ``look`` found there; False where another has its name by now.
+
+        True says that ``seen`` is gone, whoever deleted it: object stores do not tell. Raises InvalidRequest where the
+        root cannot (``conditional_remove``).
+        """
+        ...
+
+    def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
+        """Deletes an empty folder; False where it is not empty. A folder that does not exist counts as deleted.
+
+        ``durable`` syncs the folder above it, so that it does not rise again when a server crashes.
+        """
         ...
 
     def list(self, folder: Name) -> Iterator[Entry]:

@@ -1,19 +1,20 @@
 """A root in this process's memory: for tests, for trying the store out, and for engines that share one process.
 
 A real implementation, not a stand-in: it passes the conformance suite of every root.  Several roots over one
-``MemoryFiles`` are several hosts with one mount.
+``MemoryFiles`` are several hosts with one mount, or with one bucket of an object store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
-from kvstore.errors import Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Space, Stat, Traits
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class MemoryFile:
     def stat(self) -> Stat:
         """Size and mtime."""
         return Stat(len(self.content), self.mtime_ns)
+
+    @property
+    def tag(self) -> str:
+        """What an object store calls it: a digest of the bytes, as S3's ETag is."""
+        return hashlib.blake2b(self.content, digest_size=16).hexdigest()
 
 
 class MemoryFiles:
@@ -50,7 +56,7 @@ class MemoryFiles:
         folder, last = _split(name)
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")
-        self._make_folder(folder)
+        self.make_folder(folder)
         self.used_bytes += len(file.content) - self._size(folder, last)
         self._folders[folder][last] = file
 
@@ -79,11 +85,16 @@ class MemoryFiles:
             Entry(name, None if file is None else file.stat) for name, file in self._folders.get(folder, {}).items()
         ]
 
-    def _make_folder(self, name: str) -> None:
+    def has_folder(self, name: str) -> bool:
+        """Whether there is a folder of that name."""
+        return name in self._folders
+
+    def make_folder(self, name: str) -> None:
+        """Makes a folder and those above it. Raises Unavailable where one of them is a file."""
         if name in self._folders:
             return
         parent, last = _split(name)
-        self._make_folder(parent)
+        self.make_folder(parent)
         if self._folders[parent].get(last) is not None:
             raise Unavailable(f"could not make the folder {name}: it is a file")
         self._folders[parent][last] = None
@@ -95,12 +106,24 @@ class MemoryFiles:
 
 
 class MemoryRoot:
-    """A root over ``files``; fresh ones where none are given. ``name`` is only for the URL."""
+    """A root over ``files``; fresh ones where none are given. ``name`` is only for the URL.
 
-    def __init__(self, files: MemoryFiles | None = None, *, name: str = "") -> None:
+    With ``objects`` it is as an object store with conditional writes and deletes: folders are only parts of names, the
+    mtime stays what it was staged with, nothing is mapped, and an open file reads what the name holds at that moment.
+    """
+
+    def __init__(self, files: MemoryFiles | None = None, *, name: str = "", objects: bool = False) -> None:
         self.files = files or MemoryFiles()
         self.url = f"memory://{name}"
-        self.traits = Traits(exclusive_publish=True, ordered_publish=True, touch=True, mapped=True)
+        self.traits = Traits(
+            exclusive_publish=True,
+            ordered_publish=not objects,
+            touch=not objects,
+            mapped=not objects,
+            fenced=not objects,
+            conditional_remove=objects,
+        )
+        self._objects = objects
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         content = b"".join(pieces)
@@ -120,44 +143,70 @@ class MemoryRoot:
             won = self.files.find(name) is None
             if won:
                 self.files.write(name, file)
-            self.files.delete(staged)
+            self._delete(staged)
         return won
 
     def discard(self, staged: Name) -> None:
         self.remove(staged)
 
     def open(self, name: Name) -> MemoryReader | None:
-        with self.files.lock:
-            file = self.files.find(name)
-        return None if file is None else MemoryReader(file)
+        file = self._find(name)
+        if file is None:
+            return None
+        return MemoryReader(
+            file.stat, (lambda: self._find(name)) if self._objects else (lambda: file), self.traits.mapped
+        )
 
     def stat(self, name: Name) -> Stat | None:
-        with self.files.lock:
-            file = self.files.find(name)
+        file = self._find(name)
         return None if file is None else file.stat
+
+    def look(self, name: Name, size_bytes: int) -> Seen | None:
+        file = self._find(name)
+        if file is None:
+            return None
+        return Seen(file.stat, file.content[:size_bytes], file.tag if self._objects else None)
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
         with self.files.lock:
             file = self.files.find(name)
-            if file is None:
+            if file is None or self._objects:
                 return False
             self.files.write(name, MemoryFile(file.content, stamp_ns))
         return True
 
-    def move(self, source: Name, name: Name) -> bool:
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         with self.files.lock:
             file = self.files.find(source)
-            if file is None:
+            if file is None or not (make_folder or self._objects or self.files.has_folder(_split(name)[0])):
                 return False
             self.files.write(name, file)
-            self.files.delete(source)
+            self._delete(source)
         return True
 
     def remove(self, name: Name) -> bool:
         with self.files.lock:
-            return self.files.delete(name) is not None
+            return self._delete(name)
 
-    def remove_folder(self, name: Name) -> bool:
+    def remove_if(self, name: Name, seen: Seen) -> bool:
+        if not self._objects:
+            raise InvalidRequest(
+                f"{self.url} removes no file conditionally: sweeps are fenced by folders there (rule F1)"
+            )
+        with self.files.lock:
+            file = self.files.find(name)
+            if file is not None and file.tag != seen.tag:
+                return False
+            self._delete(name)
+        return True
+
+    def make_folder(self, name: Name) -> None:
+        if self._objects:
+            return
+        with self.files.lock:
+            self.files.make_folder(name)
+
+    def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         with self.files.lock:
             return self.files.delete_folder(name)
 
@@ -173,28 +222,45 @@ class MemoryRoot:
     def close(self) -> None:
         """Nothing to release: the files belong to whoever made them."""
 
+    def _find(self, name: Name) -> MemoryFile | None:
+        with self.files.lock:
+            return self.files.find(name)
+
+    def _delete(self, name: str) -> bool:
+        """With the lock held. Where folders are only parts of names, those that held nothing else go with the file."""
+        found = self.files.delete(name) is not None
+        while self._objects and name and found:
+            name = _split(name)[0]
+            if not self.files.delete_folder(name):
+                break
+        return found
+
 
 class MemoryReader:
-    """An open file of a MemoryRoot; reads on after the file was deleted, as on a local disk."""
+    """An open file of a MemoryRoot: one and the same, as on a local disk, or what ``find`` gives at each read."""
 
-    __slots__ = ("_content", "stat")
+    __slots__ = ("_find", "_mapped", "stat")
 
-    def __init__(self, file: MemoryFile) -> None:
-        self._content = memoryview(file.content)
-        self.stat = file.stat
+    def __init__(self, stat: Stat, find: Callable[[], MemoryFile | None], mapped: bool) -> None:
+        self._find = find
+        self._mapped = mapped
+        self.stat = stat
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
-        done = max(0, min(byte_length(pieces), len(self._content) - offset))
+        file = self._find()
+        content = memoryview(b"" if file is None else file.content)
+        done = max(0, min(byte_length(pieces), min(len(content), self.stat.size_bytes) - offset))
         end = offset + done
         with borrowed.writing():
             for piece in pieces:
                 size = max(0, min(len(piece), end - offset))
-                piece[:size] = self._content[offset : offset + size]
+                piece[:size] = content[offset : offset + size]
                 offset += size
         return done
 
     def map(self) -> memoryview | None:
-        return self._content
+        file = self._find() if self._mapped else None
+        return None if file is None else memoryview(file.content)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -8,7 +8,9 @@ What differs from a mounted root, and what is done about it:
 * A staged file exists in this process only. Staged as an object it would have to be copied by the server to be
   published, which doubles the writes and is not conditional everywhere. The bytes that wait are those of puts in
   flight, which the node limits; ``staged_bytes_max`` is the second line.
-* The mtime is the time of the PUT and cannot be set, so recency is what it was at publication.
+* The mtime is the time of the PUT and cannot be set: eviction is by age of publication, first in, first out.
+* No folder can fence a sweep. A collector deletes on the condition that the object is the one it looked at
+  (``remove_if``), where the server can; where it cannot, there is no garbage collection (rule O1).
 * Publishing costs as much as writing, so a prompt's chunks are published side by side (``ordered_publish`` is False).
 """
 
@@ -21,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
-from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, Unavailable
-from kvstore.format import places
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Space, Stat, Traits
+from kvstore.root.conditions import try_conditions
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
 from kvstore.root.remote import GONE, Remote, connect, is_gone, translated
 from kvstore.sources import Ids, RandomIds
 
@@ -42,7 +44,10 @@ class _Staged:
 
 
 class ObjectRoot:
-    """A root at ``path`` of a Remote; ``exclusive_publish`` says whether the server decides who created a name."""
+    """A root at ``path`` of a Remote. ``exclusive_publish`` says whether the server decides who created a name,
+
+    ``conditional_remove`` whether it deletes a file on the condition that it is still a certain version.
+    """
 
     def __init__(
         self,
@@ -51,10 +56,18 @@ class ObjectRoot:
         url: str,
         *,
         exclusive_publish: bool,
+        conditional_remove: bool = False,
         staged_bytes_max: int = STAGED_BYTES_MAX,
     ) -> None:
         self.url = url
-        self.traits = Traits(exclusive_publish=exclusive_publish, ordered_publish=False, touch=False, mapped=False)
+        self.traits = Traits(
+            exclusive_publish=exclusive_publish,
+            ordered_publish=False,
+            touch=False,
+            mapped=False,
+            fenced=False,
+            conditional_remove=conditional_remove,
+        )
         self._remote = remote
         self._base = path
         self._staged: dict[Name, _Staged] = {}
@@ -101,16 +114,28 @@ class ObjectRoot:
         with translated("look at", self._at(name)):
             return self._remote.stat(self._at(name))
 
+    def look(self, name: Name, size_bytes: int) -> Seen | None:
+        with translated("look at", self._at(name)):
+            return self._remote.look(self._at(name), size_bytes)
+
     def touch(self, name: Name, stamp_ns: int) -> bool:
         return False
 
-    def move(self, source: Name, name: Name) -> bool:
-        """Copies, then deletes: whoever fails in between leaves both, which ``fsck`` finds."""
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+        """Copies, then deletes: whoever fails in between leaves both, which ``fsck`` finds.
+
+        Deletes what it looked at before it copied, where the server can tell: not what was published since, after
+        another host had moved the same file.
+        """
         with translated("move", self._at(source)):
+            seen = self._remote.look(self._at(source), 1) if self.traits.conditional_remove else None
             try:
                 self._remote.copy(self._at(source), self._at(name))
             except GONE:
                 return False
+            if seen is not None and seen.tag is not None:
+                self._remote.delete_if(self._at(source), seen.tag)
+                return True
             with suppress(*GONE):
                 self._remote.delete(self._at(source))
         return True
@@ -126,7 +151,16 @@ class ObjectRoot:
                 return False
         return True
 
-    def remove_folder(self, name: Name) -> bool:
+    def remove_if(self, name: Name, seen: Seen) -> bool:
+        if not self.traits.conditional_remove or seen.tag is None:
+            raise InvalidRequest(f"{self.url} removes no file conditionally (kvstore check-root says why)")
+        with translated("remove", self._at(name)):
+            return self._remote.delete_if(self._at(name), seen.tag)
+
+    def make_folder(self, name: Name) -> None:
+        """Object stores have names only; where folders are real, writing makes them."""
+
+    def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         with translated("remove", self._at(name)):
             return self._remote.remove_folder(self._at(name))
 
@@ -146,13 +180,16 @@ class ObjectRoot:
             self._remote.close()
 
     def _put_back(self, source: Name, name: Name) -> bool:
-        """Publishes a file that is on the server already: one that was quarantined by mistake. Never conditional."""
+        """Publishes a file that is on the server already: one that was quarantined by mistake.
+
+        Reads and writes it, because a copy on the server is not conditional everywhere.
+        """
         with translated("publish", self._at(name)):
-            if self._remote.stat(self._at(source)) is None:
+            stat = self._remote.stat(self._at(source))
+            if stat is None:
                 raise Unavailable(f"could not publish {name}: the staged file {source} is gone")
-            won = self._remote.stat(self._at(name)) is None
-            if won:
-                self._remote.copy(self._at(source), self._at(name))
+            content = self._remote.read(self._at(source), 0, stat.size_bytes) if stat.size_bytes else b""
+            won = self._put(name, content)
             with suppress(*GONE):
                 self._remote.delete(self._at(source))
         return won
@@ -170,8 +207,8 @@ class ObjectRoot:
             except FileExistsError:
                 return False
             except OSError:
-                # Also a refusal: 412 from servers that do not name the condition (Ceph), 409 or 500 while another
-                # host's PUT is under way (AWS, rclone), 412 to a retry of a PUT of ours whose answer was lost.
+                # Also a refusal: 409 or 500 while another host's PUT is under way (AWS, rclone), or an answer that was
+                # lost to a PUT of ours.
                 # Where folders are real (SFTP) it may be a torn file of ours, which has another size.
                 found = self._remote.stat(path)
                 if found is not None and found.size_bytes == len(content):
@@ -250,7 +287,7 @@ class _Target:
 
 
 def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids: Ids | None = None) -> ObjectRoot:
-    """Connects to the store of ``url`` and tries whether its writes can be conditional.
+    """Connects to the store of ``url`` and tries whether its writes and deletes can be conditional.
 
     ``options`` are those of fsspec for that scheme (``endpoint_url``, ``key``, ...). Raises InvalidRequest for a scheme
     that no library serves, RootMismatch where the bucket does not exist, Unavailable, PermissionDenied.
@@ -259,40 +296,8 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids:
     if not path.strip("/"):
         raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.rstrip('/')}/NAME")
     try:
-        exclusive = remote.conditional and _creates_exclusively(remote, path, ids or RandomIds())
+        conditions = try_conditions(remote, path, ids or RandomIds())
     except BaseException:
         remote.close()
         raise
-    return ObjectRoot(remote, path, url, exclusive_publish=exclusive)
-
-
-def _creates_exclusively(remote: Remote, path: str, ids: Ids) -> bool:
-    """Whether the second of two creations of one name is refused: tried on the store, never assumed.
-
-    ``rclone serve s3`` ignores the condition, AWS and Ceph obey it.
-    """
-    # A staging name of a session that nobody has: if we die here, fsck clears it away as such.
-    key = f"{path}/{places.staged(ids.fresh(), 0)}"
-    with translated("open", path):
-        try:
-            remote.stat(key)
-        except (TypeError, ValueError) as cause:
-            # Libraries that connect on first use find wrong options, or an endpoint that is no URL, only now.
-            raise InvalidRequest(f"root {path}: {cause}; check its options") from cause
-        try:
-            remote.create(key, b"1")
-        except PermissionError:
-            return False  # readable only: publishing will say so itself
-        except FileNotFoundError as cause:
-            raise RootMismatch(f"root {path}: no such bucket; make it, or check the name") from cause
-        except (TypeError, ValueError, NotImplementedError):
-            return False  # a library from before conditional writes
-        try:
-            remote.create(key, b"2")
-            refused = False
-        except OSError:
-            refused = True
-        kept = remote.read(key, 0, 1) == b"1"
-        with suppress(*GONE):
-            remote.delete(key)
-    return refused and kept
+    return ObjectRoot(remote, path, url, exclusive_publish=conditions.create, conditional_remove=conditions.delete)

@@ -19,9 +19,9 @@ from stat import S_ISREG
 import numpy as np
 
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
-from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.interface import Entry, Space, Stat, Traits
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 BOUNCE_BYTES = 1 << 20
@@ -46,7 +46,14 @@ class PosixRoot:
     def __init__(self, path: str | Path, *, step: Callable[[str], None] | None = None) -> None:
         self.path = os.path.abspath(path)
         self.url = f"file://{self.path}"
-        self.traits = Traits(exclusive_publish=True, ordered_publish=True, touch=True, mapped=True)
+        self.traits = Traits(
+            exclusive_publish=True,
+            ordered_publish=True,
+            touch=True,
+            mapped=True,
+            fenced=True,
+            conditional_remove=False,
+        )
         self._step = step or _no_step
         self._format = _content(f"{self.path}/{FORMAT}")
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
@@ -116,6 +123,16 @@ class PosixRoot:
             raise _error("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
+    def look(self, name: Name, size_bytes: int) -> Seen | None:
+        reader = self.open(name)
+        if reader is None:
+            return None
+        with reader:
+            prefix = bytearray(min(size_bytes, reader.stat.size_bytes))
+            count = reader.read([memoryview(prefix)], 0, Borrowed()) if prefix else 0
+        # Fewer bytes than there were: it was deleted under us, on a file system where that ends reading.
+        return Seen(reader.stat, bytes(prefix), None) if count == len(prefix) else None
+
     def touch(self, name: Name, stamp_ns: int) -> bool:
         try:
             os.utime(self._at(name), ns=(stamp_ns, stamp_ns))
@@ -126,20 +143,25 @@ class PosixRoot:
             raise _error("touch", self._at(name), cause) from cause
         return True
 
-    def move(self, source: Name, name: Name) -> bool:
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         path = self._at(name)
         with _translated("move", path):
-            for attempt in range(2):
+            for attempt in range(2 if make_folder else 1):
                 try:
                     os.rename(self._at(source), path)
                 except OSError as cause:
                     if cause.errno not in MISSING_ERRORS:
                         raise
-                    if not attempt:
+                    if make_folder and not attempt:
                         self._make_folder(path)
                 else:
                     return True
         return False
+
+    def make_folder(self, name: Name) -> None:
+        path = self._at(name)
+        with _translated("make", path):
+            self._make_folder(f"{path}/.")
 
     def remove(self, name: Name) -> bool:
         path = self._at(name)
@@ -152,7 +174,10 @@ class PosixRoot:
                 raise
         return True
 
-    def remove_folder(self, name: Name) -> bool:
+    def remove_if(self, name: Name, seen: Seen) -> bool:
+        raise InvalidRequest(f"{self.url} removes no file conditionally: sweeps are fenced by folders there (rule F1)")
+
+    def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         path = self._at(name)
         with _translated("remove", path):
             try:
@@ -162,6 +187,9 @@ class PosixRoot:
                     return False
                 if cause.errno not in MISSING_ERRORS:
                     raise
+            if durable:
+                with suppress(FileNotFoundError):
+                    _sync_folder(os.path.dirname(path))
         return True
 
     def list(self, folder: Name) -> Iterator[Entry]:

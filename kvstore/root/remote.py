@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
-from kvstore.root.interface import Entry, Stat
+from kvstore.root.interface import Entry, Seen, Stat
 
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What a file that is not there looks like."""
@@ -49,6 +49,18 @@ class Remote:
         content: bytes = self.fs.cat_file(path, start=start, end=end)
         return content
 
+    def look(self, path: str, size_bytes: int) -> Seen | None:
+        """Stat and first bytes of a file; None where there is none. Two requests, so without a tag."""
+        stat = self.stat(path)
+        if stat is None:
+            return None
+        try:
+            return Seen(stat, self.read(path, 0, size_bytes)[:size_bytes] if stat.size_bytes else b"", None)
+        except OSError as cause:
+            if is_gone(cause):
+                return None
+            raise
+
     def create(self, path: str, content: bytes) -> None:
         """Writes a file that must not exist, where the file system can tell; FileExistsError where it does."""
         self._write(path, content, "create")
@@ -70,6 +82,10 @@ class Remote:
     def delete(self, path: str) -> None:
         """Deletes a file."""
         self.fs.rm_file(path)
+
+    def delete_if(self, path: str, tag: str) -> bool:
+        """Deletes the version ``tag`` of a file; False where it has another by now. True where it is gone."""
+        raise NotImplementedError("fsspec has no conditional delete")
 
     def pages(self, folder: str) -> Iterator[list[Entry]]:
         """The entries of a folder, as many at a time as the file system gives; nothing where there is no folder."""
@@ -114,17 +130,17 @@ def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
     Raises InvalidRequest where no library serves the scheme, or the options are not its.
     """
     # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take.
-    import fsspec
+    from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
     try:
         if scheme in ("s3", "s3a"):
             from kvstore.root.s3 import S3Remote, s3_options
 
-            fs, path = fsspec.url_to_fs(url, **_private(s3_options(options)))
+            fs, path = url_to_fs(url, **_private(s3_options(options)))
             remote: Remote = S3Remote(fs)
         else:
-            fs, path = fsspec.url_to_fs(url, **_private(options))
+            fs, path = url_to_fs(url, **_private(options))
             remote = Remote(fs, conditional=scheme in _CONDITIONAL)
     except ImportError as cause:
         extra = "kvstore[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"

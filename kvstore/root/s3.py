@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvstore.root.interface import Entry, Stat
+from kvstore.root.interface import Entry, Seen, Stat
 from kvstore.root.remote import GONE, Remote, stat_of
 
+PRECONDITION_FAILED = 412
+RANGE_NOT_SATISFIABLE = 416
 CONNECT_TIMEOUT_S = 3
 READ_TIMEOUT_S = 10
 REQUEST_ATTEMPTS_MAX = 3
@@ -38,6 +40,50 @@ class S3Remote(Remote):
         except GONE:
             return None
         return stat_of({"size": found["ContentLength"], "LastModified": found.get("LastModified")})
+
+    def look(self, path: str, size_bytes: int) -> Seen | None:
+        """One GET, so that tag, stat and first bytes are of one version."""
+        from fsspec.asyn import sync
+
+        bucket, key = self._split(path)
+        # A file without a byte has no range to give; asked for as a whole it answers.
+        for part in ({"Range": f"bytes=0-{max(size_bytes, 1) - 1}"}, {}):
+            try:
+                found, content = sync(self.fs.loop, self._get, bucket, key, part)
+            except GONE:
+                return None
+            except OSError as cause:
+                if _status(cause) != RANGE_NOT_SATISFIABLE:
+                    raise
+                continue
+            # "bytes 0-127/8192"; without it the answer is the whole file.
+            size = found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"]
+            stat = stat_of({"size": size, "LastModified": found.get("LastModified")})
+            return Seen(stat, content[:size_bytes], found.get("ETag"))
+        return None
+
+    def create(self, path: str, content: bytes) -> None:
+        try:
+            super().create(path, content)
+        except OSError as cause:
+            # s3fs says so itself only where the server names the condition; Ceph does not.
+            if _status(cause) == PRECONDITION_FAILED:
+                raise FileExistsError(f"{path}: refused, the name is taken") from cause
+            raise
+
+    def delete_if(self, path: str, tag: str) -> bool:
+        bucket, key = self._split(path)
+        try:
+            # A botocore that does not know IfMatch never sees it: s3fs drops what the library has no name for.
+            self.fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=tag)
+        except GONE:
+            return True
+        except OSError as cause:
+            if _status(cause) != PRECONDITION_FAILED:
+                raise
+            # To RFC 9110 a missing file fails the condition too; S3 answers 404 or 204 there.
+            return self.stat(path) is None
+        return True
 
     def pages(self, folder: str) -> Iterator[list[Entry]]:
         bucket, key = self._split(folder)
@@ -69,6 +115,14 @@ class S3Remote(Remote):
             self._closed = True
             self.fs.close_session(self.fs.loop, self.fs._s3)
 
+    async def _get(self, bucket: str, key: str, part: Mapping[str, str]) -> tuple[Mapping[str, Any], bytes]:
+        """The answer to a GET, and its body."""
+        answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **part)
+        try:
+            return answer, await answer["Body"].read()
+        finally:
+            answer["Body"].close()
+
     def _write(self, path: str, content: bytes, mode: str | None) -> None:
         options = {} if mode is None else {"mode": mode}
         self.fs.pipe_file(path, content, chunksize=SINGLE_PUT_BYTES, **options)
@@ -76,6 +130,13 @@ class S3Remote(Remote):
     def _split(self, path: str) -> tuple[str, str]:
         bucket, _, key = path.strip("/").partition("/")
         return bucket, key
+
+
+def _status(cause: OSError) -> int | None:
+    """The HTTP status behind an error of s3fs; None where there was no answer."""
+    answer = getattr(cause.__cause__, "response", None) or {}
+    status: int | None = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
 
 
 def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:

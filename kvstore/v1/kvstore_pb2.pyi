@@ -109,14 +109,16 @@ class PutRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutStart(_message.Message):
-    __slots__ = ("namespace", "tokens", "first")
+    __slots__ = ("namespace", "tokens", "first", "hints")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     first: int
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written")
@@ -275,14 +277,16 @@ class PutBlocksRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutBlocksStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksStart(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes")
+    __slots__ = ("namespace", "keys", "sizes", "hints")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     sizes: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class PutBlocksResponse(_message.Message):
     __slots__ = ("stored",)
@@ -363,3 +367,11 @@ class StatsResponse(_message.Message):
     counters: _containers.ScalarMap[str, int]
     gauges: _containers.ScalarMap[str, float]
     def __init__(self, counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Hints(_message.Message):
+    __slots__ = ("priority", "ttl_s")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    ttl_s: float
+    def __init__(self, priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.results import PinRecord
@@ -56,6 +57,16 @@ def namespace_of(message: pb.Namespace) -> Namespace:
         message.tenant,
         attributes,
     )
+
+
+def hints_message(hints: Hints) -> pb.Hints:
+    """Hints as a message."""
+    return pb.Hints(priority=hints.priority, ttl_s=hints.ttl_s or 0)
+
+
+def hints_of(message: pb.Hints) -> Hints:
+    """The inverse, of an absent message too. Raises InvalidRequest."""
+    return Hints.of(message.priority if message.HasField("priority") else None, message.ttl_s or None)
 
 
 def pack_tokens(tokens: TokenArray) -> bytes:

@@ -13,7 +13,7 @@ from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import hints_of, parse
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.calls import Calls, seconds_left
@@ -41,9 +41,10 @@ class PutStreams:
             raise InvalidRequest(
                 f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
             )
+        hints = hints_of(start.hints)
         write_s = self._node.limits.write_deadline_s
         with self._in_flight.reserved(CHUNKS_IN_FLIGHT * chain.namespace.layout.chunk_bytes + MESSAGE_BYTES_MAX):
-            putting = self._node.begin_put(chain, start.first, seconds_left(context, write_s))
+            putting = self._node.begin_put(chain, start.first, seconds_left(context, write_s), hints)
             if not putting.refused:
                 try:
                     self._store(putting, chain, start.first, opening, frames, context)

@@ -15,7 +15,7 @@ import xxhash
 from kvstore.buffers import Borrowed
 from kvstore.format.header import decode_as, is_self_consistent
 from kvstore.format.places import Name
-from kvstore.fsck.inspect import Inspector, Whole
+from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.memory import MemoryRoot
 from tests.format.make_golden import Golden, goldens
 

@@ -1,15 +1,40 @@
-"""Recency stamps: the three properties that eviction order relies on."""
+"""Recency stamps: the properties that eviction order relies on, and the hints that they carry."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.recency import DEPTH_MAX, NS_PER_S, is_fresh, quantum_of, stamp_ns
+from kvstore.errors import InvalidRequest
+from kvstore.hints import DEFAULT, LEAST, PRESETS, TTL_CLASSES_S, Hints
+from kvstore.recency import (
+    DEPTH_MAX,
+    DEPTH_STEP_NS,
+    NS_PER_S,
+    USES_MAX,
+    Recency,
+    decode,
+    is_coarse,
+    is_fresh,
+    quantum_of,
+    renewed_ns,
+    stamp_ns,
+)
 
 times = st.floats(0, 4e9, allow_nan=False)
 quanta = st.integers(1, 3600)
 depths = st.integers(0, 2 * DEPTH_MAX)
+hints = st.builds(Hints, st.integers(0, 100), st.sampled_from((*TTL_CLASSES_S, None)))
+uses = st.integers(0, USES_MAX)
+mtimes = st.integers(-(2**62), 2**62)
+
+
+def components(recency: Recency) -> tuple[int, int, float]:
+    """Uses, priority and ttl, each the more the better."""
+    return recency.uses, recency.priority, math.inf if recency.ttl_s is None else recency.ttl_s
 
 
 @given(times, quanta)
@@ -19,31 +44,164 @@ def test_a_quantum_holds_the_time_it_is_of(now_s: float, quantum_s: int) -> None
     assert start <= now_s < start + quantum_s
 
 
-@given(times, quanta, depths)
+@given(times, quanta, depths, hints, uses)
 def test_a_chunk_renewed_in_a_quantum_is_fresh_in_it_and_not_in_the_one_after_next(
-    now_s: float, quantum_s: int, depth: int
+    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
-    stamp = stamp_ns(start, depth)
+    stamp = stamp_ns(start, depth, said, used)
     assert is_fresh(stamp, start)
     assert not is_fresh(stamp, start + max(quantum_s, 2))
 
 
-@given(times, quanta, st.integers(0, DEPTH_MAX - 1))
-def test_within_a_quantum_a_child_is_staler_than_its_parent(now_s: float, quantum_s: int, depth: int) -> None:
-    start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, depth + 1) < stamp_ns(start, depth)
-
-
-@given(times, st.integers(2, 3600), depths, depths)
-def test_a_chunk_of_a_later_quantum_is_younger_at_any_depth(
-    now_s: float, quantum_s: int, earlier: int, later: int
+@given(times, quanta, st.integers(0, DEPTH_MAX - 1), hints, uses, hints, uses)
+def test_within_a_quantum_a_child_is_staler_than_its_parent_whatever_their_hints(
+    now_s: float, quantum_s: int, depth: int, parents: Hints, parent_uses: int, childs: Hints, child_uses: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, earlier) < stamp_ns(start + quantum_s, later)
+    assert stamp_ns(start, depth + 1, childs, child_uses) < stamp_ns(start, depth, parents, parent_uses)
+
+
+@given(times, st.integers(2, 3600), depths, hints, depths, hints)
+def test_a_chunk_of_a_later_quantum_is_younger_at_any_depth(
+    now_s: float, quantum_s: int, earlier: int, before: Hints, later: int, after: Hints
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    assert stamp_ns(start, earlier, before, USES_MAX) < stamp_ns(start + quantum_s, later, after)
+
+
+@given(times, quanta, depths, hints, uses)
+def test_a_stamp_decodes_to_what_it_was_made_of(
+    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    was = decode(stamp_ns(start, depth, said, used), quantum_s)
+    assert was == Recency(start, min(depth, DEPTH_MAX), used, said.priority, said.ttl_s)
+    assert was.hints == said
+
+
+def test_every_combination_has_a_stamp_of_its_own_that_grows_with_each_component() -> None:
+    ttls = (*TTL_CLASSES_S, None)
+    stamps = [
+        stamp_ns(0, 7, Hints(priority, ttl_s), used) for priority in range(101) for used in range(4) for ttl_s in ttls
+    ]
+    assert stamps == sorted(set(stamps)) and len(stamps) == 101 * 4 * 7
+    assert stamps[-1] - stamps[0] < DEPTH_STEP_NS
 
 
 @given(times, quanta, depths)
-def test_whole_seconds_keep_the_quantum(now_s: float, quantum_s: int, depth: int) -> None:
+def test_a_stamp_without_hints_is_that_of_a_chunk_with_the_default_ones(
+    now_s: float, quantum_s: int, depth: int
+) -> None:
     start = quantum_of(now_s, quantum_s)
-    assert is_fresh(stamp_ns(start, depth) // NS_PER_S * NS_PER_S, start)
+    assert stamp_ns(start, depth) == (start + 1) * NS_PER_S - 3000 * min(depth, DEPTH_MAX)
+
+
+@given(mtimes, quanta)
+def test_any_mtime_decodes_and_to_a_quantum_that_it_is_fresh_in(mtime_ns: int, quantum_s: int) -> None:
+    was = decode(mtime_ns, quantum_s)
+    assert was.last_use_s % quantum_s == 0
+    assert is_fresh(mtime_ns, was.last_use_s)
+    assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
+    assert 0 <= was.depth <= DEPTH_MAX and 0 <= was.uses <= USES_MAX
+    assert Hints.of(was.priority, was.ttl_s) == was.hints
+
+
+@given(times, st.integers(2, 3600), st.integers(2 * NS_PER_S, 3600 * NS_PER_S))
+def test_a_time_that_is_no_stamp_is_a_use_with_default_hints(now_s: float, quantum_s: int, beyond_ns: int) -> None:
+    start = quantum_of(now_s, quantum_s)
+    mtime_ns = start * NS_PER_S + beyond_ns % (quantum_s * NS_PER_S)
+    if mtime_ns > (start + 1) * NS_PER_S + DEPTH_STEP_NS:
+        assert decode(mtime_ns, quantum_s) == Recency(start, 0, 0, 35, None)
+
+
+@pytest.mark.parametrize("grain_ns", [100, 1_000, 1_000_000, 10_000_000, NS_PER_S])
+@given(now_s=times, quantum_s=st.integers(2, 3600), depth=depths, said=hints, used=uses, up=st.booleans())
+def test_rounded_times_keep_the_quantum_and_read_as_default_hints(
+    grain_ns: int, now_s: float, quantum_s: int, depth: int, said: Hints, used: int, up: bool
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    stamp = stamp_ns(start, depth, said, used)
+    rounded = (stamp + (grain_ns // 2 if up else 0)) // grain_ns * grain_ns
+    was = decode(rounded, quantum_s)
+    assert (was.uses, was.hints, is_coarse(rounded)) == (0, DEFAULT, True)
+    assert was.last_use_s == start
+    assert is_fresh(rounded, start)
+
+
+@given(mtimes, times, quanta, depths, hints, uses)
+def test_a_renewal_never_lowers_an_mtime_nor_what_it_says(
+    mtime_ns: int, now_s: float, quantum_s: int, depth: int, least: Hints, uses_least: int
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    stamp = renewed_ns(mtime_ns, start, quantum_s, depth, least, uses_least)
+    if stamp is None:
+        assert is_fresh(mtime_ns, start)
+        return
+    was, now = decode(mtime_ns, quantum_s), decode(stamp, quantum_s)
+    assert stamp > mtime_ns
+    assert now.last_use_s == max(start, was.last_use_s)
+    assert all(after >= before for after, before in zip(components(now), components(was), strict=True))
+    assert now.hints.covers(least) and now.uses >= uses_least
+    assert renewed_ns(stamp, start, quantum_s, depth, least, uses_least) is None, "once is enough"
+
+
+@given(times, quanta, depths, hints, uses, hints)
+def test_a_renewal_in_a_later_quantum_is_a_use_and_one_in_the_same_only_raises(
+    now_s: float, quantum_s: int, depth: int, said: Hints, used: int, least: Hints
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    stamp = stamp_ns(start, depth, said, used)
+    raised = renewed_ns(stamp, start, quantum_s, depth, least)
+    assert raised == (None if said.covers(least) else stamp_ns(start, depth, said.raised_to(least), used))
+    later = start + 2 * max(quantum_s, 2) // quantum_s * quantum_s
+    renewed = renewed_ns(stamp, later, quantum_s, depth)
+    assert renewed == stamp_ns(later, depth, said, min(used + 1, USES_MAX))
+
+
+# Hints
+
+
+@given(hints, hints)
+def test_raising_hints_joins_them(left: Hints, right: Hints) -> None:
+    both = left.raised_to(right)
+    assert both == right.raised_to(left)
+    assert both.covers(left) and both.covers(right) and both.covers(LEAST)
+    assert left.raised_to(LEAST) == left.raised_to(left) == left
+
+
+@given(st.floats(min_value=0, exclude_min=True, allow_nan=False))
+def test_a_ttl_is_never_shortened(ttl_s: float) -> None:
+    kept = Hints.of(ttl_s=ttl_s).ttl_s
+    assert (ttl_s > TTL_CLASSES_S[-1]) if kept is None else kept >= ttl_s
+    assert all(ttl_s > shorter for shorter in TTL_CLASSES_S if kept is None or shorter < kept)
+
+
+def test_explicit_values_win_over_a_preset() -> None:
+    assert Hints.of() == DEFAULT == Hints(35, None)
+    assert set(PRESETS) == {"chat", "analytics", "rag", "batch"}
+    for name, preset in PRESETS.items():
+        assert Hints.of(preset=name) == preset
+        assert Hints.of(priority=1, preset=name) == Hints(1, preset.ttl_s)
+        assert Hints.of(ttl_s=61, preset=name) == Hints(preset.priority, 300)
+        assert Hints.of(ttl_s=math.inf, preset=name) == Hints(preset.priority, None)
+        assert preset.ttl_s in TTL_CLASSES_S
+    assert PRESETS["batch"].priority < DEFAULT.priority < PRESETS["chat"].priority
+
+
+@pytest.mark.parametrize("priority", [-1, 101, 35.0, "high", True])
+def test_a_wrong_priority_is_refused(priority: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected a whole number from 0 to 100"):
+        Hints.of(priority=priority)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, math.nan, "1h", True])
+def test_a_wrong_ttl_is_refused(ttl_s: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected a positive number of seconds"):
+        Hints.of(ttl_s=ttl_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["Chat", "", 7, ["chat"]])
+def test_an_unknown_preset_is_refused(preset: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected one of chat, analytics, rag, batch"):
+        Hints.of(preset=preset)  # type: ignore[arg-type]

@@ -364,11 +364,11 @@ class Meddling(FaultyRoot):
         super().__init__(inner)
         self.act = act
 
-    def move(self, source: Name, name: Name) -> bool:
+    def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         if self.act is not None:
             act, self.act = self.act, None
             act()
-        return super().move(source, name)
+        return super().move(source, name, make_folder=make_folder)
 
 
 def test_a_good_file_that_another_node_put_in_place_meanwhile_goes_back(memory: Filled) -> None:
@@ -440,7 +440,7 @@ def test_a_header_of_several_pages_and_sections_larger_than_the_buffer_are_check
     from kvstore.format.header import expected_chunk
     from kvstore.layout import Layout
 
-    monkeypatch.setattr("kvstore.fsck.inspect.READ_BYTES", 20_000)
+    monkeypatch.setattr("kvstore.root.inspect.READ_BYTES", 20_000)
     filled = fill(MemoryRoot(), 0)
     namespace = Namespace.of("long", Layout(layers=1, kv_heads=1, head_dim=50, dtype="int8", chunk_tokens=3000))
     expected = expected_chunk(Chain.of(namespace, token_array(range(3000))), 0)

@@ -152,16 +152,16 @@ def test_known_forgets_what_is_old_and_stays_bounded() -> None:
     quantum = quantum_of(NOW_S, QUANTUM_S)
     addresses = addresses_of(1000)
     for address in addresses:
-        known.add(address, quantum, renewed=False)
+        known.add(address, quantum, renewed=False, epoch=known.epoch)
     assert len(known) <= 128
     last = addresses[-1]
     assert known.is_present(last, quantum) and known.is_present(last, quantum + QUANTUM_S)
     assert not known.is_present(last, quantum + 2 * QUANTUM_S)
     assert not known.is_renewed(last, quantum)
-    known.add(last, quantum, renewed=True)
-    known.add(last, quantum, renewed=False)
+    known.add(last, quantum, renewed=True, epoch=known.epoch)
+    known.add(last, quantum, renewed=False, epoch=known.epoch)
     assert known.is_renewed(last, quantum), "seen again without a look at its stamp, it is still renewed"
-    known.add(last, quantum + QUANTUM_S, renewed=False)
+    known.add(last, quantum + QUANTUM_S, renewed=False, epoch=known.epoch)
     assert not known.is_renewed(last, quantum + QUANTUM_S)
     known.clear()
     assert len(known) == 0 and not known.is_present(last, quantum)
@@ -173,7 +173,7 @@ def test_known_counts_the_unbroken_lead() -> None:
     addresses = addresses_of(50)
     assert known.leading_count((), quantum) == known.leading_count(addresses, quantum) == 0
     for address in addresses:
-        known.add(address, quantum, renewed=True)
+        known.add(address, quantum, renewed=True, epoch=known.epoch)
     assert known.leading_count(addresses, quantum) == 50
     known.forget(addresses[20])
     assert known.leading_count(addresses, quantum) == 20

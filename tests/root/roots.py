@@ -32,6 +32,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import ObjectRoot, open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.remote import Remote
+from tests.root.s3_endpoint import Server, serve
 
 WAIT_S = 30.0
 BUCKET = "kvstore-test"
@@ -146,9 +147,11 @@ KINDS = [
     "posix",
     "posix_disk",
     "memory",
+    "memory_objects",
     "fsspec",
     "fsspec_conditional",
     pytest.param("s3", marks=pytest.mark.slow),
+    pytest.param("s3_conditional", marks=pytest.mark.slow),
     "faulty_posix",
     "faulty_memory",
 ]
@@ -167,15 +170,22 @@ def open_hosts(kind: str, request: pytest.FixtureRequest) -> Iterator[Hosts]:
         elif kind in ("memory", "faulty_memory"):
             files = MemoryFiles()
             roots = [MemoryRoot(files), MemoryRoot(files)]
+        elif kind == "memory_objects":
+            files = MemoryFiles()
+            roots = [MemoryRoot(files, objects=True), MemoryRoot(files, objects=True)]
         elif kind == "fsspec":
             url = f"memory://{uuid.uuid4().hex}/root"
             roots = [open_object_root(url), open_object_root(url)]
         elif kind == "fsspec_conditional":
             remote = Remote(ConditionalFileSystem(global_store=False, skip_instance_cache=True))
             roots = [ObjectRoot(remote, "/root", "conditional://root", exclusive_publish=True) for _ in range(2)]
-        elif kind == "s3":
+        elif kind in ("s3", "s3_conditional"):
             url = f"s3://{BUCKET}/{uuid.uuid4().hex}/root"
-            options = s3_options(request.getfixturevalue("s3_server"))
+            conditional = kind == "s3_conditional"
+            endpoint = (
+                stack.enter_context(serve(Server())).endpoint if conditional else request.getfixturevalue("s3_server")
+            )
+            options = s3_options(endpoint)
             roots = [open_object_root(url, options), open_object_root(url, options)]
         else:
             roots = [PosixRoot(path) for path in _fresh_folders(kind, stack)]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
 from tests.root.roots import WAIT_S, Hosts, content_of, eventually, names, publish, stage
@@ -20,6 +20,7 @@ A = Name("chunks/0001/a")
 def test_a_missing_file_is_a_value(root: Root) -> None:
     assert root.open(A) is None
     assert root.stat(A) is None
+    assert root.look(A, 10) is None
     assert root.touch(A, STAMP_NS) is False
     assert root.remove(A) is False
     assert root.move(A, Name("quarantine/a")) is False
@@ -32,6 +33,7 @@ def test_a_folder_is_no_file(root: Root) -> None:
     publish(root, A, b"content")
     assert root.stat(Name("chunks/0001")) is None
     assert root.open(Name("chunks/0001")) is None
+    assert root.look(Name("chunks/0001"), 10) is None
 
 
 def test_published_content_is_what_was_staged_on_every_host(hosts: Hosts) -> None:
@@ -301,6 +303,39 @@ def test_a_reader_of_a_removed_file_gets_its_bytes_or_fewer_never_others(hosts: 
         memory = bytearray(7000)
         count = reader.read([memoryview(memory)], 0, Borrowed())
     assert memory[:count] == (b"content" * 1000)[:count]
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"header and payload"])
+def test_a_look_gives_size_mtime_and_the_first_bytes(root: Root, content: bytes) -> None:
+    publish(root, A, content)
+    seen = root.look(A, 6)
+    assert seen is not None
+    assert (seen.stat, seen.prefix) == (root.stat(A), content[:6])
+
+
+def test_a_file_is_removed_conditionally_or_not_at_all(hosts: Hosts) -> None:
+    root = hosts.first
+    publish(root, A, b"first")
+    seen = root.look(A, 5)
+    assert seen is not None
+    if not root.traits.conditional_remove:
+        with pytest.raises(InvalidRequest):
+            root.remove_if(A, seen)
+        assert content_of(root, A) == b"first"
+        return
+    hosts.second.remove(A)
+    assert root.remove_if(A, seen) is True, "it is gone, whoever deleted it"
+    publish(hosts.second, A, b"newer")
+    assert root.remove_if(A, seen) is False
+    assert content_of(root, A) == b"newer"
+    newer = root.look(A, 5)
+    assert newer is not None and newer.prefix == b"newer" and newer.tag != seen.tag
+    assert root.remove_if(A, newer) is True
+    assert root.stat(A) is None
+
+
+def test_a_root_has_one_way_at_most_to_stop_a_late_collector(root: Root) -> None:
+    assert not (root.traits.fenced and root.traits.conditional_remove)
 
 
 def test_a_moved_file_is_under_its_new_name_only(hosts: Hosts) -> None:

@@ -28,6 +28,7 @@ from kvstore.root.faulty import (
     Short,
     Torn,
 )
+from kvstore.root.interface import Seen, Stat
 from kvstore.root.memory import MemoryRoot
 from tests.root.roots import WAIT_S, content_of, publish, stage
 
@@ -62,9 +63,12 @@ def calls(root: FaultyRoot) -> dict[str, Callable[[], Any]]:
         "discard": lambda: root.discard(Name("staging/x")),
         "open": lambda: root.open(A),
         "stat": lambda: root.stat(A),
+        "look": lambda: root.look(A, 10),
         "touch": lambda: root.touch(A, 5),
         "move": lambda: root.move(A, B),
+        "make_folder": lambda: root.make_folder(Name("trash/a")),
         "remove": lambda: root.remove(A),
+        "remove_if": lambda: root.remove_if(A, Seen(Stat(200, 0), b"", None)),
         "remove_folder": lambda: root.remove_folder(Name("nothing")),
         "list": lambda: list(root.list(Name("chunks/0001"))),
         "space": root.space,
@@ -80,8 +84,10 @@ def calls(root: FaultyRoot) -> dict[str, Callable[[], Any]]:
 )
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_an_error_is_the_one_that_a_real_root_raises_with_its_cause(
-    root: FaultyRoot, operation: str, fault: Fails, error: type[Exception], code: int
+    operation: str, fault: Fails, error: type[Exception], code: int
 ) -> None:
+    root = FaultyRoot(MemoryRoot(objects=operation == "remove_if"))
+    publish(root, A, CONTENT)
     root.set_rules([Rule(operation, fault)])
     with pytest.raises(error) as caught:
         calls(root)[operation]()
@@ -94,8 +100,8 @@ def test_an_error_is_the_one_that_a_real_root_raises_with_its_cause(
 @pytest.mark.parametrize(
     ("operation", "missing"),
     [
-        ("open", None), ("stat", None), ("touch", False), ("move", False), ("remove", False), ("list", []), ("read", 0),
-        ("map", None),
+        ("open", None), ("stat", None), ("look", None), ("touch", False), ("move", False), ("remove", False),
+        ("list", []), ("read", 0), ("map", None),
     ],
 )  # fmt: skip
 def test_a_missing_file_is_the_value_for_it(root: FaultyRoot, operation: str, missing: object) -> None:
@@ -108,6 +114,14 @@ def test_a_missing_file_is_the_value_for_it(root: FaultyRoot, operation: str, mi
 def test_a_lost_file_is_really_gone(root: FaultyRoot) -> None:
     root.set_rules([Rule("stat", Lost(), times=1)])
     assert root.stat(A) is None
+    assert root.inner.stat(A) is None
+
+
+def test_what_is_lost_before_a_conditional_removal_counts_as_removed() -> None:
+    root = FaultyRoot(MemoryRoot(objects=True), [Rule("remove_if", Lost())])
+    publish(root, A, CONTENT)
+    seen = root.look(A, 4)
+    assert seen is not None and root.remove_if(A, seen) is True
     assert root.inner.stat(A) is None
 
 

@@ -148,12 +148,10 @@ def test_a_file_system_that_needs_more_than_a_url_is_refused_in_our_words(tmp_pa
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
     def not_installed(url: str, **options: object) -> object:
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(fsspec, "url_to_fs", not_installed)
+    monkeypatch.setattr("fsspec.core.url_to_fs", not_installed)
     with pytest.raises(InvalidRequest, match=r"pip install kvstore\[s3\]"):
         remote.connect("s3://bucket/kv", {})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 KVSTORE = Path(__file__).resolve().parents[2] / "kvstore"
-PURE_NAMES = ("address", "errors", "layout", "lifecycle", "namespace", "recency", "tokens")
+PURE_NAMES = ("address", "errors", "hints", "layout", "lifecycle", "namespace", "recency", "tokens")
 PURE_FILES = [KVSTORE / f"{name}.py" for name in PURE_NAMES if (KVSTORE / f"{name}.py").exists()]
 PURE_FILES += sorted((KVSTORE / "format").rglob("*.py"))
 

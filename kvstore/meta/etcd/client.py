@@ -92,6 +92,13 @@ class EtcdMeta:
                     raise
                 # Compacted under our feet: the whole list again, at a newer revision, while there is time.
 
+    def count(self, prefix: str, timeout_s: float | None = None) -> int:
+        """See ``interface.Meta``."""
+        deadline = self._begin(timeout_s)
+        key, range_end = prefix_range(prefix)
+        request = rpc().RangeRequest(key=key, range_end=range_end, count_only=True)
+        return int(self._members.call(f"count {prefix}", _range(request), deadline, resend=True).count)
+
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:

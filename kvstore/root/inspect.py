@@ -1,7 +1,7 @@
 """One chunk file looked at on its own: is it whole, and which chunk is it?
 
 A node verifies a file against the chunk that it asked for; here nothing is asked for, and the file has to show by
-itself that it is one of ours.
+itself that it is one of ours.  For ``fsck``, and for garbage collection, which both settle what lies in quarantine.
 """
 
 from __future__ import annotations

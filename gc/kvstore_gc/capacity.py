@@ -1,0 +1,162 @@
+"""How full the root is between two surveys, and the sign that it is too full to write to.
+
+A survey lists every chunk and is exact, but takes long; the free space of the file system is one call.  So used bytes
+are those of the last survey plus what free space has shrunk by since.  Others may write to the same file system, which
+looks like growth of ours: the worst that comes of it is a survey too many.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.interface import Absent, Delete, LeaseGone, LeaseId, Meta, Put, ValueIs
+from kvstore.meta.keys import Keys
+from kvstore.root.interface import Space
+from kvstore.sources import Clock
+from kvstore_gc.collectors import Collectors
+
+log = logging.getLogger(__name__)
+
+GROWTH_SHARE = 0.01
+"""A root that no round could bring below the high watermark (all pinned) is tried again when it has grown by this."""
+SIGN_AGAIN_S = 5.0
+"""How long after another collector was found to have put the sign we look again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How full the root is, as far as anybody knows; ``capacity_bytes`` is what ``high`` and ``low`` are shares of."""
+
+    used_bytes: int
+    capacity_bytes: int
+
+    def over(self, share: float) -> bool:
+        """Whether more than that share of the capacity is used."""
+        return self.used_bytes > share * self.capacity_bytes
+
+
+class Watermarks:
+    """Follows the used bytes of one root. Thread-safe; does no I/O.
+
+    ``max_bytes`` is what chunks may take at most; None: all there is room for.  Where the file system has less room
+    than that, because others fill it, its room counts.
+    """
+
+    def __init__(self, max_bytes: int | None, high: float, low: float) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise InvalidRequest(f"max_bytes={max_bytes}: expected 1 or more, such as 200GiB")
+        if not 0 < low < high <= 1:
+            raise InvalidRequest(f"high={high:g} and low={low:g}: expected 0 < low < high <= 1, such as 0.9 and 0.8")
+        self.high = high
+        self.low = low
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._surveyed_bytes: int | None = None
+        self._free_then_bytes: int | None = None
+        self._free_bytes: int | None = None
+        self._settled_bytes = 0
+
+    @property
+    def stop(self) -> float:
+        """The share above which nodes should shed puts: in the middle between the high watermark and full."""
+        return (self.high + 1) / 2
+
+    def surveyed(self, used_bytes: int, space: Space) -> None:
+        """The sum of all chunks, and the space before they were listed.
+
+        Before, so that what was written meanwhile may count twice: too early a round is better than a full disk.
+        """
+        with self._lock:
+            self._surveyed_bytes = used_bytes
+            self._free_then_bytes = self._free_bytes = space.free_bytes
+
+    def reaped(self, size_bytes: int) -> None:
+        """What a round has deleted, for roots that do not know their free space."""
+        with self._lock:
+            if self._surveyed_bytes is not None and self._free_then_bytes is None:
+                self._surveyed_bytes = max(0, self._surveyed_bytes - size_bytes)
+
+    def followed(self, space: Space) -> None:
+        """The space as it is now."""
+        with self._lock:
+            self._free_bytes = space.free_bytes
+
+    def settled(self) -> None:
+        """A round is over, and did what it could."""
+        level = self.level
+        with self._lock:
+            self._settled_bytes = 0 if level is None else level.used_bytes
+
+    @property
+    def level(self) -> Level | None:
+        """How full it is; None before the first survey, or where neither room nor a limit is known."""
+        with self._lock:
+            if self._surveyed_bytes is None:
+                return None
+            used_bytes, room_bytes = self._surveyed_bytes, None
+            if self._free_then_bytes is not None:
+                room_bytes = self._surveyed_bytes + self._free_then_bytes
+                if self._free_bytes is not None:
+                    used_bytes = max(0, used_bytes + self._free_then_bytes - self._free_bytes)
+            limits = [limit for limit in (self._max_bytes, room_bytes) if limit is not None]
+            return Level(used_bytes, min(limits)) if limits else None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a round should begin at once: over the high watermark, and grown since the last one settled."""
+        level = self.level
+        if level is None or not level.over(self.high):
+            return False
+        with self._lock:
+            return level.used_bytes - self._settled_bytes >= GROWTH_SHARE * level.capacity_bytes
+
+
+class FullSign:
+    """The key ``gc/full``, which makes nodes shed puts; it lies under this collector's lease, and so ends with it.
+
+    Several collectors may want it: the first one puts it, the others look again from time to time.
+    """
+
+    def __init__(self, meta: Meta, keys: Keys, collectors: Collectors, clock: Clock, timeout_s: float = 5.0) -> None:
+        self._meta = meta
+        self._key = keys.gc_full
+        self._collectors = collectors
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._put_by: bytes | None = None
+        self._again_s = 0.0
+
+    def follow(self, watermarks: Watermarks) -> None:
+        """Puts or takes back the sign where the level asks for it. Raises Unavailable, PermissionDenied.
+
+        Between the high watermark and the stop mark it stays as it is, so that it does not flicker.
+        """
+        level, mine = watermarks.level, self._collectors.me
+        if level is None or mine is None:
+            return
+        if self._put_by != mine[0]:
+            self._put_by = None  # what was put under an older lease has ended with it
+        if level.over(watermarks.stop) and self._put_by is None:
+            self._put(*mine)
+        elif self._put_by is not None and not level.over(watermarks.high):
+            self._meta.txn((ValueIs(self._key, self._put_by),), (Delete(self._key),), self._timeout_s)
+            self._put_by = None
+            log.warning("gc.full_over used_bytes=%d capacity_bytes=%d", level.used_bytes, level.capacity_bytes)
+
+    def _put(self, collector: bytes, lease: LeaseId) -> None:
+        if self._clock.monotonic_s() < self._again_s:
+            return
+        try:
+            won = self._meta.txn((Absent(self._key),), (Put(self._key, collector, lease),), self._timeout_s).succeeded
+        except LeaseGone as gone:
+            raise Unavailable("the collector's lease ended: it joins again") from gone
+        if not won:
+            found = self._meta.get(self._key, self._timeout_s)
+            won = found is not None and found.value == collector  # ours, whose reply was lost
+        if won:
+            self._put_by = collector
+            log.warning("gc.full nodes shed puts until the root is below its high watermark")
+        self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S

@@ -1,0 +1,120 @@
+"""Collectors of one root: who is there, and which shards are whose.
+
+Only to share the work, and to let signs of theirs (``gc/full``) end with them.  Safety never depends on it: two
+collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past its
+lease is stopped by the fence (rule F1).  So a collector is no session: sweeps wait for sessions, not for collectors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+from kvstore.meta.interface import LeaseGone, LeaseId, Meta
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.sources import Clock, Ids
+
+log = logging.getLogger(__name__)
+
+TTL_S = 15
+CLOSE_S = 1.0
+
+
+class Collectors:
+    """This collector's place among the others. ``beat`` is called every second or so by one thread, the rest by any."""
+
+    def __init__(
+        self, meta: Meta, keys: Keys, *, clock: Clock, ids: Ids, ttl_s: int = TTL_S, timeout_s: float = 5.0
+    ) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._clock = clock
+        self._ids = ids
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._id: SessionId | None = None
+        self._lease = LeaseId(0)
+        self._renewed_s = 0.0
+
+    @property
+    def me(self) -> tuple[SessionId, LeaseId] | None:
+        """Id and lease of this collector; None while it has none, or can no longer rely on it."""
+        with self._lock:
+            if self._id is None or self._clock.monotonic_s() - self._renewed_s >= self._ttl_s:
+                return None
+            return self._id, self._lease
+
+    def beat(self) -> None:
+        """Joins, or stays for another ``ttl_s``; costs nothing between a third of it and the next.
+
+        Raises Unavailable or PermissionDenied; then call it again.
+        """
+        now_s = self._clock.monotonic_s()
+        if self.me is None:
+            self._join(now_s)
+        elif now_s - self._renewed_s >= self._ttl_s / 3:
+            if self._meta.keep_alive(self._lease, self._timeout_s):
+                with self._lock:
+                    self._renewed_s = now_s
+            else:
+                self._forget()
+                self._join(now_s)
+
+    def shards(self, count: int) -> list[int]:
+        """Those of the shards 0 to ``count`` - 1 that are this collector's, by who is there now.
+
+        Raises Unavailable where that is unknown, or this collector is not there itself.
+        """
+        items = self._meta.list(self._keys.collectors, self._timeout_s).items
+        live = [found for kv in items if (found := self._keys.parse_session(kv.key)) is not None]
+        mine = self.me
+        if mine is None or mine[0] not in live:
+            raise Unavailable("this collector is not listed in etcd at the moment: it joins again")
+        return [shard for shard in range(count) if owner(shard, live) == mine[0]]
+
+    def close(self) -> None:
+        """Leaves, so that others take over at once; where etcd cannot be reached the lease ends by itself."""
+        mine = self.me
+        self._forget()
+        if mine is not None:
+            self._revoke(mine[1])
+
+    def _join(self, sent_s: float) -> None:
+        collector = SessionId(self._ids.fresh())
+        lease = self._meta.grant(self._ttl_s, self._timeout_s)
+        about = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+        try:
+            self._meta.put(self._keys.collector(collector), about, lease, self._timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable("the collector's lease ended before its key was written: try again") from gone
+        except KVStoreError:
+            self._revoke(lease)  # the put may be on its way still: without its lease it cannot land
+            raise
+        with self._lock:
+            self._id, self._lease, self._renewed_s = collector, lease, sent_s
+        log.debug("gc.joined collector=%s", collector.hex())
+
+    def _revoke(self, lease: LeaseId) -> None:
+        try:
+            self._meta.revoke(lease, CLOSE_S)
+        except (Unavailable, PermissionDenied):
+            pass  # it ends by itself within its ttl
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._id = None
+
+
+def owner(shard: int, live: Sequence[SessionId]) -> SessionId:
+    """Whose a shard is: the collector with the highest digest of both (rendezvous hashing).
+
+    When one comes or goes, only the shards that it takes or leaves change hands.
+    """
+    return max(live, key=lambda one: blake2b(one + shard.to_bytes(4, "big"), digest_size=8).digest())

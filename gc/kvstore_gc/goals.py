@@ -1,0 +1,80 @@
+"""What an operator wants of garbage collection: how long, how much, whose.
+
+Apart from plans, because the configuration, the survey and the plan all speak of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import NamespaceId
+from kvstore_gc.policy import Order
+
+GROUPS_MAX = 256
+"""Of namespaces that the same quotas apply to; so much fits into a survey that collectors share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What some namespaces may take together: one namespace, or all those of a tenant."""
+
+    label: str
+    """As an operator knows it: ``tenant acme``, ``namespace llama-3.1-8b``."""
+    namespaces: frozenset[NamespaceId]
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Checked when made; raises InvalidRequest.
+
+    ``ttl_s`` is the longest that anything stays unused, hints or not; None: for ever.  When chunks take more than
+    ``high`` of ``max_bytes``, or of a quota, they are brought down to ``low`` of it.
+    """
+
+    ttl_s: float | None = None
+    max_bytes: int | None = None
+    high: float = 0.9
+    low: float = 0.8
+    quotas: tuple[Quota, ...] = ()
+    order: Order = Order.USES
+    quantum_s: int = 60
+    """As the nodes have it (``Limits.quantum_s``)."""
+    groups: Mapping[NamespaceId, int] = field(init=False, compare=False, repr=False)
+    """The group of each namespace that has a quota, from 1; all others are group 0."""
+    group_quotas: tuple[frozenset[int], ...] = field(init=False, compare=False, repr=False)
+    """Which quotas apply to each group, by their place in ``quotas``."""
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not (self.ttl_s >= 0 and math.isfinite(self.ttl_s)):
+            raise InvalidRequest(f"ttl_s={self.ttl_s:g}: expected seconds since the last use, 0 or more")
+        if not 0 < self.low < self.high <= 1:
+            raise InvalidRequest(
+                f"high={self.high:g} and low={self.low:g}: expected 0 < low < high <= 1, such as 0.9 and 0.8"
+            )
+        if self.max_bytes is not None and self.max_bytes < 0:
+            raise InvalidRequest(f"max_bytes={self.max_bytes}: expected 0 or more")
+        for quota in self.quotas:
+            if quota.max_bytes < 0:
+                raise InvalidRequest(f"{quota.label} has max_bytes={quota.max_bytes}: expected 0 or more")
+        if self.quantum_s < 2:
+            raise InvalidRequest(f"quantum_s={self.quantum_s}: expected what the nodes have, 60 by default")
+        self._group()
+
+    def _group(self) -> None:
+        numbers: dict[frozenset[int], int] = {frozenset(): 0}
+        groups: dict[NamespaceId, int] = {}
+        for namespace in sorted({one for quota in self.quotas for one in quota.namespaces}):
+            over = frozenset(place for place, quota in enumerate(self.quotas) if namespace in quota.namespaces)
+            groups[namespace] = numbers.setdefault(over, len(numbers))
+        if len(numbers) > GROUPS_MAX:
+            raise InvalidRequest(
+                f"quotas divide the namespaces into {len(numbers)} groups, over the limit of {GROUPS_MAX}: "
+                "set quotas per tenant"
+            )
+        object.__setattr__(self, "groups", MappingProxyType(groups))
+        object.__setattr__(self, "group_quotas", tuple(numbers))

@@ -1,0 +1,138 @@
+"""Whether the grace of a sweep is over: the one read that decides it, and whom it spares (rule G4).
+
+Grace is over when every session in etcd has announced the sweep's stamp.  The refs are part of the same read, because a
+node may pin what it holds until the moment it announces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.address import ADDRESS_BYTES
+from kvstore.errors import InvalidRequest
+from kvstore.meta.interface import KeyValue, LeaseId, Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.pins import PinRecord
+from kvstore.meta.session import SessionRecord
+from kvstore_gc.ledger import InFlight, Ledger
+
+log = logging.getLogger(__name__)
+
+Twins = Callable[[], Sequence[bytes]]
+"""Packed addresses of all pins that have a twin on the root (rule C5). Raises where one cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The addresses that some pin protects."""
+
+    addresses: frozenset[bytes]
+
+    @classmethod
+    def of(cls, packed: Sequence[bytes]) -> Pinned:
+        """From packed addresses of 16 bytes each."""
+        return cls(
+            frozenset(each[at : at + ADDRESS_BYTES] for each in packed for at in range(0, len(each), ADDRESS_BYTES))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Laggard:
+    """A session that has not announced a stamp yet."""
+
+    key: str
+    announced: int
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Of some sweeps, those still in flight: whose grace goes on, whose seems over, and who keeps them waiting."""
+
+    waiting: list[InFlight]
+    due: list[InFlight]
+    laggards: list[Laggard]
+
+
+class Grace:
+    """Looks at sessions, refs and keys."""
+
+    def __init__(self, meta: Meta, keys: Keys, ledger: Ledger, twins: Twins, timeout_s: float) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._ledger = ledger
+        self._twins = twins
+        self._timeout_s = timeout_s
+
+    def look(self, sweeps: Sequence[InFlight]) -> Look:
+        """How far the sweeps are. A cheap look at the keys and the sessions, which decides nothing."""
+        found = self._ledger.in_flight()
+        sessions = self._meta.list(self._keys.sessions, self._timeout_s).items
+        waiting: list[InFlight] = []
+        due: list[InFlight] = []
+        laggards: dict[LeaseId, Laggard] = {}
+        for one in sweeps:
+            now = found.get(one.shard)
+            if now is None or (now.sweep, now.stamp) != (one.sweep, one.stamp):
+                continue
+            late = _laggards(sessions, now)
+            (waiting if late else due).append(now)
+            laggards |= {each.lease: each for each in late}
+        return Look(waiting, due, list(laggards.values()))
+
+    def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Pinned]:
+        """Those of the sweeps that may go on, and what must be spared in them.
+
+        Raises Unavailable, RootMismatch where a ref or a twin cannot be understood: nobody knows what it protects.
+        """
+        items = self._meta.list(self._keys.prefix, self._timeout_s).items
+        pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
+        ready = self._ready(sweeps, items)
+        if ready:
+            # The read above may have come in pages, with a restored store in between: what decides is read once more.
+            again = [
+                *self._meta.list(self._keys.condemned, self._timeout_s).items,
+                *self._meta.list(self._keys.sessions, self._timeout_s).items,
+            ]
+            ready = self._ready(ready, again)
+        return ready, Pinned.of([*pinned, *self._twins()])
+
+    def pinned(self) -> Pinned:
+        """What is pinned now; only ``decide`` proves anything. Raises as it does."""
+        refs = self._meta.list(self._keys.refs, self._timeout_s).items
+        return Pinned.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
+
+    def revoke(self, laggards: Sequence[Laggard]) -> None:
+        """Ends sessions that have kept collectors waiting for too long (rule H4). Raises Unavailable."""
+        for one in laggards:
+            log.warning("session.revoked %s announced=%d", one.key, one.announced)
+            self._meta.revoke(one.lease, self._timeout_s)
+
+    def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> list[InFlight]:
+        found = self._ledger.parse(items)
+        sessions = [kv for kv in items if kv.key.startswith(self._keys.sessions)]
+        ready = []
+        for one in sweeps:
+            now = found.get(one.shard)
+            if now is None or (now.sweep, now.stamp) != (one.sweep, one.stamp):
+                continue
+            if not _laggards(sessions, now):
+                ready.append(now)
+        return ready
+
+
+def _laggards(sessions: Sequence[KeyValue], sweep: InFlight) -> list[Laggard]:
+    """The sessions that have not announced a sweep; one whose record cannot be read has announced nothing."""
+    if sweep.record.is_final:
+        return []  # its grace was over before its list became final
+    late = []
+    for kv in sessions:
+        try:
+            announced = SessionRecord.from_json(kv.value).announced
+        except InvalidRequest:
+            announced = -1
+        if announced < sweep.stamp:
+            late.append(Laggard(kv.key, announced, kv.lease))
+    return late

@@ -1,0 +1,180 @@
+"""How many bytes lie below a rank: a histogram whose bins are as fine as their content is heavy.
+
+Apart from the survey, because it is arithmetic alone.  A bin is a range of ranks that begins at a multiple of its
+width, a power of two.  Two such ranges are disjoint, or one holds the other; so histograms that were made elsewhere
+can be added without splitting a bin, and what is said of whole bins stays exact.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import RootMismatch
+
+Column = npt.NDArray[np.int64]
+
+BINS_MAX = 4096
+"""In memory, 32 bytes each."""
+RANK_BITS = 62
+
+_BIN = np.dtype([("start", "<i8"), ("level", "u1"), ("count", "<i8"), ("bytes", "<i8")])
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many, and how many bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.count + other.count, self.bytes + other.bytes)
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(self.count - other.count, self.bytes - other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Bins in order of rank, disjoint. Bin i holds ranks from ``starts[i]``, ``2 ** levels[i]`` of them."""
+
+    starts: Column
+    levels: Column
+    counts: Column
+    bytes: Column
+
+    @classmethod
+    def of(cls, ranks: Column, sizes_bytes: Column) -> Histogram:
+        """A histogram of some chunks, as fine as BINS_MAX allows."""
+        order = np.argsort(ranks)
+        bins = _folded(
+            ranks[order], np.zeros(len(ranks), np.int64), np.ones(len(ranks), np.int64), sizes_bytes[order]
+        )
+        return bins.coarsened(BINS_MAX)
+
+    @property
+    def ends(self) -> Column:
+        """The first rank beyond each bin."""
+        return self.starts + (np.int64(1) << self.levels)
+
+    @property
+    def total(self) -> Tally:
+        """All bins together."""
+        return Tally(int(self.counts.sum()), int(self.bytes.sum()))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        columns = [
+            np.concatenate(pair)
+            for pair in (
+                (self.starts, other.starts),
+                (self.levels, other.levels),
+                (self.counts, other.counts),
+                (self.bytes, other.bytes),
+            )
+        ]
+        # Of two bins that begin together the wider one comes first: it holds the other.
+        order = np.lexsort((-columns[1], columns[0]))
+        return _folded(*(column[order] for column in columns)).coarsened(BINS_MAX)
+
+    def cut(self, bytes_needed: int, count_max: int) -> int:
+        """The least cut-off below which at least ``bytes_needed`` lie: at most one bin more than that.
+
+        Where that takes more than ``count_max`` chunks, the highest cut-off that does not.
+        """
+        if bytes_needed <= 0 or not len(self):
+            return 0
+        last = int(np.searchsorted(np.cumsum(self.bytes), bytes_needed))
+        allowed = int(np.searchsorted(np.cumsum(self.counts), count_max, side="right"))
+        taken = min(last + 1, allowed, len(self))
+        return int(self.ends[taken - 1]) if taken else 0
+
+    def below(self, cutoff: int) -> Tally:
+        """What lies below a cut-off that ``cut`` gave, of this histogram or of a sum with it."""
+        taken = self.starts < cutoff
+        return Tally(int(self.counts[taken].sum()), int(self.bytes[taken].sum()))
+
+    def above(self, cutoff: int) -> Histogram:
+        """What is left of it."""
+        left = self.starts >= cutoff
+        return Histogram(self.starts[left], self.levels[left], self.counts[left], self.bytes[left])
+
+    def coarsened(self, bins_max: int) -> Histogram:
+        """At most ``bins_max`` bins: neighbours that are light together become one."""
+        bins, limit = self, 2 * int(self.bytes.sum()) // bins_max + 1
+        while len(bins) > bins_max:
+            for level in range(1, RANK_BITS + 1):
+                bins = bins._merged(level, limit)
+            limit *= 2
+        return bins
+
+    def _merged(self, level: int, limit_bytes: int) -> Histogram:
+        """Makes one bin of those that share a range of that level, where they hold at most ``limit_bytes``."""
+        ranges = self.starts >> level
+        heads = np.flatnonzero(np.diff(ranges, prepend=-1))
+        shared = np.diff(heads, append=len(self))
+        merge = (shared > 1) & (np.add.reduceat(self.bytes, heads) <= limit_bytes)
+        if not merge.any():
+            return self
+        wide = np.repeat(merge, shared)
+        starts = np.where(wide, ranges << level, self.starts)
+        levels = np.where(wide, level, self.levels)
+        return _folded(starts, levels, self.counts, self.bytes)
+
+    def to_text(self, bins_max: int) -> str:
+        """At most ``bins_max`` bins as text: compressed, base64."""
+        bins = self.coarsened(bins_max)
+        packed = np.empty(len(bins), _BIN)
+        packed["start"], packed["level"], packed["count"], packed["bytes"] = (
+            bins.starts,
+            bins.levels,
+            bins.counts,
+            bins.bytes,
+        )
+        return base64.b64encode(zlib.compress(packed.tobytes())).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Histogram:
+        """The inverse of ``to_text``. Raises RootMismatch for anything else."""
+        try:
+            packed = np.frombuffer(_inflated(base64.b64decode(text, validate=True)), _BIN)
+        except (binascii.Error, zlib.error, ValueError) as cause:
+            raise RootMismatch(f"not a histogram of a survey: {cause}") from cause
+        columns = (packed[name].astype(np.int64) for name in ("start", "level", "count", "bytes"))
+        return cls(*columns)
+
+
+def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column) -> Histogram:
+    """Bins in order, the wider first, where some hold others: those become one."""
+    if not len(starts):
+        return Histogram(starts, levels, counts, sizes_bytes)
+    reach = np.maximum.accumulate(starts + (np.int64(1) << levels))
+    heads = np.flatnonzero(np.concatenate(([True], starts[1:] >= reach[:-1])))
+    return Histogram(
+        starts[heads],
+        levels[heads],
+        np.add.reduceat(counts, heads),
+        np.add.reduceat(sizes_bytes, heads),
+    )
+
+
+def _inflated(content: bytes) -> bytes:
+    """Decompressed, as far as it is no larger than any histogram."""
+    most = BINS_MAX * _BIN.itemsize
+    found = zlib.decompressobj().decompress(content, most + 1)
+    if len(found) > most:
+        raise ValueError(f"more than {BINS_MAX} bins")
+    return found
+
+
+EMPTY = Histogram(*(np.zeros(0, np.int64) for _ in range(4)))

@@ -1,0 +1,143 @@
+"""The sweeps in flight as etcd has them: condemning and closing them, in transactions on one chain.
+
+Everything here is one transaction or one read; a lost reply is settled by reading back, and whatever lands late finds
+its compares broken or names a sweep that anybody can finish (rules G2, G6, C1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import RootMismatch, Unavailable
+from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, Meta, ModifiedAt, Put, ValueIs
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.sources import Ids
+
+GROUP_MAX = 16
+"""Shards in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
+TRIES_MAX = 20
+"""Other collectors on the same chain make a transaction fail; more of that than this, and the round tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A sweep as its key says. ``stamp`` is the revision at which it condemned."""
+
+    shard: int
+    stamp: int
+    revision: int
+    record: Condemned
+
+    @property
+    def sweep(self) -> SweepId:
+        """Which sweep."""
+        return self.record.sweep
+
+
+class Ledger:
+    """The condemned keys of one root, as one collector writes them."""
+
+    def __init__(self, meta: Meta, keys: Keys, ids: Ids, timeout_s: float) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._ids = ids
+        self._timeout_s = timeout_s
+
+    def in_flight(self) -> dict[int, InFlight]:
+        """All sweeps in flight, by shard. Raises Unavailable, RootMismatch where one cannot be understood."""
+        return self.parse(self._meta.list(self._keys.condemned, self._timeout_s).items)
+
+    def parse(self, items: Sequence[KeyValue]) -> dict[int, InFlight]:
+        """The sweeps in flight among what was read. Raises RootMismatch where one cannot be understood."""
+        found = {}
+        for kv in items:
+            shard = self._keys.parse_condemned(kv.key)
+            if shard is not None:
+                record = Condemned.from_bytes(kv.value)
+                found[shard] = InFlight(shard, kv.create_revision, kv.mod_revision, record)
+        return found
+
+    def condemn(self, records: Mapping[int, Condemned]) -> list[InFlight]:
+        """Rule G2: begins sweeps of shards that have none; those that begun. Others were faster for the rest.
+
+        Raises Unavailable where the outcome stays unknown: what may still land is adopted later.
+        """
+        wanted = dict(records)
+        assert len(wanted) <= GROUP_MAX
+        for _ in range(TRIES_MAX):
+            link, compare = self._next_link()
+            free = [Absent(self._keys.condemned_in(shard)) for shard in wanted]
+            puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in wanted.items()]
+            try:
+                if wanted:
+                    self._meta.txn((*free, compare), (*puts, link), self._timeout_s)
+            except Unavailable:
+                # It may have landed, or land later. Read back: what is there with our sweep is ours.
+                pass
+            found = self.in_flight()
+            ours = [one for shard, one in found.items() if shard in records and one.sweep == records[shard].sweep]
+            wanted = {shard: record for shard, record in wanted.items() if shard not in found}
+            if not wanted:
+                return ours
+            assert not ours, "one transaction condemns all of a group or none"
+        raise Unavailable(
+            f"{len(records)} shards could not be condemned: others write to the chain of sweeps all the time"
+        )
+
+    def settle(self, sweep: InFlight, final: Condemned) -> InFlight | None:
+        """Rule O1: fixes the list that every run deletes from; the sweep as it is then, perhaps fixed by another run.
+
+        None where it is no longer in flight. Raises Unavailable.
+        """
+        assert final.is_final and final.sweep == sweep.sweep
+        key = self._keys.condemned_in(sweep.shard)
+        for _ in range(TRIES_MAX):
+            link, compare = self._next_link()
+            same = ModifiedAt(key, sweep.revision)
+            try:
+                self._meta.txn((same, compare), (Put(key, final.to_bytes()), link), self._timeout_s)
+            except Unavailable:
+                pass
+            found = self.in_flight().get(sweep.shard)
+            if found is None or found.sweep != sweep.sweep or found.stamp != sweep.stamp:
+                return None
+            if found.record.is_final:
+                return found
+        raise Unavailable("a sweep's final list could not be fixed: others write to the chain of sweeps all the time")
+
+    def close(self, sweeps: Sequence[InFlight]) -> None:
+        """Rule G6: ends sweeps whose fence has been lifted, as far as they are still those. Raises Unavailable."""
+        assert len(sweeps) <= GROUP_MAX
+        for _ in range(TRIES_MAX):
+            found = self.in_flight()
+            left = [
+                now
+                for one in sweeps
+                if (now := found.get(one.shard)) and (now.sweep, now.stamp) == (one.sweep, one.stamp)
+            ]
+            if not left:
+                return
+            link, compare = self._next_link()
+            same = [ModifiedAt(self._keys.condemned_in(one.shard), one.revision) for one in left]
+            deletes = [Delete(self._keys.condemned_in(one.shard)) for one in left]
+            try:
+                if self._meta.txn((*same, compare), (*deletes, link), self._timeout_s).succeeded:
+                    return
+            except Unavailable:
+                continue
+        raise Unavailable(f"{len(sweeps)} sweeps could not be closed: others write to the chain of sweeps all the time")
+
+    def _next_link(self) -> tuple[Put, Compare]:
+        """The next link of the chain, and what must hold for it to be that."""
+        found = self._meta.get(self._keys.gc_seq, self._timeout_s)
+        nonce = self._ids.fresh()
+        if found is None:
+            return Put(self._keys.gc_seq, Seq(nonce, NO_NONCE).to_json()), Absent(self._keys.gc_seq)
+        try:
+            before = Seq.from_json(found.value)
+        except RootMismatch as error:
+            raise RootMismatch(f"{found.key} cannot be read ({error}): run kvstore fsck --adopt") from error
+        link = Put(self._keys.gc_seq, Seq(nonce, before.nonce).to_json())
+        return link, ValueIs(self._keys.gc_seq, found.value)

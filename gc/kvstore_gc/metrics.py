@@ -1,0 +1,107 @@
+"""Prometheus metrics of a collector, over HTTP, at ``/metrics``. Their names are part of the interface.
+
+kvstore_gc_used_bytes                        bytes that chunks use, followed every second
+kvstore_gc_capacity_bytes                    what the watermarks are shares of
+kvstore_gc_high_bytes, _low_bytes            rounds begin above the one and delete down to the other
+kvstore_gc_chunks                            chunks found by the last survey
+kvstore_gc_chosen_chunks_total{reason}       chosen to be deleted; also kvstore_gc_chosen_bytes_total
+kvstore_gc_reaped_chunks_total               deleted; also kvstore_gc_reaped_bytes_total
+kvstore_gc_spared_chunks_total{why}          chosen and spared after all (pinned, used since, ...)
+kvstore_gc_orphans_total{kind}               leftovers removed or put back
+kvstore_gc_sweeps_total{outcome}             begun, adopted, abandoned, left
+kvstore_gc_rounds_total{outcome}             done, unfinished, failed
+kvstore_gc_phase_seconds{phase}              histogram
+kvstore_gc_last_success_timestamp_seconds    when a round last did all it had to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from kvstore.errors import InvalidRequest
+from kvstore.sources import Clock
+from kvstore_gc.capacity import Level
+from kvstore_gc.summary import Summary
+
+PHASE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14_400)
+
+
+class Metrics:
+    """The metrics of one collector, in a registry of their own. ``level`` says how full the root is now."""
+
+    def __init__(self, level: Callable[[], Level | None], clock: Clock) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        used = self._gauge("used_bytes", "bytes that chunks use, as far as known between surveys")
+        used.set_function(lambda: float(found.used_bytes if (found := level()) else 0))
+        capacity = self._gauge("capacity_bytes", "what the watermarks are shares of; 0: not known")
+        capacity.set_function(lambda: float(found.capacity_bytes if (found := level()) else 0))
+        self._high = self._gauge("high_bytes", "rounds begin above this")
+        self._low = self._gauge("low_bytes", "rounds delete down to this")
+        self._chunks = self._gauge("chunks", "chunks found by the last survey")
+        self._success = self._gauge("last_success_timestamp_seconds", "when a round last did all it had to")
+        self._chosen = self._counter("chosen_chunks", "chunks chosen to be deleted", "reason")
+        self._chosen_bytes = self._counter("chosen_bytes", "their bytes", "reason")
+        self._reaped = self._counter("reaped_chunks", "chunks deleted")
+        self._reaped_bytes = self._counter("reaped_bytes", "their bytes")
+        self._spared = self._counter("spared_chunks", "chunks chosen and spared after all", "why")
+        self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
+        self._sweeps = self._counter("sweeps", "sweeps of a shard", "outcome")
+        self._rounds = self._counter("rounds", "rounds", "outcome")
+        self._phases = Histogram(
+            "kvstore_gc_phase_seconds", "how long phases of a round took", ("phase",),
+            buckets=PHASE_BUCKETS_S, registry=self.registry,
+        )  # fmt: skip
+
+    def done(self, summary: Summary) -> None:
+        """Adds a round that ended."""
+        self._rounds.labels("unfinished" if summary.unfinished else "done").inc()
+        if not summary.unfinished:
+            self._success.set(self._clock.now_s())
+        self._chunks.set(summary.scanned.chunks)
+        self._high.set(summary.high_bytes or 0)
+        self._low.set(summary.low_bytes or 0)
+        for reason, amount in summary.chosen.items():
+            self._chosen.labels(reason).inc(amount.chunks)
+            self._chosen_bytes.labels(reason).inc(amount.bytes)
+        self._reaped.inc(summary.reaped.chunks)
+        self._reaped_bytes.inc(summary.reaped.bytes)
+        for counter, counts in (
+            (self._spared, summary.spared),
+            (self._orphans, summary.orphans),
+            (self._sweeps, summary.sweeps),
+        ):
+            for label, count in counts.items():
+                counter.labels(label).inc(count)
+        for phase, seconds in summary.seconds.items():
+            self._phases.labels(phase).observe(seconds)
+
+    def failed(self) -> None:
+        """Counts a round that could not end."""
+        self._rounds.labels("failed").inc()
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"kvstore_gc_{name}", about, registry=self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"kvstore_gc_{name}", about, labels, registry=self.registry)
+
+
+def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], None]]:
+    """Serves them over HTTP; the port (where 0 was given, the one chosen) and how to stop it.
+
+    Raises InvalidRequest where it cannot listen there.
+    """
+    try:
+        server, thread = start_http_server(port, host, metrics.registry)
+    except OSError as cause:
+        raise InvalidRequest(f"could not serve metrics at {host}:{port}: {cause.strerror or cause}") from cause
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(1.0)
+
+    return server.server_port, close

@@ -1,0 +1,26 @@
+"""What one run took in one sweep; separate because both ways of taking, trash and deletion, fill it."""
+
+from __future__ import annotations
+
+import threading
+
+from kvstore_gc.victims import Condemnation
+
+
+class Taken:
+    """What became of the victims of one sweep in one run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reaped: list[Condemnation] = []
+        self.restored_count = 0
+
+    def reap(self, victim: Condemnation) -> None:
+        """It was deleted."""
+        with self._lock:
+            self.reaped.append(victim)
+
+    def put_back(self) -> None:
+        """It was another publication than the condemned one, and went back."""
+        with self._lock:
+            self.restored_count += 1

@@ -1,0 +1,86 @@
+"""Taking chunks on a root that can be fenced: rename into the sweep's folder, look at it there, delete or put back.
+
+The rename is the only destructive step, and it succeeds only while the folder exists; nobody makes that folder again
+(rules F1, F2).  What it took may be a newer publication than the one condemned, so each entry is looked at where nobody
+can change it any more (rule G5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES, incarnation_at
+from kvstore.format.places import Name
+from kvstore.root.fence import restore
+from kvstore.root.interface import Root
+from kvstore.sources import Ids
+from kvstore_gc.grace import Pinned
+from kvstore_gc.ledger import InFlight
+from kvstore_gc.taken import Taken
+from kvstore_gc.threads import Each
+from kvstore_gc.victims import Condemnation
+
+ROUNDS_MAX = 100
+"""Of emptying the folder: runs that were paused fill it again, each once."""
+
+
+class Trash:
+    """The trash folders of one root."""
+
+    def __init__(self, root: Root, shard_bits: int, ids: Ids, each: Each) -> None:
+        self._root = root
+        self._shard_bits = shard_bits
+        self._ids = ids
+        self._each = each
+
+    def open(self, sweep: bytes) -> None:
+        """Makes the folder of a sweep that nobody else knows yet (rule F2)."""
+        self._root.make_folder(places.trash_folder(sweep))
+
+    def reap(self, sweep: InFlight, victims: Sequence[Condemnation], pinned: Pinned, taken: Taken) -> bool:
+        """Takes each victim that is not pinned, then lifts the fence; False where that did not work.
+
+        Only after the sweep's grace (``Grace.decide``), of which ``pinned`` is the proof.
+        """
+        self._take(sweep, [one for one in victims if one.address not in pinned.addresses], taken)
+        return self._fence(sweep, victims, taken)
+
+    def _take(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> None:
+        # A name of its own in each run: a name used twice could be replaced between another run's look and its unlink.
+        run = self._ids.fresh()[: places.RUN_ID_BYTES]
+
+        def take(index: int) -> None:
+            name = victims[index].name(self._shard_bits)
+            entry = places.trashed(sweep.sweep, name, run)
+            if self._root.move(name, entry, make_folder=False):
+                self._settle(entry, victims[index], taken)
+
+        self._each(len(victims), take)
+
+    def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> bool:
+        """Empties the folder and removes it, synced: after that nothing can be taken any more. False where it fills.
+
+        ``victims`` are all the condemned ones, also those spared: what other runs took is judged by them.
+        """
+        folder = places.trash_folder(sweep.sweep)
+        condemned = {victim.address: victim for victim in victims}
+        for _ in range(ROUNDS_MAX):
+            if self._root.remove_folder(folder, durable=True):
+                return True
+            for listed in list(self._root.list(folder)):
+                found = places.parse_trashed(listed.name)
+                victim = condemned.get(found[0]) if found else None
+                self._settle(Name(f"{folder}/{listed.name}"), victim, taken)
+        return False
+
+    def _settle(self, entry: Name, victim: Condemnation | None, taken: Taken) -> None:
+        """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name."""
+        seen = self._root.look(entry, FIXED_BYTES)
+        if seen is None:
+            return  # another run has settled it
+        if victim is not None and incarnation_at(seen.prefix) == victim.incarnation:
+            if self._root.remove(entry):
+                taken.reap(victim)
+        elif restore(self._root, entry, self._shard_bits):
+            taken.put_back()

@@ -1,0 +1,77 @@
+"""The exact list of what one sweep takes, as a small file on the root that every collector can read.
+
+etcd holds only what nodes need, so whoever adopts a sweep finds here whom it may take, and which publication of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.format import places
+from kvstore.format.header import Incarnation
+from kvstore.format.places import Name
+from kvstore.meta.sweeps import VICTIMS_MAX
+from kvstore.namespace import NamespaceId
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import read_small
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids
+
+CHECKSUM_BYTES = 16
+
+_MAGIC = b"KVPLAN1\n"
+_ENTRY = struct.Struct(f"<{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}sB{ADDRESS_BYTES}sQ")
+_BYTES_MAX = len(_MAGIC) + VICTIMS_MAX * _ENTRY.size
+
+
+@dataclass(frozen=True, slots=True)
+class Condemnation:
+    """One publication of one address. ``incarnation`` is shorter than 16 bytes where the file is, which is damaged."""
+
+    address: Address
+    namespace: NamespaceId
+    incarnation: Incarnation
+    size_bytes: int
+
+    def name(self, shard_bits: int) -> Name:
+        """Where it lies."""
+        return places.chunk(self.address, self.namespace, shard_bits)
+
+
+def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], ids: Ids, clock: Clock) -> bytes:
+    """Writes the list of a sweep, synced; returns its checksum, by which it is found. Raises the root's errors."""
+    assert len(victims) <= VICTIMS_MAX
+    entries = (
+        _ENTRY.pack(one.address, one.namespace, len(one.incarnation), one.incarnation, one.size_bytes)
+        for one in victims
+    )
+    content = _MAGIC + b"".join(entries)
+    checksum = _checksum(content)
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    try:
+        root.stage(staged, [memoryview(content)], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        root.publish(staged, places.plan(sweep, checksum), durable=True)
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+    return checksum
+
+
+def read_victims(root: Root, sweep: bytes, checksum: bytes) -> tuple[Condemnation, ...] | None:
+    """The list of a sweep; None where it is gone or damaged: then nothing may be taken. Raises the root's errors."""
+    content = read_small(root, places.plan(sweep, checksum), _BYTES_MAX)
+    if content is None or not content.startswith(_MAGIC) or _checksum(content) != checksum:
+        return None
+    return tuple(
+        Condemnation(Address(address), NamespaceId(namespace), Incarnation(incarnation[:size]), size_bytes)
+        for address, namespace, size, incarnation, size_bytes in _ENTRY.iter_unpack(content[len(_MAGIC) :])
+    )
+
+
+def _checksum(content: bytes) -> bytes:
+    return blake2b(content, digest_size=CHECKSUM_BYTES, person=b"kvstore.plan.1").digest()

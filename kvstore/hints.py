@@ -1,0 +1,91 @@
+"""Hints: what a writer may say about how long its chunks are worth keeping.
+
+Kept apart from recency, which carries them in an mtime, because they are part of the public interface. Hints steer
+what garbage collection takes first; they protect nothing (that is what pins are for), and may be lost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import index
+from types import MappingProxyType
+from typing import SupportsIndex
+
+from kvstore.errors import InvalidRequest
+
+PRIORITY_DEFAULT = 35
+PRIORITY_MAX = 100
+TTL_CLASSES_S = (300, 1_800, 7_200, 43_200, 259_200, 2_592_000)
+"""5 minutes, 30 minutes, 2 hours, 12 hours, 3 days, 30 days: a ttl is kept as one of these, or as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """How long chunks are worth keeping. Made by ``of``, which checks."""
+
+    priority: int = PRIORITY_DEFAULT
+    """0 to 100: where room is needed, chunks of lower priority go first."""
+    ttl_s: int | None = None
+    """Seconds since the last use after which they may go even if there is room; None: never. One of the classes."""
+
+    @classmethod
+    def of(cls, priority: SupportsIndex | None = None, ttl_s: float | None = None, preset: str | None = None) -> Hints:
+        """Hints from what a caller says: explicit values win over those of ``preset``.
+
+        ``ttl_s`` is rounded up to the next class, so nothing goes earlier than asked for; over 30 days (``math.inf``
+        too) is none.  Raises InvalidRequest.
+        """
+        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
+            raise InvalidRequest(f"preset={preset!r}: expected one of {', '.join(PRESETS)}")
+        base = PRESETS[preset] if preset is not None else DEFAULT
+        return cls(
+            base.priority if priority is None else _checked_priority(priority),
+            base.ttl_s if ttl_s is None else _ttl_class(ttl_s),
+        )
+
+    def raised_to(self, other: Hints) -> Hints:
+        """The higher priority and the longer ttl of both."""
+        ttl_s = None if self.ttl_s is None or other.ttl_s is None else max(self.ttl_s, other.ttl_s)
+        return Hints(max(self.priority, other.priority), ttl_s)
+
+    def covers(self, other: Hints) -> bool:
+        """Whether raising to ``other`` would change nothing."""
+        return self.raised_to(other) == self
+
+
+DEFAULT = Hints()
+LEAST = Hints(0, TTL_CLASSES_S[0])
+"""What all hints cover."""
+
+PRESETS: Mapping[str, Hints] = MappingProxyType(
+    {
+        # A conversation goes on within minutes to hours, or not at all; somebody waits for it then.
+        "chat": Hints(priority=50, ttl_s=43_200),
+        # The same tables and reports are asked about by many, for as long as they are current.
+        "analytics": Hints(priority=60, ttl_s=259_200),
+        # A document of a shared corpus serves every question that retrieves it, until the corpus changes.
+        "rag": Hints(priority=70, ttl_s=2_592_000),
+        # Each prompt is used once; only what the prompts of one run share is used again, and soon.
+        "batch": Hints(priority=10, ttl_s=1_800),
+    }
+)
+
+
+def _checked_priority(priority: SupportsIndex) -> int:
+    expected = f"priority={priority!r}: expected a whole number from 0 to {PRIORITY_MAX}"
+    try:
+        value = index(priority)
+    except TypeError as cause:
+        raise InvalidRequest(expected) from cause
+    if isinstance(priority, bool) or not 0 <= value <= PRIORITY_MAX:
+        raise InvalidRequest(expected)
+    return value
+
+
+def _ttl_class(ttl_s: float) -> int | None:
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0:
+        raise InvalidRequest(f"ttl={ttl_s!r}: expected a positive number of seconds since the last use")
+    place = bisect_left(TTL_CLASSES_S, ttl_s)
+    return TTL_CLASSES_S[place] if place < len(TTL_CLASSES_S) else None

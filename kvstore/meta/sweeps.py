@@ -1,0 +1,140 @@
+"""What etcd holds of garbage collection: the sweeps in flight, and the chain that orders them.
+
+Written by collectors, read by nodes.  A sweep's exact list lies on the root (``plans/<sweep>``); nodes need only to
+know whether an address is in it, and may be told yes too often: a needless "yes" is a miss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.errors import RootMismatch
+from kvstore.meta.keys import ID_BYTES, SweepId
+
+EXACT_MAX = 1024
+"""Sweeps of up to this many victims are told as packed addresses; larger ones as a filter."""
+FILTER_BITS_PER_VICTIM = 12
+FILTER_HASHES = 8
+"""With 12 bits each this gives 0.3 % of false positives, the optimum."""
+VICTIMS_MAX = 32_768
+"""Of one sweep, so that its key stays below 50 KB; what is more is left to the next sweep of the shard."""
+NO_NONCE = bytes(ID_BYTES)
+
+_MAGIC = b"KVSWEEP1"
+_FILTER, _FINAL = 1, 2
+
+Bits = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """One link of the chain of sweeps: a fresh nonce, and the one before it (rule C1)."""
+
+    nonce: bytes
+    prev: bytes
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return json.dumps({"nonce": self.nonce.hex(), "prev": self.prev.hex()}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, value: bytes) -> Seq:
+        """The inverse of to_json. Raises RootMismatch for anything else."""
+        try:
+            fields = json.loads(value)
+            found = cls(bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["prev"]))
+        except (ValueError, KeyError, TypeError) as cause:
+            raise RootMismatch(f"not a link of the chain of sweeps: {cause}") from cause
+        if len(found.nonce) != ID_BYTES or len(found.prev) != ID_BYTES:
+            raise RootMismatch("not a link of the chain of sweeps: a nonce has 16 bytes")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """The value of ``gc/condemned/<shard>``: which sweep, the checksum of its plan, and whom it condemns.
+
+    ``is_final`` is for roots without a fence: the plan is the one that every run deletes from (rule O1).
+
+    As stored: the magic ``KVSWEEP1``, sweep (16 bytes), checksum of the plan file (16), count of victims (u32,
+    little-endian), flags (1 byte: bit 0 filter, bit 1 final), then the addresses or the bits of the filter.
+    """
+
+    sweep: SweepId
+    plan_checksum: bytes
+    victims_count: int
+    is_filter: bool
+    members: bytes
+    is_final: bool = False
+
+    @classmethod
+    def of_victims(cls, sweep: SweepId, plan_checksum: bytes, victims: Sequence[Address]) -> Condemned:
+        """The record of a sweep. ``victims`` are at most VICTIMS_MAX."""
+        assert len(victims) <= VICTIMS_MAX
+        packed = b"".join(victims)
+        if len(victims) <= EXACT_MAX:
+            return cls(sweep, plan_checksum, len(victims), False, packed)
+        bits = np.zeros(-(-len(victims) * FILTER_BITS_PER_VICTIM // 8) * 8, np.uint8)
+        bits[_positions(packed, len(bits)).ravel()] = 1
+        record = cls(sweep, plan_checksum, len(victims), True, np.packbits(bits).tobytes())
+        # A filter that does not cover the plan would let a node hold a victim.
+        assert record.condemns_each(packed).all()
+        return record
+
+    def condemns(self, address: Address) -> bool:
+        """Whether an address of the shard counts as condemned; with a filter, 0.3 % of the others too."""
+        return bool(self.condemns_each(address)[0])
+
+    def condemns_each(self, packed: bytes) -> npt.NDArray[np.bool_]:
+        """The same for packed addresses of 16 bytes each; one truth value per address."""
+        if not self.is_filter:
+            members = np.frombuffer(self.members, _PAIR)
+            return np.isin(np.frombuffer(packed, _PAIR), members)
+        bits = np.unpackbits(np.frombuffer(self.members, np.uint8))
+        found: npt.NDArray[np.bool_] = bits[_positions(packed, len(bits))].all(axis=1)
+        return found
+
+    def to_bytes(self) -> bytes:
+        """As stored."""
+        count = self.victims_count.to_bytes(4, "little")
+        flags = bytes([self.is_filter * _FILTER | self.is_final * _FINAL])
+        return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.members))
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Condemned:
+        """The inverse of to_bytes. Raises RootMismatch for anything else: then nobody knows what is condemned."""
+        start = len(_MAGIC)
+        body = value[start + 2 * ID_BYTES :]
+        flags = body[4] if len(body) > 4 else 0xFF
+        count = int.from_bytes(body[:4], "little")
+        members = value[start + 2 * ID_BYTES + 5 :]
+        fits = len(members) > 0 if flags & _FILTER else len(members) == count * ADDRESS_BYTES
+        sound = value.startswith(_MAGIC) and flags <= _FILTER | _FINAL and fits
+        if not sound:
+            raise RootMismatch("not the record of a sweep: is it of another version, or damaged?")
+        sweep = SweepId(value[start : start + ID_BYTES])
+        checksum = value[start + ID_BYTES : start + 2 * ID_BYTES]
+        return cls(sweep, checksum, count, bool(flags & _FILTER), members, bool(flags & _FINAL))
+
+
+_PAIR: Any = np.dtype("V16")
+
+
+def _positions(packed: bytes, bits_count: int) -> npt.NDArray[np.intp]:
+    """The places of packed addresses in a filter, FILTER_HASHES each.
+
+    Addresses are keyed hashes, so their halves serve as the two hashes that all others follow from (Kirsch and
+    Mitzenmacher, "Less hashing, same performance", 2006).
+    """
+    halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
+    steps = np.arange(FILTER_HASHES, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = halves[:, :1] + steps * (halves[:, 1:] | np.uint64(1))
+    return (mixed % np.uint64(bits_count)).astype(np.intp)

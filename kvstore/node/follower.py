@@ -1,0 +1,235 @@
+"""Following garbage collection for one node: the watch that feeds its view, the start fence, the announcements.
+
+All of it hangs on a session, and nothing of it is on the path of a request.  Every step is a method without a thread,
+so that a simulation can take them in any order; ``run`` is the loop that a thread lives in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.errors import KVStoreError, RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.meta.generation import Foreign, Standing
+from kvstore.meta.interface import Meta, Watch, WatchLost
+from kvstore.meta.keys import Keys
+from kvstore.meta.session import Session
+from kvstore.meta.sweeps import Condemned
+from kvstore.node.counters import Counters
+from kvstore.node.holds import Holds
+from kvstore.node.limits import Limits
+from kvstore.node.view import ChainBroken, View
+from kvstore.root.fence import lift
+from kvstore.root.interface import Root
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Following:
+    """One session being followed."""
+
+    session: Session
+    watch: Watch
+    announced_s: float
+    heard_s: float
+    owing_since_s: float | None = None
+    suspects_gap: bool = False
+
+
+class Follower:
+    """Keeps one view in step with etcd, and etcd in step with the holds. One thread at a time calls ``step``.
+
+    ``on_root`` does something with the root under a deadline of its own, such as on a lane.  ``standing`` compares the
+    generations of root and etcd (rule C6); None for a node alone, whose root no collector of this metadata sweeps.
+    """
+
+    def __init__(
+        self,
+        meta: Meta,
+        keys: Keys,
+        root: Root,
+        shard_bits: int,
+        view: View,
+        holds: Holds,
+        counters: Counters,
+        limits: Limits,
+        clock: Clock,
+        on_root: Callable[[Callable[[], object]], object],
+        standing: Callable[[], Standing] | None,
+    ) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._root = root
+        self._shard_bits = shard_bits
+        self._view = view
+        self._holds = holds
+        self._counters = counters
+        self._limits = limits
+        self._clock = clock
+        self._on_root = on_root
+        self._standing = standing
+        self._following: _Following | None = None
+        self._ended = threading.Event()
+        self._stepped_s = clock.monotonic_s()
+
+    def begin(self, session: Session) -> None:
+        """Rule V1: the session's key is there; reads ``gc/``, watches from there on, fences (C4), then protects.
+
+        Leaves nothing behind where it raises: Unavailable, what the root raised, WatchLost.
+        """
+        if self._standing is not None:
+            standing = self._standing()
+            if isinstance(standing, Foreign):
+                # Without a view nothing is protected, and pins are refused; chunks are served all the same (rule C6).
+                log.error("generation.foreign %s", standing.why)
+                return
+        snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
+        watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
+        try:
+            if self._standing is not None and self._root.traits.fenced:
+                self._on_root(self._fence_unnamed)
+            now_s = self._clock.monotonic_s()
+            self._holds.drop_all()  # taken while there was no session: they protect nothing
+            try:
+                self._view.begin(snapshot, lambda: session.alive)
+            except ChainBroken as broken:
+                self._view.end()
+                raise Unavailable(f"what etcd says of garbage collection cannot be read: {broken}") from broken
+        except BaseException:
+            watch.close()
+            raise
+        self._stepped_s = now_s
+        self._ended.clear()
+        self._following = _Following(session, watch, now_s, now_s)
+        session.only_while(self.keeps_up)
+
+    def end(self, session: Session) -> None:
+        """Rule V2: what this node believed because of the session, it believes no longer. Idempotent."""
+        following, self._following = self._following, None
+        self._view.end()
+        self._holds.drop_all()
+        self._ended.set()
+        if following is not None:
+            following.watch.close()
+
+    def run(self, session: Session) -> None:
+        """Steps until the session ends: for a thread."""
+        while (following := self._following) is not None and following.session is session and session.alive:
+            try:
+                self.step(self._limits.follow_s)
+            except KVStoreError as error:
+                log.debug("follower.failed %s", error)
+                self._ended.wait(self._limits.follow_s)
+
+    def step(self, wait_s: float) -> None:
+        """Applies what the watch has, waiting up to ``wait_s`` for it, and announces what is due.
+
+        Raises Unavailable where etcd did not answer, SessionLost where the session's chain is broken.
+        """
+        following = self._following
+        if following is None:
+            return
+        try:
+            events = following.watch.next(wait_s)
+        except WatchLost as lost:
+            if self._following is not following or not following.session.alive:
+                return  # closed by ``end``, or with the metadata
+            self._reread(following, str(lost))
+            events = None
+        now_s = self._clock.monotonic_s()
+        if events:
+            following.heard_s, following.suspects_gap = now_s, False
+            try:
+                self._view.apply(events)
+            except ChainBroken as broken:
+                following.session.give_up(str(broken))
+                return
+        elif now_s - following.heard_s >= self._limits.gap_check_s:
+            self._look_for_gap(following)
+        self._announce(following)
+        self._stepped_s = self._clock.monotonic_s()
+
+    def keeps_up(self) -> bool:
+        """Whether this node does not hold collectors up for longer than it may (rule H4)."""
+        following, now_s = self._following, self._clock.monotonic_s()
+        if following is None:
+            return True
+        since_s = self._stepped_s if following.owing_since_s is None else following.owing_since_s
+        return now_s - since_s <= self._limits.announce_lag_max_s
+
+    def _announce(self, following: _Following) -> None:
+        """Rules A1 to A3, only where a sweep waits for it: an announcement made early frees nobody."""
+        session, now_s = following.session, self._clock.monotonic_s()
+        if not self._view.newest_stamp(session.announced, self._view.revision):
+            following.owing_since_s = None
+            return
+        if following.owing_since_s is None:
+            following.owing_since_s = now_s
+        revision = self._holds.announceable()
+        due = self._view.newest_stamp(session.announced, revision)
+        if not due or now_s - following.announced_s < self._limits.announce_s:
+            return
+        compare = self._view.seq_is_seen
+        result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
+        # Not succeeded: the chain of sweeps has gone on, and the watch will say how. Then again.
+        if result.succeeded:
+            following.announced_s = self._clock.monotonic_s()
+            self._counters.add("announcements")
+            if not self._view.newest_stamp(session.announced, self._view.revision):
+                following.owing_since_s = None
+
+    def _look_for_gap(self, following: _Following) -> None:
+        """A watch on a store that was restored to an older revision stays silent; its chain of sweeps tells.
+
+        Twice in a row, because what has just been written may still be on its way to us.
+        """
+        following.heard_s = self._clock.monotonic_s()
+        found = self._meta.get(self._keys.gc_seq, self._limits.meta_deadline_s)
+        if self._view.is_last(None if found is None else found.value):
+            following.suspects_gap = False
+        elif following.suspects_gap:
+            following.session.give_up("the store's chain of sweeps is not the one that was watched")
+        else:
+            following.suspects_gap = True
+
+    def _reread(self, following: _Following, why: str) -> None:
+        """Rule V3: holds stay, but nobody knows what they are older than."""
+        log.warning("view.reread %s", why)
+        self._counters.add("watches_lost")
+        following.watch.close()
+        snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
+        watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
+        following.watch = watch
+        try:
+            with self._view.lock:
+                self._holds.age_all()
+                self._view.reread(snapshot)
+        except ChainBroken as broken:
+            following.session.give_up(str(broken))
+
+    def _fence_unnamed(self) -> int:
+        """Rule C4: trash folders that no condemned key names belong to sweeps that etcd has forgotten."""
+        folders = {places.parse_sweep(entry.name) for entry in self._root.list(places.TRASH)} - {None}
+        if not folders:
+            return 0
+        lifted = 0
+        for sweep in sorted(sweep for sweep in folders - self._named() if sweep is not None):
+            lifted += lift(self._root, sweep, self._shard_bits, partial(self._is_named, sweep))
+        return lifted
+
+    def _is_named(self, sweep: bytes) -> bool:
+        return sweep in self._named()
+
+    def _named(self) -> set[bytes | None]:
+        """The sweeps in flight. Raises Unavailable where one cannot be read: it may name any folder."""
+        found = self._meta.list(self._keys.condemned, self._limits.meta_deadline_s)
+        try:
+            return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
+        except RootMismatch as error:
+            raise Unavailable(f"what etcd says of garbage collection cannot be read: {error}") from error

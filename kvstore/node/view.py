@@ -1,0 +1,179 @@
+"""What this node knows of garbage collection: the state after applying one watch, in order.
+
+Separate from following that watch, because matching, holding and publishing ask it, under one lock: what must be atomic
+against an event (rules H1 to H3) happens under ``lock``, and no I/O does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.errors import Overloaded, RootMismatch
+from kvstore.meta.interface import Absent, Compare, Event, Snapshot, ValueIs
+from kvstore.meta.keys import Keys
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.node.counters import Counters
+from kvstore.node.known import Known
+
+T = TypeVar("T")
+
+
+class ChainBroken(Exception):
+    """An event does not continue what the view ends with: etcd was restored (rule C1), or tells nonsense."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A sweep in flight: at which revision it condemned, and whom."""
+
+    stamp: int
+    record: Condemned
+
+
+class View:
+    """One node's view of one root. Thread-safe.
+
+    Outside a session (``end``) it protects nothing, and condemns nothing.
+    """
+
+    def __init__(self, keys: Keys, shard_bits: int, known: Known, counters: Counters) -> None:
+        self.lock = threading.Lock()
+        self.revision = 0
+        self._full = False
+        self._counters = counters
+        self._keys = keys
+        self._shard_bits = shard_bits
+        self._known = known
+        self._seq: bytes | None = None
+        self._nonce = NO_NONCE
+        self._open: dict[int, _Open] = {}
+        self._is_alive: Callable[[], bool] | None = None
+
+    @property
+    def protects(self) -> bool:
+        """Whether holds taken now keep collectors away: in a session that lives, with a view of it."""
+        return self._is_alive is not None and self._is_alive()
+
+    @property
+    def seq_is_seen(self) -> Compare:
+        """Holds in etcd while the chain of sweeps ends where this view ends (rule A3)."""
+        return Absent(self._keys.gc_seq) if self._seq is None else ValueIs(self._keys.gc_seq, self._seq)
+
+    def is_last(self, seq: bytes | None) -> bool:
+        """Whether the chain of sweeps, as read from etcd, ends where this view ends."""
+        return seq == self._seq
+
+    def leading(self, addresses: Sequence[Address]) -> int:
+        """How many leading addresses are not condemned; take ``lock`` where it must stay true."""
+        if not self._open or not addresses:
+            return len(addresses)
+        packed = b"".join(addresses)
+        shards = np.frombuffer(packed, ">u2")[:: ADDRESS_BYTES // 2] >> (16 - self._shard_bits)
+        first = len(addresses)
+        for shard, sweep in list(self._open.items()):
+            at: list[int] = np.flatnonzero(shards[:first] == shard).tolist()
+            if at:
+                members = sweep.record.condemns_each(b"".join([addresses[index] for index in at]))
+                first = min([first, *(index for index, member in zip(at, members, strict=True) if member)])
+        return first
+
+    def condemns(self, address: Address) -> bool:
+        """Whether an address counts as absent (rule H1)."""
+        return not self.leading((address,))
+
+    def check_room(self) -> None:
+        """Raises Overloaded while a collector says that the root is full."""
+        if self._full:
+            self._counters.add("put_refused_full")
+            raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
+
+    def newest_stamp(self, after: int, up_to: int) -> int:
+        """The newest sweep in flight that condemned after revision ``after`` and up to ``up_to``; 0 for none."""
+        stamps = [sweep.stamp for sweep in list(self._open.values())]
+        return max((stamp for stamp in stamps if after < stamp <= up_to), default=0)
+
+    # Changing it: called by whoever follows the watch.
+
+    def begin(self, snapshot: Snapshot, is_alive: Callable[[], bool]) -> None:
+        """From here on the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
+        with self.lock:
+            self._read(snapshot)
+            self._is_alive = is_alive
+
+    def reread(self, snapshot: Snapshot) -> None:
+        """After a lost watch (rule V3). Holds must be marked as older than everything, under the same lock."""
+        assert self.lock.locked()
+        self._read(snapshot)
+
+    def end(self) -> None:
+        """The session is over: nothing is protected any more, nothing remembered (rule V2)."""
+        with self.lock:
+            self._is_alive = None
+            self._open.clear()
+            self._full = False
+            self._known.clear()
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Applies what the watch said, revision by revision. Raises ChainBroken, having applied what came before."""
+        for revision, together in groupby(events, key=lambda event: event.revision):
+            with self.lock:
+                self._apply(list(together))
+                self.revision = revision
+
+    def _apply(self, events: list[Event]) -> None:
+        """The events of one revision."""
+        link = next((event for event in events if event.key == self._keys.gc_seq), None)
+        if link is not None:
+            self._follow(link)
+        newly: dict[int, _Open] = {}
+        for event in events:
+            shard = self._keys.parse_condemned(event.key)
+            if event.key == self._keys.gc_full:
+                self._full = event.kv is not None
+            elif shard is not None:
+                if link is None or shard >> self._shard_bits:
+                    raise ChainBroken(f"{event.key} changed without a link of the chain, or is no shard of this root")
+                self._open.pop(shard, None)
+                if event.kv is not None:
+                    record = _decoded(Condemned.from_bytes, event.kv.value)
+                    newly[shard] = _Open(event.kv.create_revision, record)
+        if newly:
+            self._open.update(newly)
+            # All of their shards, not only the victims: the memory has no room for whole addresses (rule H3).
+            self._known.forget_shards(list(newly), self._shard_bits)
+
+    def _follow(self, link: Event) -> None:
+        if link.kv is None:
+            raise ChainBroken("the chain of sweeps was deleted")
+        seq = _decoded(Seq.from_json, link.kv.value)
+        if seq.prev != self._nonce:
+            raise ChainBroken(f"the chain of sweeps goes on from {seq.prev.hex()}, seen was {self._nonce.hex()}")
+        self._seq, self._nonce = link.kv.value, seq.nonce
+
+    def _read(self, snapshot: Snapshot) -> None:
+        found: dict[int, _Open] = {}
+        seq, self._nonce, self._full = None, NO_NONCE, False
+        for kv in snapshot.items:
+            shard = self._keys.parse_condemned(kv.key)
+            if shard is not None:
+                found[shard] = _Open(kv.create_revision, _decoded(Condemned.from_bytes, kv.value))
+            elif kv.key == self._keys.gc_seq:
+                seq, self._nonce = kv.value, _decoded(Seq.from_json, kv.value).nonce
+            elif kv.key == self._keys.gc_full:
+                self._full = True
+        self._seq, self._open, self.revision = seq, found, snapshot.revision
+        self._known.clear()
+
+
+def _decoded(decode: Callable[[bytes], T], value: bytes) -> T:
+    try:
+        return decode(value)
+    except RootMismatch as error:
+        raise ChainBroken(str(error)) from error

@@ -1,0 +1,51 @@
+"""The root's side of generations: one small file for each, first writer wins, the highest number is the current one.
+
+Files and not a field of ``FORMAT``, which is never changed, so that nobody has to rewrite what others are reading.
+"""
+
+from __future__ import annotations
+
+from kvstore.errors import RootMismatch
+from kvstore.format import places
+from kvstore.format.generation import RECORD_BYTES_MAX, Generation
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import read_small
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids
+
+
+def newest_number(root: Root) -> int:
+    """The number of the newest generation, whether or not its file can be read; 0 where there is none."""
+    numbers = (places.parse_generation(entry.name) for entry in root.list(places.GENERATIONS) if entry.stat)
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def read_newest(root: Root) -> Generation | None:
+    """The newest generation; None where there is none. Raises RootMismatch where its file cannot be read."""
+    number = newest_number(root)
+    if not number:
+        return None
+    name = places.generation(number)
+    content = read_small(root, name, RECORD_BYTES_MAX)
+    found = Generation.from_json(b"" if content is None else content, f"{name} on the root")
+    if found.number != number:
+        raise RootMismatch(f"{name} on the root is the record of generation {found.number}: its file was renamed")
+    return found
+
+
+def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Generation:
+    """Publishes a generation unless its number is taken; the newest one afterwards, whoever's it is. Synced.
+
+    Raises RootMismatch where that cannot be read, and the root's errors.
+    """
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    try:
+        root.stage(staged, [memoryview(generation.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        root.publish(staged, places.generation(generation.number), durable=True)
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+    newest = read_newest(root)
+    assert newest is not None, "published a moment ago, and generations are never deleted"
+    return newest

@@ -1,0 +1,57 @@
+"""Pin twins: each pin's record a second time, on the root, so that pins outlive the loss of etcd (rule C5).
+
+The content is opaque here: what is in a pin is the metadata's business, and roots know no metadata.  A twin is written
+before its key and removed after it, so one without a key protects for longer than asked, never shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import read_small
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids
+
+TWIN_BYTES_MAX = 1_500_000
+"""As much as etcd takes of one pin."""
+
+
+def write_twin(root: Root, owner: str, pin: bytes, content: bytes, *, ids: Ids, clock: Clock) -> None:
+    """Writes and syncs the twin of a new pin, whose id nobody used before. Raises the root's errors."""
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    try:
+        root.stage(staged, [memoryview(content)], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        won = root.publish(staged, places.twin(owner, pin), durable=True)
+        assert won, "pin ids are never used again"
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+
+
+def remove_twin(root: Root, owner: str, pin: bytes) -> bool:
+    """Removes a twin; False where there was none. Raises the root's errors."""
+    name = places.twin(owner, pin)
+    removed = root.remove(name)
+    if removed:
+        # Owners are often hosts or processes that never come back: their folders must not pile up.
+        root.remove_folder(Name(name.rpartition("/")[0]))
+    return removed
+
+
+def list_twins(root: Root) -> Iterator[Name]:
+    """The names of all twins, in no order; a twin's content never changes under its name. Raises the root's errors."""
+    for owner in root.list(places.PINS):
+        if owner.stat is not None:
+            continue
+        for entry in root.list(Name(f"{places.PINS}/{owner.name}")):
+            if entry.stat is not None and places.parse_twin(entry.name) is not None:
+                yield Name(f"{places.PINS}/{owner.name}/{entry.name}")
+
+
+def read_twin(root: Root, name: Name) -> bytes | None:
+    """A twin's content; None where it is gone. At most TWIN_BYTES_MAX + 1 bytes. Raises the root's errors."""
+    return read_small(root, name, TWIN_BYTES_MAX)

@@ -1,0 +1,141 @@
+"""A cluster for tests of garbage collection: nodes and collectors over one root and one metadata store, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.address import Address, Chain
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.interface import Meta
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from kvstore.root.identity import RootIdentity, create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import inline
+from tests.node.stores import TINY, kv_of
+
+NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
+TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=5.0, grace_max_s=10.0)
+SPACE = Namespace.of("m", TINY)
+
+
+def prompt(seed: int, chunks: int) -> Chain:
+    """A chain of its own."""
+    tokens = np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + 1_000_000 * seed
+    return Chain.of(SPACE, tokens)
+
+
+@dataclass
+class Cluster:
+    """One root with its metadata; ``node`` and ``collector`` add members."""
+
+    root: Root
+    store: MemoryStore
+    identity: RootIdentity
+    undo: ExitStack
+    members: list[Member] = field(default_factory=list)
+
+    def node(self, root: Root | None = None, meta: Meta | None = None, limits: Limits = NODE_LIMITS) -> Member:
+        """A node of the cluster, with a session and a view."""
+        member = join(
+            root or self.root,
+            self.identity,
+            meta or MemoryMeta(self.store),
+            durable=False,
+            limits=limits,
+            clock=SystemClock(),
+            ids=RandomIds(),
+            shared=True,
+        )
+        member.claim_namespace(SPACE)
+        self.undo.callback(member.close)
+        self.members.append(member)
+        eventually(lambda: member.node.gc_view.protects)
+        return member
+
+    def collector(
+        self,
+        root: Root | None = None,
+        meta: Meta | None = None,
+        timings: Timings = TIMINGS,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> Sweeper:
+        """A collector."""
+        return Sweeper(
+            root or self.root,
+            self.identity,
+            meta or MemoryMeta(self.store),
+            clock=SystemClock(),
+            ids=RandomIds(),
+            timings=timings,
+            each=inline,
+            pause=pause,
+        )
+
+    def plans(self, *chains: Chain) -> list[SweepPlan]:
+        """A plan to take all of some chains."""
+        shards: dict[int, list[Victim]] = {}
+        for chain in chains:
+            for address in chain.addresses:
+                name = self.name(address)
+                stat = self.root.stat(name)
+                if stat is not None:
+                    shards.setdefault(places.shard(address, self.identity.shard_bits), []).append(
+                        Victim(name, address, SPACE.id, stat.size_bytes, stat.mtime_ns, Reason.TTL)
+                    )
+        return [SweepPlan(shard, tuple(victims), {}) for shard, victims in sorted(shards.items())]
+
+    def name(self, address: Address) -> Name:
+        """Where a chunk lies."""
+        return places.chunk(address, SPACE.id, self.identity.shard_bits)
+
+    def present(self, chain: Chain) -> int:
+        """How many of its chunks are on the root."""
+        return sum(self.root.stat(self.name(address)) is not None for address in chain.addresses)
+
+    def leftovers(self) -> list[str]:
+        """What sweeps have left in ``trash/`` and ``plans/``, and in etcd."""
+        keys = [kv.key for kv in self.store.list(f"/kv/{self.identity.root.hex()}/gc/condemned/").items]
+        names = [f"{folder}/{entry.name}" for folder in (places.TRASH, places.PLANS) for entry in self.root.list(folder)]
+        return keys + names
+
+
+@contextmanager
+def cluster(root: Root | None = None, shard_bits: int = 2) -> Iterator[Cluster]:
+    """A cluster over a memory root, or the given one, closed at the end."""
+    root = root or MemoryRoot(MemoryFiles())
+    with ExitStack() as undo:
+        store = MemoryStore(SystemClock())
+        yield Cluster(root, store, create_or_open(root, RandomIds(), shard_bits=shard_bits), undo)
+
+
+def put(member: Member, chain: Chain) -> int:
+    """Stores a chain; the leading chunks that are there then."""
+    kv = kv_of(TINY, chain.tokens)
+    cache = Store(LocalPort(member)).namespace(SPACE.name, TINY)
+    return cache.put(chain.tokens, kv).tokens_present // TINY.chunk_tokens
+
+
+def eventually(holds: Callable[[], object], within_s: float = 10.0) -> None:
+    """Waits until it holds."""
+    ends_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < ends_s, "it never came true"
+        time.sleep(0.005)

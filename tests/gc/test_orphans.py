@@ -1,0 +1,273 @@
+"""What is removed because nobody will come back for it, what stays, and the races in between."""
+
+from __future__ import annotations
+
+import pytest
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.safety import Timings
+
+from kvstore.errors import RootMismatch
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.keys import Keys, PinId, SweepId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.pins import PinRecord
+from kvstore.meta.session import Session
+from kvstore.meta.sweeps import Condemned
+from kvstore.namespace import NamespaceDigest
+from kvstore.root.faulty import EIO, Delay, FaultyRoot, Rule
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryRoot
+from kvstore.root.twins import list_twins, write_twin
+from tests.fsck.damage import NOW_S, Filled, fill, read, write
+from tests.meta.fakes import CountingIds
+
+TIMINGS = Timings()
+DEAD = bytes.fromhex("dd" * 16)
+NEW_S, OLD_S = 0.0, 10 * 86_400.0
+
+
+class WallClock:
+    """Wall and monotonic time as the test says, beginning when the chunks of ``fill`` were written."""
+
+    def __init__(self) -> None:
+        self.time_s = NOW_S
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def monotonic_s(self) -> float:
+        return self.time_s
+
+
+class Scene:
+    """A root with chunks, an etcd, and the orphans of both."""
+
+    def __init__(self, root: Root | None = None) -> None:
+        self.clock = WallClock()
+        self.root = root or MemoryRoot()
+        self.filled: Filled = fill(self.root)
+        self.keys = Keys(self.filled.identity.root)
+        self.meta = MemoryMeta(clock=self.clock)
+        self.ids = CountingIds()
+        self.orphans = self.again()
+
+    def again(self) -> Orphans:
+        """Another collector, which remembers nothing."""
+        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS)
+
+    def write(self, name: Name, content: bytes = b"x", age_s: float = NEW_S) -> Name:
+        write(self.root, name, content, age_s=age_s)
+        return name
+
+    def session(self) -> bytes:
+        return Session.open(self.meta, self.keys, clock=self.clock, ids=self.ids).id
+
+    def names(self, folder: Name) -> list[str]:
+        return sorted(entry.name for entry in self.root.list(folder))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_root_without_orphans_is_left_as_it_is(scene: Scene) -> None:
+    before = {shard: scene.names(places.shard_folder(shard)) for shard in range(16)}
+    assert not scene.orphans.remove()
+    assert {shard: scene.names(places.shard_folder(shard)) for shard in range(16)} == before
+
+
+# Staging
+
+
+def test_staged_files_of_a_dead_session_go_with_their_folder(scene: Scene) -> None:
+    scene.write(places.staged(DEAD, 1), age_s=OLD_S)
+    scene.write(places.staged(DEAD, 2), age_s=OLD_S)
+    assert scene.orphans.remove() == {"staging": 2}
+    assert scene.names(places.STAGING) == []
+
+
+def test_a_live_session_keeps_what_it_staged_however_old(scene: Scene) -> None:
+    alive = scene.session()
+    scene.write(places.staged(alive, 1), age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert scene.names(places.staging_folder(alive)) == ["1.part"]
+
+
+def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
+    scene.write(places.staged(DEAD, 1), age_s=TIMINGS.staging_age_s - 60)
+    scene.write(places.staged(DEAD, 2), age_s=TIMINGS.staging_age_s + 60)
+    assert scene.orphans.remove() == {"staging": 1}
+    assert scene.names(places.staging_folder(DEAD)) == ["1.part"]
+
+
+def test_a_session_that_begins_while_staging_is_listed_is_seen_alive(scene: Scene) -> None:
+    begun: list[bytes] = []
+
+    def begin(_: float) -> None:
+        begun.append(scene.session())
+        scene.write(places.staged(begun[0], 1), age_s=OLD_S)
+
+    listing = Rule("list", Delay(1), lambda name: name == places.STAGING, times=1)
+    root = FaultyRoot(scene.root, [listing], sleep=begin)
+    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    assert not orphans.remove(), "its folder was seen, so its key must be: sessions are read after the folders"
+    assert scene.names(places.staging_folder(begun[0])) == ["1.part"]
+
+
+def test_an_empty_folder_goes_only_when_it_was_empty_before(scene: Scene) -> None:
+    scene.root.make_folder(places.staging_folder(DEAD))
+    scene.orphans.remove()
+    assert scene.names(places.STAGING) == [DEAD.hex()], "somebody may be about to stage there"
+    scene.orphans.remove()
+    assert scene.names(places.STAGING) == []
+
+
+def test_what_is_no_session_s_folder_is_somebody_else_s(scene: Scene) -> None:
+    scene.write(Name("staging/notes/readme.txt"), age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert scene.names(places.STAGING) == ["notes"]
+
+
+# Quarantine
+
+
+def test_a_whole_file_goes_back_to_its_own_name(scene: Scene) -> None:
+    name, content = scene.filled.name(2), read(scene.root, scene.filled.name(2))
+    aside = places.quarantined(scene.filled.chain.addresses[2], DEAD, 1)
+    assert scene.root.move(name, aside)
+    assert scene.orphans.remove() == {"restored": 1}
+    assert read(scene.root, name) == content and scene.names(places.QUARANTINE) == []
+
+
+def test_a_whole_file_never_replaces_a_newer_one(scene: Scene) -> None:
+    name = scene.filled.name(2)
+    newer = read(scene.root, name)
+    scene.write(places.quarantined(scene.filled.chain.addresses[2], DEAD, 1), scene.filled.content(2))
+    assert scene.orphans.remove() == {"restored": 1}
+    assert read(scene.root, name) == newer and scene.names(places.QUARANTINE) == []
+
+
+def test_a_whole_file_of_another_chunk_goes_where_its_header_says(scene: Scene) -> None:
+    content = read(scene.root, scene.filled.name(3))
+    assert content is not None
+    scene.root.remove(scene.filled.name(3))
+    scene.write(places.quarantined(scene.filled.chain.addresses[0], DEAD, 1), content)
+    scene.orphans.remove()
+    assert read(scene.root, scene.filled.name(3)) == content
+
+
+def test_a_damaged_file_is_kept_for_a_day(scene: Scene) -> None:
+    damaged = bytearray(scene.filled.content(1))
+    damaged[-1] ^= 1
+    aside = scene.write(places.quarantined(scene.filled.chain.addresses[1], DEAD, 1), bytes(damaged))
+    assert not scene.orphans.remove()
+    scene.clock.time_s += TIMINGS.quarantine_age_s - 1
+    assert not scene.orphans.remove()
+    scene.clock.time_s += 2
+    assert scene.orphans.remove() == {"quarantine": 1}
+    assert read(scene.root, aside) is None
+
+
+def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
+    root = FaultyRoot(scene.root)
+    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    scene.write(places.quarantined(scene.filled.chain.addresses[1], DEAD, 1), b"torn")
+    orphans.remove()
+    before = root.calls["open"]
+    orphans.remove()
+    assert root.calls["open"] == before > 0
+
+
+def test_what_people_put_in_quarantine_stays(scene: Scene) -> None:
+    scene.write(Name("quarantine/look-at-this"), age_s=OLD_S)
+    scene.write(Name(f"quarantine/{DEAD.hex()}.{DEAD.hex()}"), age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert len(scene.names(places.QUARANTINE)) == 2
+
+
+# Plans
+
+
+def plan_of(number: int) -> tuple[SweepId, Name]:
+    sweep = SweepId(number.to_bytes(16, "big"))
+    return sweep, places.plan(sweep, bytes(16))
+
+
+def test_a_plan_that_no_sweep_names_goes_when_it_is_old(scene: Scene) -> None:
+    named, named_plan = plan_of(1)
+    scene.meta.put(scene.keys.condemned_in(0), Condemned.of_victims(named, bytes(16), []).to_bytes())
+    scene.write(named_plan, age_s=OLD_S)
+    scene.write(plan_of(2)[1], age_s=OLD_S)
+    young = scene.write(plan_of(3)[1], age_s=TIMINGS.orphan_age_s - 60)
+    foreign = scene.write(Name("plans/holiday"), age_s=OLD_S)
+    assert scene.orphans.remove() == {"plans": 1}
+    kept = sorted(name.rpartition("/")[2] for name in (named_plan, young, foreign))
+    assert scene.names(places.PLANS) == kept
+
+
+def test_a_sweep_that_cannot_be_understood_ends_it(scene: Scene) -> None:
+    scene.meta.put(scene.keys.condemned_in(0), b"of the future")
+    plan = scene.write(plan_of(2)[1], age_s=OLD_S)
+    with pytest.raises(RootMismatch):
+        scene.orphans.remove()
+    assert read(scene.root, plan) is not None
+
+
+# Twins
+
+
+def twin(scene: Scene, number: int, expires_s: float) -> PinRecord:
+    record = PinRecord(
+        PinId(number.to_bytes(16, "big")), "a/b", NamespaceDigest(bytes(32)), 4, 60, expires_s, b"a" * 16
+    )
+    write_twin(scene.root, record.owner, record.id, record.to_bytes(), ids=scene.ids, clock=scene.clock)
+    return record
+
+
+def test_a_twin_goes_long_after_its_pin_s_end_unless_there_is_a_key(scene: Scene) -> None:
+    ended, kept, fresh = (twin(scene, number, NOW_S + 60 * (number == 3) * 200) for number in (1, 2, 3))
+    scene.meta.put(scene.keys.ref(kept.owner, kept.id), kept.to_bytes())
+    assert not scene.orphans.remove(), "within the margin for clocks that disagree"
+    scene.clock.time_s += TIMINGS.twin_margin_s + 1
+    assert scene.orphans.remove() == {"twins": 1}
+    assert set(list_twins(scene.root)) == {places.twin(one.owner, one.id) for one in (kept, fresh)}
+    assert places.twin(ended.owner, ended.id) not in set(list_twins(scene.root))
+
+
+def test_a_twin_is_read_once_until_it_may_go(scene: Scene) -> None:
+    twin(scene, 1, NOW_S + 10_000)
+    root = FaultyRoot(scene.root)
+    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    orphans.remove()
+    before = root.calls["open"]
+    orphans.remove()
+    assert root.calls["open"] == before > 0
+
+
+def test_a_damaged_twin_stays(scene: Scene) -> None:
+    name = scene.write(places.twin("owner", bytes(16)), b"torn", age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert read(scene.root, name) == b"torn"
+
+
+# Failures
+
+
+def test_a_root_that_refuses_one_kind_keeps_nobody_from_the_others() -> None:
+    root = FaultyRoot(MemoryRoot(), [Rule("list", EIO, lambda name: name == places.QUARANTINE)])
+    scene = Scene(root)
+    scene.write(places.staged(DEAD, 1), age_s=OLD_S)
+    scene.write(plan_of(2)[1], age_s=OLD_S)
+    assert scene.orphans.remove() == {"staging": 1, "plans": 1, "failed": 1}
+
+
+def test_the_wish_to_end_is_heard_between_files(scene: Scene) -> None:
+    for number in range(5):
+        scene.write(places.staged(DEAD, number), age_s=OLD_S)
+    calls = iter(range(3))
+    with pytest.raises(StopIteration):
+        scene.orphans.remove(lambda: next(calls))
+    assert len(scene.names(places.staging_folder(DEAD))) == 2
+    assert scene.again().remove() == {"staging": 2}

@@ -1,0 +1,328 @@
+"""The rules of the protocol, one by one, on real nodes and collectors: what each protects from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
+from kvstore.format.places import Name
+from kvstore.meta.faulty import FaultyMeta
+from kvstore.meta.interface import LeaseId
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.session import Session
+from kvstore.node.member import Member
+from kvstore.root.faulty import FaultyRoot
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    assert put(node, chain) == 8
+    report = c.collector().sweep(c.plans(chain))
+    assert report.reaped_count == report.condemned_count == 8
+    assert c.present(chain) == 0 and node.node.match(chain) == 0
+    assert c.leftovers() == []
+
+
+def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+    sweep.start()
+    eventually(lambda: node.node.gc_view.leading(chain.addresses) < 8)
+    sweep.join(0.3)
+    assert sweep.is_alive() and c.present(chain) == 8
+    node.node.release(hold)
+    sweep.join(10)
+    assert not sweep.is_alive() and c.present(chain) == 0
+
+
+def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
+    node, other, chain = c.node(), c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = other.node.hold(chain)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+    sweep.start()
+    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    assert node.node.match(chain) == 0 and node.node.hold(chain).count == 0
+    assert put(node, chain) == 0, "what is being swept cannot be put again before the sweep has ended"
+    other.node.release(hold)
+    sweep.join(10)
+    eventually(lambda: put(node, chain) == 8)
+    assert node.node.match(chain) == 8
+
+
+def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
+    node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
+    put(node, chain)
+    put(node, other)
+    pin = node.pin(chain, 60.0, "me")
+    report = c.collector().sweep(c.plans(chain, other))
+    assert report.reaped_count == 8 and report.kept["pinned"] == 8
+    assert c.present(chain) == 8 and c.present(other) == 0
+    assert node.node.match(chain) == 8, "what is pinned beforehand is not even condemned"
+    node.unpin(pin.id)
+    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+
+
+def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    with pytest.raises(Died):
+        c.collector(pause=die).sweep(c.plans(chain))
+    assert c.leftovers()
+    node.node.release(hold)
+    report = c.collector().adopt()
+    assert report.adopted_count > 0 and report.reaped_count == 8
+    assert c.leftovers() == [] and c.present(chain) == 0
+
+
+def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
+    meta = MemoryMeta(c.store)
+    node, chain = c.node(meta=meta), prompt(1, 50)
+    put(node, chain)
+    before = meta.operations_count
+    for _ in range(20):
+        hold = node.node.hold(chain)
+        node.node.release(hold)
+        put(node, chain)
+    assert meta.operations_count - before <= 3, "keepalives may fall into it"
+
+
+def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) -> None:
+    old, chain = c.node(), prompt(1, 8)
+    put(old, chain)
+    hold = old.node.hold(chain)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+    sweep.start()
+    eventually(lambda: old.node.gc_view.leading(chain.addresses) == 0)
+    young = c.node()
+    assert young.node.hold(chain).count == 0
+    old.node.release(hold)
+    sweep.join(10)
+    assert c.present(chain) == 0 and c.leftovers() == []
+
+
+def test_v2_a_node_whose_session_died_holds_nothing(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    lost = node.presence.current()
+    lost.give_up("a test")
+    eventually(lambda: node.node.counters.snapshot()["sessions_lost"] == 1)
+    with pytest.raises(HoldBroken):
+        node.node.read(hold, lambda index: [])
+    eventually(lambda: node.node.gc_view.protects)
+    assert node.presence.current().id != lost.id
+    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+
+
+def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> None:
+    meta = FaultyMeta(MemoryMeta(c.store))
+    node, chain = c.node(meta=meta), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    meta.cut_watches()
+    eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
+    collector = c.collector(timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=0.4))
+    late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
+    watching = threading.Event()
+    thread = threading.Thread(target=lambda: (collector.sweep(c.plans(chain)), watching.set()))
+    thread.start()
+    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    assert node.presence.current().announced == 0
+    assert c.present(chain) == 8
+    node.node.release(late)
+    node.node.release(hold)
+    thread.join(10)
+    assert c.leftovers() == []
+
+
+def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 30)
+    put(node, chain)
+    plans = c.plans(chain)
+    reports = []
+    threads = [threading.Thread(target=lambda: reports.append(c.collector().sweep(plans))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(reports) == 3 and sum(report.reaped_count for report in reports) == 30
+    assert c.present(chain) == 0 and c.leftovers() == []
+
+
+def test_g5_a_publication_that_came_later_goes_back(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 1)
+    put(node, chain)
+    plans, newer = c.plans(chain), b""
+
+    class Meddling(FaultyRoot):
+        """Another incarnation gets the name just before it is taken."""
+
+        def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+            nonlocal newer
+            if not newer:
+                newer = republish(c.root, source)
+            return super().move(source, name, make_folder=make_folder)
+
+    report = c.collector(root=Meddling(c.root)).sweep(plans)
+    assert newer and report.reaped_count == 0 and report.kept["published anew"] == 1
+    found = c.root.look(c.name(chain.addresses[0]), FIXED_BYTES)
+    assert found is not None and found.prefix == newer[:FIXED_BYTES]
+    assert c.leftovers() == []
+
+
+def test_g1_a_chunk_used_since_it_was_listed_is_left_out(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 4)
+    put(node, chain)
+    plans = c.plans(chain)
+    name = c.name(chain.addresses[0])
+    stat = c.root.stat(name)
+    assert stat is not None and c.root.touch(name, stat.mtime_ns + 1)
+    report = c.collector().sweep(plans)
+    assert report.reaped_count == 3 and report.kept["used since it was listed"] == 1
+    assert c.present(chain) == 1
+
+
+def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=0.3)
+
+    class NeverRevoked(MemoryMeta):
+        def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
+            """The store does not hear it."""
+
+    report = c.collector(timings=patient, meta=NeverRevoked(c.store)).sweep(c.plans(chain))
+    assert report.abandoned_count == report.sweeps_count > 0 and report.reaped_count == 0
+    assert c.leftovers() == [] and c.present(chain) == 8
+    eventually(lambda: node.node.match(chain) == 8)
+    node.node.release(hold)
+
+
+def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    stuck = Session.open(MemoryMeta(c.store), Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
+    patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=10.0)
+    assert c.collector(timings=patient).sweep(c.plans(chain)).reaped_count == 8
+    stuck.beat()
+    assert not stuck.alive
+
+
+def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = node.node.hold(chain)
+    with pytest.raises(Died):
+        c.collector(pause=die).sweep(c.plans(chain))
+    for entry in list(c.root.list(places.PLANS)):
+        c.root.remove(Name(f"{places.PLANS}/{entry.name}"))
+    node.node.release(hold)
+    report = c.collector().adopt()
+    assert report.adopted_count > 0 and report.reaped_count == 0
+    assert c.present(chain) == 8 and c.leftovers() == []
+
+
+def test_c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    for address in chain.addresses[4:]:  # a collector of a lost timeline was at work
+        c.root.move(c.name(address), places.trashed(b"s" * 16, c.name(address), b"r" * 8))
+    young = c.node()
+    assert c.leftovers() == [] and c.present(chain) == 8
+    assert young.node.hold(chain).count == 8
+    late = places.trashed(b"s" * 16, c.name(chain.addresses[0]), b"q" * 8)
+    assert not c.root.move(c.name(chain.addresses[0]), late, make_folder=False), "the fence is up"
+
+
+def test_f3_a_folder_that_no_key_names_gives_back_what_is_in_it(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    c.root.move(c.name(chain.addresses[3]), places.trashed(b"s" * 16, c.name(chain.addresses[3]), b"r" * 8))
+    assert c.collector().lift_unnamed() == 1
+    assert c.present(chain) == 8 and c.leftovers() == []
+
+
+def test_o1_on_a_store_that_deletes_conditionally(tmp_path: Path) -> None:
+    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+        node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
+        put(node, chain)
+        put(node, other)
+        node.pin(other, 60.0, "me")
+        report = c.collector().sweep(c.plans(chain, other))
+        assert report.reaped_count == 8 and report.kept["pinned"] == 8
+        assert c.present(chain) == 0 and c.present(other) == 8
+        assert not c.store.list(f"/kv/{c.identity.root.hex()}/gc/condemned/").items
+
+
+def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused() -> None:
+    root = MemoryRoot(MemoryFiles())
+    root.traits = replace(root.traits, fenced=False)
+    with cluster(root) as c, pytest.raises(InvalidRequest, match="not safe there"):
+        c.collector()
+
+
+def test_gc_full_makes_nodes_shed_puts_until_it_is_gone(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    meta, keys = MemoryMeta(c.store), Keys(c.identity.root)
+    meta.put(keys.gc_full, b"x")
+    eventually(lambda: refuses(node, chain))
+    meta.delete(keys.gc_full)
+    eventually(lambda: not refuses(node, chain))
+    assert node.node.match(chain) == 8
+
+
+def refuses(node: Member, chain: Chain) -> bool:
+    """Whether a put is shed."""
+    try:
+        put(node, chain)
+    except Overloaded:
+        return True
+    return False
+
+
+class Died(Exception):
+    """Killed, as far as anybody else can tell."""
+
+
+def die(_: float) -> None:
+    """What a pause does in a collector that dies in it."""
+    raise Died
+
+
+def republish(root: Root, name: Name) -> bytes:
+    """Replaces a chunk by another publication of it, as if it had been swept and put again; its content."""
+    reader = root.open(name)
+    assert reader is not None
+    content = bytearray(reader.stat.size_bytes)
+    reader.read([memoryview(content)], 0, Borrowed())
+    content[INCARNATION_AT] ^= 0xFF
+    root.remove(name)
+    staged = places.staged(b"z" * 16, 0)
+    root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
+    root.publish(staged, name, durable=False)
+    return bytes(content)

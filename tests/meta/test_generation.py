@@ -1,0 +1,216 @@
+"""Do etcd and the root belong together (rule C6)? Fresh, agreed and foreign ones, racing nodes, nodes that die between."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.format.generation import Generation
+from kvstore.format.places import Name
+from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.root.faulty import EIO, FaultyRoot
+from kvstore.root.faulty import Rule as RootRule
+from kvstore.root.generations import newest_number, publish, read_newest
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from tests.meta.conftest import Store
+
+KEYS = Keys(bytes(range(16)))
+
+
+def join(meta: Meta, root: Root, keys: Keys = KEYS) -> Standing:
+    return join_generation(
+        meta,
+        keys,
+        RandomIds(),
+        read_root=lambda: read_newest(root),
+        publish_root=lambda generation: publish(root, generation, ids=RandomIds(), clock=SystemClock()),
+        timeout_s=20,
+    )
+
+
+def advance(root: Root, number: int) -> Generation:
+    """Publishes a generation, as an adoption does."""
+    return publish(root, Generation(number, RandomIds().fresh()), ids=RandomIds(), clock=SystemClock())
+
+
+def write(root: Root, name: Name, content: bytes) -> None:
+    staged = places.staged(RandomIds().fresh(), 0)
+    root.stage(staged, [memoryview(content)], stamp_ns=0, durable=True)
+    assert root.publish(staged, name, durable=True)
+
+
+def test_the_first_node_makes_the_first_generation_and_all_others_agree(store: Store) -> None:
+    root = MemoryRoot()
+    first = join(store.meta, root, store.keys)
+    assert isinstance(first, Agreed) and first.generation.number == 1
+    assert join(store.other, root, store.keys) == first
+    assert read_newest(root) == read_generation(store.meta, store.keys) == first.generation
+    assert [entry.name for entry in root.list(places.STAGING)] == []
+
+
+def test_a_root_with_chunks_of_before_generations_is_fresh() -> None:
+    root = MemoryRoot()
+    write(root, Name("chunks/0000/" + "0" * 32 + "." + "0" * 16), b"x")
+    assert isinstance(join(MemoryMeta(), root), Agreed)
+
+
+def test_a_wiped_etcd_is_foreign_and_stays_so() -> None:
+    root = MemoryRoot()
+    join(MemoryMeta(), root)
+    wiped = MemoryMeta()
+    for _ in range(2):
+        found = join(wiped, root)
+        assert isinstance(found, Foreign)
+        assert "etcd has none" in found.why and "kvstore fsck ROOT --adopt --etcd" in found.why
+    assert wiped.get(KEYS.generation) is None, "joining again does not make it ours"
+
+
+def test_another_clusters_etcd_is_foreign() -> None:
+    ours, theirs, root = MemoryMeta(), MemoryMeta(), MemoryRoot()
+    join(theirs, MemoryRoot())
+    join(ours, root)
+    found = join(theirs, root)
+    assert isinstance(found, Foreign) and "the root is of generation 1 (" in found.why
+    assert isinstance(join(ours, root), Agreed)
+
+
+def test_an_etcd_restored_from_before_an_adoption_is_foreign() -> None:
+    meta, root = MemoryMeta(), MemoryRoot()
+    join(meta, root)
+    advance(root, 2)
+    assert isinstance(join(meta, root), Foreign)
+
+
+def test_a_copy_of_a_root_with_an_older_generation_is_foreign() -> None:
+    meta, root, copy = MemoryMeta(), MemoryRoot(), MemoryRoot()
+    first = join(meta, root)
+    assert isinstance(first, Agreed)
+    publish(copy, first.generation, ids=RandomIds(), clock=SystemClock())
+    second = advance(root, 2)
+    meta.put(KEYS.generation, second.to_json())
+    assert isinstance(join(meta, root), Agreed)
+    assert isinstance(join(meta, copy), Foreign)
+
+
+@pytest.mark.parametrize("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
+def test_a_lost_reply_of_the_first_is_read_back(fault: Fault) -> None:
+    meta, root = FaultyMeta(MemoryMeta()), MemoryRoot()
+    meta.add(Rule(fault, ("txn",), times=1))
+    found = join(meta, root)
+    meta.land()
+    assert isinstance(found, Agreed) and join(meta, root) == found
+
+
+@pytest.mark.parametrize("operation", ["stage", "publish"])
+def test_whoever_dies_before_the_root_has_it_leaves_it_to_the_next(operation: str) -> None:
+    meta, root = MemoryMeta(), FaultyRoot(MemoryRoot())
+    root.set_rules([RootRule(operation, EIO)])
+    with pytest.raises(Unavailable):
+        join(meta, root)
+    assert read_generation(meta, KEYS) is not None and newest_number(root) == 0
+    root.set_rules([])
+    found = join(meta, root)
+    assert isinstance(found, Agreed) and found.generation == read_generation(meta, KEYS)
+
+
+def test_nobody_guesses_while_etcd_or_the_root_does_not_answer() -> None:
+    meta, root = FaultyMeta(MemoryMeta()), FaultyRoot(MemoryRoot())
+    meta.add(Rule(Fault.NOT_SENT))
+    with pytest.raises(Unavailable):
+        join(meta, root)
+    meta.heal()
+    root.set_rules([RootRule("list", EIO)])
+    with pytest.raises(Unavailable):
+        join(meta, root)
+    root.set_rules([])
+    assert newest_number(root) == 0 and read_generation(meta, KEYS) is None
+
+
+def test_racing_nodes_agree_on_one() -> None:
+    store, root = MemoryStore(), MemoryRoot()
+    found: list[Standing] = []
+    start = threading.Barrier(8)
+
+    def one() -> None:
+        start.wait()
+        found.append(join(MemoryMeta(store), root))
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and len({str(each) for each in found}) == 1 and isinstance(found[0], Agreed)
+
+
+def test_of_nodes_that_race_with_two_etcds_only_those_of_one_agree() -> None:
+    root, stores = MemoryRoot(), [MemoryStore(), MemoryStore()]
+    found: dict[int, list[Standing]] = {0: [], 1: []}
+    start = threading.Barrier(8)
+
+    def one(number: int) -> None:
+        start.wait()
+        found[number % 2].append(join(MemoryMeta(stores[number % 2]), root))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    kinds = [{type(each) for each in found[side]} for side in (0, 1)]
+    assert kinds in ([{Agreed}, {Foreign}], [{Foreign}, {Agreed}])
+
+
+def test_one_look_while_the_key_is_being_written_is_not_believed() -> None:
+    """The last step of an adoption falls between the two readings of a join."""
+    meta, root = MemoryMeta(), MemoryRoot()
+    join(meta, root)
+
+    def read_root() -> Generation | None:
+        before = read_newest(root)
+        if before is not None and before.number == 1:
+            meta.put(KEYS.generation, advance(root, 2).to_json())
+        return before
+
+    found = join_generation(meta, KEYS, RandomIds(), read_root=read_root, publish_root=lambda generation: generation)
+    assert isinstance(found, Agreed) and found.generation.number == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"\xff", b'{"generation": 0, "cluster": "%s"}' % (b"0" * 32), b'{"generation": 3, "cluster": "00"}',
+     b'{"generation": "3", "cluster": "%s"}' % (b"0" * 32), b'{"generation": true, "cluster": "%s"}' % (b"0" * 32)],
+)  # fmt: skip
+def test_a_record_that_cannot_be_read_is_foreign_and_named(content: bytes) -> None:
+    meta, root = MemoryMeta(), MemoryRoot()
+    join(meta, root)
+    write(root, places.generation(3), content)
+    with pytest.raises(RootMismatch, match="generations/3 on the root"):
+        read_newest(root)
+    found = join(meta, root)
+    assert isinstance(found, Foreign) and "generations/3 on the root" in found.why
+    assert newest_number(root) == 3, "an adoption can still go on from it"
+    other = MemoryMeta()
+    other.put(KEYS.generation, content)
+    found = join(other, MemoryRoot())
+    assert isinstance(found, Foreign) and KEYS.generation in found.why
+
+
+def test_the_current_generation_is_the_highest_number_and_foreign_names_are_none() -> None:
+    root = MemoryRoot()
+    for number in (2, 10, 9):
+        write(root, places.generation(number), Generation(number, bytes(16)).to_json())
+    for odd in ("011", "x", "-12", "1e3", "12.tmp", "١٢", "9" * 19):
+        assert places.parse_generation(odd) is None
+        write(root, Name(f"{places.GENERATIONS}/{odd}"), b"")
+    assert newest_number(root) == 10 and read_newest(root) == Generation(10, bytes(16))

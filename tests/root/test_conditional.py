@@ -1,0 +1,228 @@
+"""Rule O1 on an object store: an object is deleted only if it is still the one looked at, or the root says it cannot.
+
+Against an S3 endpoint over HTTP, so that what the client library does with conditions is tried as well. What is the
+same for every root is in ``test_conformance.py``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.buffers import Borrowed
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.format.places import Name
+from kvstore.root.check import Probe, check_root
+from kvstore.root.interface import Root, Seen
+from kvstore.root.memory import MemoryRoot
+from kvstore.root.objects import ObjectRoot, open_object_root
+from tests.root.roots import BUCKET, content_of, names, publish, s3_options
+from tests.root.s3_endpoint import Object, Server, serve
+
+A = Name("chunks/0001/a")
+CONDITIONAL_DELETE = "a file is deleted only if it is still the one looked at"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serve(Server()) as serving:
+        yield serving
+
+
+def open_at(server: Server) -> ObjectRoot:
+    return open_object_root(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_options(server.endpoint))
+
+
+def looked(root: Root, name: Name) -> Seen:
+    seen = root.look(name, 4)
+    assert seen is not None
+    return seen
+
+
+def probed(root: Root) -> Probe | None:
+    return next((probe for probe in check_root(root) if probe.name == CONDITIONAL_DELETE), None)
+
+
+def test_a_store_that_honours_the_condition_is_found_out_and_left_clean(server: Server) -> None:
+    root = open_at(server)
+    assert root.traits.conditional_remove and root.traits.exclusive_publish and not root.traits.fenced
+    assert server.objects == {}
+    root.close()
+
+
+@pytest.mark.parametrize(
+    "server_kind",
+    [Server(deletes=False), Server(broken_status=501), Server(broken_status=403), Server(creates=False, deletes=False)],
+    ids=["ignores it", "does not implement it", "does not allow it", "knows no conditions"],
+)
+def test_a_store_that_does_not_is_never_taken_for_one(server_kind: Server) -> None:
+    with serve(server_kind) as server:
+        root = open_at(server)
+        assert root.traits.conditional_remove is False
+        assert root.traits.exclusive_publish is server.creates
+        assert server.objects == {}
+        publish(root, A, b"first")
+        with pytest.raises(InvalidRequest, match="check-root"):
+            root.remove_if(A, looked(root, A))
+        assert content_of(root, A) == b"first"
+        root.close()
+
+
+def test_a_library_that_drops_the_condition_is_found_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("s3fs.utils")
+    known = utils.ParamKwargsHelper._get_valid_keys
+    # As botocore before 1.35.67: s3fs leaves out what the library has no name for, and says nothing.
+    monkeypatch.setattr(utils.ParamKwargsHelper, "_get_valid_keys", lambda self, name: known(self, name) - {"IfMatch"})
+    root = open_at(server)
+    assert root.traits.conditional_remove is False
+    root.close()
+
+
+def test_tag_size_and_first_bytes_come_from_one_request(server: Server) -> None:
+    root = open_at(server)
+    publish(root, A, b"first version")
+    server.requests.clear()
+    seen = looked(root, A)
+    assert [method for method, _ in server.requests] == ["GET"]
+    assert (seen.prefix, seen.stat.size_bytes) == (b"firs", 13)
+    assert seen.tag == next(iter(server.objects.values())).etag
+    root.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"four", b"more than four"])
+def test_a_look_gives_as_many_bytes_as_there_are(server: Server, content: bytes) -> None:
+    root = open_at(server)
+    publish(root, A, content)
+    seen = looked(root, A)
+    assert (seen.prefix, seen.stat.size_bytes) == (content[:4], len(content))
+    assert root.remove_if(A, seen) is True
+    assert root.look(A, 4) is None
+    root.close()
+
+
+def test_rule_O1_what_was_published_between_the_look_and_the_delete_stays(server: Server) -> None:
+    root = open_at(server)
+    publish(root, A, b"first")
+    seen = looked(root, A)
+
+    def replaced(method: str, path: str) -> None:
+        # Another collector deletes it, and a node publishes it anew, when our request is on its way already.
+        if method == "DELETE":
+            with server.lock:
+                server.objects[path] = Object(b"second")
+
+    server.before = replaced
+    assert root.remove_if(A, seen) is False
+    assert content_of(root, A) == b"second"
+    root.close()
+
+
+@pytest.mark.parametrize("status", [404, 204, 412])
+def test_what_is_gone_counts_as_deleted_however_the_server_puts_it(server: Server, status: int) -> None:
+    server.gone_status = status
+    root = open_at(server)
+    publish(root, A, b"first")
+    seen = looked(root, A)
+    assert root.remove(A)
+    assert root.remove_if(A, seen) is True
+    root.close()
+
+
+@pytest.mark.parametrize("status", [409, 500, 501])
+def test_a_delete_that_failed_is_an_error_and_neither_answer(server: Server, status: int) -> None:
+    root = open_at(server)
+    publish(root, A, b"first")
+    seen = looked(root, A)
+    server.broken_status = status
+    with pytest.raises(KVStoreError):
+        root.remove_if(A, seen)
+    assert content_of(root, A) == b"first"
+    root.close()
+
+
+def test_setting_a_file_aside_does_not_take_what_was_published_since(server: Server) -> None:
+    root = open_at(server)
+    publish(root, A, b"damaged")
+
+    def repaired(method: str, path: str) -> None:
+        if method == "DELETE" and path.endswith(A):
+            with server.lock:
+                server.objects[path] = Object(b"whole")
+
+    server.before = repaired
+    assert root.move(A, Name("quarantine/a")) is True
+    assert content_of(root, A) == b"whole"
+    assert content_of(root, Name("quarantine/a")) == b"damaged"
+    root.close()
+
+
+def test_putting_a_file_back_does_not_replace_what_was_published_since(server: Server) -> None:
+    root = open_at(server)
+    publish(root, Name("quarantine/a"), b"old")
+
+    def published(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(A):
+            with server.lock:
+                server.objects.setdefault(path, Object(b"new"))
+
+    server.before = published
+    assert root.publish(Name("quarantine/a"), A, durable=False) is False
+    assert content_of(root, A) == b"new"
+    assert names(root, "quarantine") == set()
+    root.close()
+
+
+@pytest.mark.slow
+def test_rclone_has_no_conditional_delete(s3_server: str) -> None:
+    root = open_object_root(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_options(s3_server))
+    assert root.traits.conditional_remove is False
+    assert names(root, "staging") == set()
+    root.close()
+
+
+def test_in_memory_objects_an_open_file_reads_what_the_name_holds_at_that_moment() -> None:
+    root = MemoryRoot(objects=True)
+    publish(root, A, b"first")
+    reader = root.open(A)
+    assert reader is not None and reader.map() is None
+    assert root.remove_if(A, looked(root, A))
+    assert names(root, "") == set(), "a folder without files is no folder there"
+    publish(root, A, b"again")
+    memory = bytearray(9)
+    assert reader.read([memoryview(memory)], 0, Borrowed()) == 5
+    assert memory[:5] == b"again"
+
+
+@pytest.mark.slow
+def test_check_root_says_that_garbage_collection_can_run(server: Server) -> None:
+    root = open_at(server)
+    probe = probed(root)
+    assert probe is not None and probe.ok is True
+    assert "kvstore-gc will run here" in probe.detail
+    assert server.objects == {}
+    root.close()
+
+
+@pytest.mark.slow
+def test_check_root_says_that_it_cannot_and_why(server: Server) -> None:
+    server.deletes = False
+    root = open_at(server)
+    probe = probed(root)
+    assert probe is not None and probe.ok is None
+    assert "kvstore-gc will not run here, because" in probe.consequence
+    root.close()
+
+
+@pytest.mark.slow
+def test_check_root_notices_a_condition_that_is_ignored_after_all(server: Server) -> None:
+    root = open_at(server)
+    server.deletes = False
+    probe = probed(root)
+    assert probe is not None and probe.ok is False
+    root.close()
+
+
+def test_a_root_that_fences_its_sweeps_is_not_asked() -> None:
+    assert probed(MemoryRoot()) is None
