@@ -2,7 +2,7 @@
 
 A survey lists every chunk and is exact, but takes long; the free space of the file system is one call.  So used bytes
 are those of the last survey plus what free space has shrunk by since.  Others may write to the same file system, which
-looks like growth of ours: the worst that comes of it is a survey too many.
+looks like growth of ours: what comes of it is a survey too many, and puts that are shed until it is done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.meta.interface import Absent, Delete, LeaseGone, LeaseId, Meta, Put, ValueIs
 from kvstore.meta.keys import Keys
 from kvstore.root.interface import Space
@@ -28,7 +28,7 @@ SIGN_AGAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How full the root is, as far as anybody knows; ``capacity_bytes`` is what ``high`` and ``low`` are shares of."""
+    """How full the root is, as far as anybody knows; ``capacity_bytes`` is what watermarks are shares of."""
 
     used_bytes: int
     capacity_bytes: int
@@ -42,16 +42,11 @@ class Watermarks:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
     ``max_bytes`` is what chunks may take at most; None: all there is room for.  Where the file system has less room
-    than that, because others fill it, its room counts.
+    than that, because others fill it, its room counts.  ``high`` is the share above which rounds delete.
     """
 
-    def __init__(self, max_bytes: int | None, high: float, low: float) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise InvalidRequest(f"max_bytes={max_bytes}: expected 1 or more, such as 200GiB")
-        if not 0 < low < high <= 1:
-            raise InvalidRequest(f"high={high:g} and low={low:g}: expected 0 < low < high <= 1, such as 0.9 and 0.8")
+    def __init__(self, max_bytes: int | None, high: float) -> None:
         self.high = high
-        self.low = low
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._surveyed_bytes: int | None = None

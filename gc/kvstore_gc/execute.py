@@ -146,6 +146,10 @@ class Sweeper:
             lifted += lift(self._root, sweep, self._shard_bits, partial(self._is_named, sweep))
         return lifted
 
+    def pinned(self) -> Pinned:
+        """What pins protect now, for deciding and for a dry run; only ``sweep`` proves anything. Raises Unavailable."""
+        return self._grace.pinned()
+
     # G1 and G2
 
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:

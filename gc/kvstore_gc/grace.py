@@ -70,6 +70,7 @@ class Grace:
         """How far the sweeps are. A cheap look at the keys and the sessions, which decides nothing."""
         found = self._ledger.in_flight()
         sessions = self._meta.list(self._keys.sessions, self._timeout_s).items
+        self._ledger.sessions_count = len(sessions)
         waiting: list[InFlight] = []
         due: list[InFlight] = []
         laggards: dict[LeaseId, Laggard] = {}

@@ -53,9 +53,7 @@ class Histogram:
     def of(cls, ranks: Column, sizes_bytes: Column) -> Histogram:
         """A histogram of some chunks, as fine as BINS_MAX allows."""
         order = np.argsort(ranks)
-        bins = _folded(
-            ranks[order], np.zeros(len(ranks), np.int64), np.ones(len(ranks), np.int64), sizes_bytes[order]
-        )
+        bins = _folded(ranks[order], np.zeros(len(ranks), np.int64), np.ones(len(ranks), np.int64), sizes_bytes[order])
         return bins.coarsened(BINS_MAX)
 
     @property
@@ -113,7 +111,9 @@ class Histogram:
         """At most ``bins_max`` bins: neighbours that are light together become one."""
         bins, limit = self, 2 * int(self.bytes.sum()) // bins_max + 1
         while len(bins) > bins_max:
-            for level in range(1, RANK_BITS + 1):
+            # Below the usual distance between neighbours there is little to merge, and much to look through.
+            usual = int(np.median(np.diff(bins.starts)))
+            for level in range(max(1, usual.bit_length()), RANK_BITS + 1):
                 bins = bins._merged(level, limit)
             limit *= 2
         return bins

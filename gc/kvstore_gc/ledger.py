@@ -17,6 +17,8 @@ from kvstore.sources import Ids
 
 GROUP_MAX = 16
 """Shards in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
+ANNOUNCEMENTS_PER_S = 50
+"""What all nodes together are asked not to exceed, while there is always a sweep to announce."""
 TRIES_MAX = 20
 """Other collectors on the same chain make a transaction fail; more of that than this, and the round tries again."""
 
@@ -44,6 +46,8 @@ class Ledger:
         self._keys = keys
         self._ids = ids
         self._timeout_s = timeout_s
+        self.sessions_count = 0
+        """As far as known; nodes are asked for a pace that suits it."""
 
     def in_flight(self) -> dict[int, InFlight]:
         """All sweeps in flight, by shard. Raises Unavailable, RootMismatch where one cannot be understood."""
@@ -132,12 +136,12 @@ class Ledger:
     def _next_link(self) -> tuple[Put, Compare]:
         """The next link of the chain, and what must hold for it to be that."""
         found = self._meta.get(self._keys.gc_seq, self._timeout_s)
-        nonce = self._ids.fresh()
+        nonce, pace_s = self._ids.fresh(), round(self.sessions_count / ANNOUNCEMENTS_PER_S, 1)
         if found is None:
-            return Put(self._keys.gc_seq, Seq(nonce, NO_NONCE).to_json()), Absent(self._keys.gc_seq)
+            return Put(self._keys.gc_seq, Seq(nonce, NO_NONCE, pace_s).to_json()), Absent(self._keys.gc_seq)
         try:
             before = Seq.from_json(found.value)
         except RootMismatch as error:
             raise RootMismatch(f"{found.key} cannot be read ({error}): run kvstore fsck --adopt") from error
-        link = Put(self._keys.gc_seq, Seq(nonce, before.nonce).to_json())
+        link = Put(self._keys.gc_seq, Seq(nonce, before.nonce, pace_s).to_json())
         return link, ValueIs(self._keys.gc_seq, found.value)

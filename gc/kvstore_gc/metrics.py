@@ -60,13 +60,13 @@ class Metrics:
         self._rounds.labels("unfinished" if summary.unfinished else "done").inc()
         if not summary.unfinished:
             self._success.set(self._clock.now_s())
-        self._chunks.set(summary.scanned.chunks)
+        self._chunks.set(summary.scanned.count)
         self._high.set(summary.high_bytes or 0)
         self._low.set(summary.low_bytes or 0)
-        for reason, amount in summary.chosen.items():
-            self._chosen.labels(reason).inc(amount.chunks)
-            self._chosen_bytes.labels(reason).inc(amount.bytes)
-        self._reaped.inc(summary.reaped.chunks)
+        for reason, tally in summary.chosen.items():
+            self._chosen.labels(reason).inc(tally.count)
+            self._chosen_bytes.labels(reason).inc(tally.bytes)
+        self._reaped.inc(summary.reaped.count)
         self._reaped_bytes.inc(summary.reaped.bytes)
         for counter, counts in (
             (self._spared, summary.spared),

@@ -1,21 +1,54 @@
-"""What one sweep of one shard is to take, and why."""
+"""What goes and why: from a survey one decision for all shards, and from that the victims of each shard.
+
+Pure, so that a dry run is a run whose plans are not carried out.  There is one cut-off for all shards: a chunk and its
+ancestors lie in different shards, and as long as they are cut at the same rank no chunk goes while a descendant of it
+stays (``kvstore_gc.policy``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import reduce
+from operator import add
+
+import numpy as np
 
 from kvstore.address import Address
-from kvstore.format.places import Name
+from kvstore.format import places
+from kvstore.format.places import Name, parse_chunk
+from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.namespace import NamespaceId
+from kvstore.root.interface import Entry
+from kvstore_gc.goals import Goals
+from kvstore_gc.histogram import EMPTY, Histogram, Tally
+from kvstore_gc.judged import NO_MARKS, Judged, judge, tally_of
+from kvstore_gc.listing import Listed, Marks, listed
+from kvstore_gc.policy import Column, weighted_age_s
+from kvstore_gc.survey import Survey
+
+SHARD_SHARE = 0.9
+"""Of VICTIMS_MAX that a cut-off may choose on average, because shards differ a little: no shard must be left half
+swept, or children would outlive their parents for a round."""
 
 
 class Reason(Enum):
-    """Why a chunk is kept or condemned."""
+    """Why a chunk is kept or condemned, as a dry run prints it."""
 
-    CAPACITY = "capacity"
-    TTL = "ttl"
+    TTL = "past its time to live"
+    QUOTA = "over quota"
+    CAPACITY = "over capacity"
+    WITHIN = "within capacity"
+    PINNED = "pinned"
+    LATER = "left to the next sweep"
+    FOREIGN = "not a chunk"
+
+    @property
+    def condemns(self) -> bool:
+        """Whether it is a reason to go."""
+        return self in (Reason.TTL, Reason.QUOTA, Reason.CAPACITY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +65,177 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """The victims of one shard."""
+    """One shard: ``victims``, the first to go first, at most VICTIMS_MAX, and what is kept by reason."""
 
     shard: int
     victims: tuple[Victim, ...]
-    kept: Mapping[Reason, int] = field(default_factory=dict)
+    kept: Mapping[Reason, Tally] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Below which rank chunks go, in every shard; 0 where none do."""
+
+    now_s: int
+    shard_bits: int
+    goals: Goals
+    capacity_cutoff: int
+    quota_cutoffs: tuple[int, ...]
+    """One for each group of namespaces of the goals."""
+    expected: Mapping[Reason, Tally]
+    """What goes by reason, and what stays: as the survey saw it."""
+    pinned: Marks = field(compare=False, repr=False)
+
+    @property
+    def condemned(self) -> Tally:
+        """All that goes."""
+        return sum((tally for reason, tally in self.expected.items() if reason.condemns), Tally())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why one chunk is kept or condemned."""
+
+    reason: Reason
+    idle_s: float
+    """Since its last use."""
+    weighted_s: float
+    """The same, weighted by its uses and hints (``kvstore_gc.policy``): what is compared."""
+    cutoff_s: float | None
+    """From which weighted age on chunks go for quota or capacity; None where none do."""
+
+
+def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
+    """Where to cut: what is past its time to live, then quotas, then the capacity, each as far as it is still needed.
+
+    Each cut-off frees what is needed and at most one bin of a histogram more, which holds about a two-thousandth of
+    all bytes (less resolution where surveys were shared).  It frees less only where that many chunks are not to be
+    had: pinned, or more than one sweep of each shard can take.
+    """
+    budget_count = int(SHARD_SHARE * VICTIMS_MAX * survey.shards_count) if survey.shards_count > 1 else VICTIMS_MAX
+    quota_cutoffs = [0] * len(survey.groups)
+    for place, quota in enumerate(goals.quotas):
+        those = [group for group, places in enumerate(goals.group_quotas) if place in places]
+        bins = _sum(survey.groups[group].above(quota_cutoffs[group]) for group in those)
+        pinned_bytes = sum(survey.pinned[group].bytes for group in those)
+        cutoff = _cut(bins, pinned_bytes, quota.max_bytes, goals, budget_count)
+        budget_count -= bins.below(cutoff).count
+        for group in those:
+            quota_cutoffs[group] = max(quota_cutoffs[group], cutoff)
+    left = _sum(bins.above(cutoff) for bins, cutoff in zip(survey.groups, quota_cutoffs, strict=True))
+    all_pinned = sum(survey.pinned, Tally())
+    capacity_cutoff = 0
+    if goals.max_bytes is not None:
+        capacity_cutoff = _cut(left, all_pinned.bytes, goals.max_bytes, goals, budget_count)
+    over_quota = sum(
+        (bins.below(cutoff) for bins, cutoff in zip(survey.groups, quota_cutoffs, strict=True) if cutoff), Tally()
+    )
+    over_capacity = left.below(capacity_cutoff)
+    expected = {
+        Reason.TTL: survey.expired,
+        Reason.QUOTA: over_quota,
+        Reason.CAPACITY: over_capacity,
+        Reason.WITHIN: left.total - over_capacity,
+        Reason.PINNED: all_pinned,
+        Reason.FOREIGN: survey.foreign,
+    }
+    shown = {reason: tally for reason, tally in expected.items() if tally.count}
+    return Decision(survey.now_s, survey.shard_bits, goals, capacity_cutoff, tuple(quota_cutoffs), shown, pinned)
+
+
+def plan_shard(shard: int, entries: Iterable[Entry], decision: Decision) -> SweepPlan:
+    """The victims among the entries of a shard's folder.
+
+    Where there are more than VICTIMS_MAX (all too old at once), the first to go are taken, and the next sweep takes
+    the others; in between some of their ancestors may be gone already, so that nobody finds them.
+    """
+    kept: defaultdict[Reason, Tally] = defaultdict(Tally)
+    chosen = _Chosen()
+    for batch, judged in _judged(shard, entries, decision):
+        kept[Reason.FOREIGN] += batch.foreign
+        kept[Reason.PINNED] += tally_of(judged.pinned, batch)
+        goes = ~judged.pinned & (judged.expired | (judged.ranks < _cutoffs(judged, decision)))
+        kept[Reason.WITHIN] += tally_of(~goes & ~judged.pinned, batch)
+        at = np.flatnonzero(goes)
+        victims = [_victim(shard, batch, judged, index, decision) for index in at.tolist()]
+        kept[Reason.LATER] += chosen.add(judged.ranks[at], victims)
+    return SweepPlan(shard, chosen.victims, {reason: tally for reason, tally in kept.items() if tally.count})
+
+
+def explain(shard: int, entry: Entry, decision: Decision) -> Verdict | None:
+    """Why one entry of a shard's folder is kept or condemned; None where it is no chunk."""
+    for batch, judged in _judged(shard, (entry,), decision):
+        if not batch.names:
+            continue
+        cutoff = int(_cutoffs(judged, decision)[0])
+        return Verdict(
+            _reason(judged, 0, decision),
+            max(0.0, decision.now_s - int(judged.uses.last_use_s[0])),
+            weighted_age_s(int(judged.ranks[0])),
+            weighted_age_s(cutoff) if cutoff else None,
+        )
+    return None
+
+
+class _Chosen:
+    """The VICTIMS_MAX lowest of those that are added."""
+
+    def __init__(self) -> None:
+        self._ranks: Column = np.zeros(0, np.int64)
+        self.victims: tuple[Victim, ...] = ()
+
+    def add(self, ranks: Column, victims: list[Victim]) -> Tally:
+        """Adds some; what falls out."""
+        both, ranks = (*self.victims, *victims), np.concatenate((self._ranks, ranks))
+        order = np.argsort(ranks, kind="stable")
+        self._ranks = ranks[order[:VICTIMS_MAX]]
+        self.victims = tuple(both[index] for index in order[:VICTIMS_MAX].tolist())
+        beyond = [both[index].size_bytes for index in order[VICTIMS_MAX:].tolist()]
+        return Tally(len(beyond), sum(beyond))
+
+
+def _judged(shard: int, entries: Iterable[Entry], decision: Decision) -> Iterator[tuple[Listed, Judged]]:
+    for batch in listed(shard, decision.shard_bits, entries):
+        yield batch, judge(batch, decision.now_s, decision.goals, decision.pinned)
+
+
+def _cutoffs(judged: Judged, decision: Decision) -> Column:
+    """The cut-off that counts for each chunk."""
+    found: Column = np.maximum(np.array(decision.quota_cutoffs, np.int64)[judged.groups], decision.capacity_cutoff)
+    return found
+
+
+def _victim(shard: int, batch: Listed, judged: Judged, index: int, decision: Decision) -> Victim:
+    name = batch.names[index]
+    parsed = parse_chunk(name)
+    assert parsed is not None, name
+    return Victim(
+        Name(f"{places.shard_folder(shard)}/{name}"),
+        *parsed,
+        int(batch.sizes_bytes[index]),
+        int(batch.mtimes_ns[index]),
+        _reason(judged, index, decision),
+    )
+
+
+def _reason(judged: Judged, index: int, decision: Decision) -> Reason:
+    rank = judged.ranks[index]
+    if judged.pinned[index]:
+        return Reason.PINNED
+    if judged.expired[index]:
+        return Reason.TTL
+    if rank < decision.quota_cutoffs[judged.groups[index]]:
+        return Reason.QUOTA
+    return Reason.CAPACITY if rank < decision.capacity_cutoff else Reason.WITHIN
+
+
+def _sum(histograms: Iterable[Histogram]) -> Histogram:
+    return reduce(add, histograms, EMPTY)
+
+
+def _cut(bins: Histogram, pinned_bytes: int, max_bytes: int, goals: Goals, count_max: int) -> int:
+    """The cut-off that brings some chunks from above the high watermark down to the low one."""
+    used_bytes = bins.total.bytes + pinned_bytes
+    if used_bytes <= goals.high * max_bytes:
+        return 0
+    return bins.cut(used_bytes - int(goals.low * max_bytes), count_max)

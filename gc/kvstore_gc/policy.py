@@ -15,6 +15,7 @@ below a rank leaves every chunk its ancestors.  Where a file system rounds mtime
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -39,7 +40,7 @@ MTIME_MAX_NS = 1 << 62
 TIE_BITS = 20
 _DEPTH_BITS = 19
 _OCTAVE_BITS = 16
-_OCTAVES_MOST = 40
+_OCTAVES_MOST = 44
 """More than any age in octaves, with the lowest priority, so that ranks are positive."""
 _WORTH_SHIFT = _DEPTH_BITS + TIE_BITS
 _DEEPEST = (1 << _DEPTH_BITS) - 1
@@ -116,7 +117,7 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: Order) -> Column:
 def weighted_age_s(rank: int) -> float:
     """The weighted age that a rank stands for, in seconds: what a person understands."""
     octaves = _OCTAVES_MOST - (rank >> _WORTH_SHIFT) / (1 << _OCTAVE_BITS)
-    return max(0.0, 2.0**octaves - AGE_LEAST_S)
+    return max(0.0, math.exp2(octaves) - AGE_LEAST_S)
 
 
 @cache

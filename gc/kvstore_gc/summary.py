@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
-@dataclass(slots=True)
-class Amount:
-    """Some chunks and their bytes, headers included."""
-
-    chunks: int = 0
-    bytes: int = 0
-
-    def add(self, chunks: int, size_bytes: int) -> None:
-        """Counts some more."""
-        self.chunks += chunks
-        self.bytes += size_bytes
-
-    def to_json(self) -> dict[str, int]:
-        """As printed."""
-        return {"chunks": self.chunks, "bytes": self.bytes}
+from kvstore_gc.histogram import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +20,19 @@ class Example:
     idle_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why one chunk is kept or condemned; times as ``plan.Verdict`` has them."""
+
+    address: str
+    namespace: str
+    reason: str
+    goes: bool
+    idle_s: float
+    weighted_s: float
+    cutoff_s: float | None
+
+
 @dataclass(slots=True)
 class NamespaceSummary:
     """What a namespace had, and what of it was chosen, by reason."""
@@ -42,8 +40,8 @@ class NamespaceSummary:
     id: str
     tenant: str | None = None
     name: str | None = None
-    scanned: Amount = field(default_factory=Amount)
-    chosen: dict[str, Amount] = field(default_factory=dict)
+    scanned: Tally = field(default_factory=Tally)
+    chosen: dict[str, Tally] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As printed."""
@@ -51,8 +49,8 @@ class NamespaceSummary:
             "id": self.id,
             "tenant": self.tenant,
             "name": self.name,
-            "scanned": self.scanned.to_json(),
-            "chosen": {reason: amount.to_json() for reason, amount in self.chosen.items()},
+            "scanned": _json(self.scanned),
+            "chosen": {reason: _json(tally) for reason, tally in self.chosen.items()},
         }
 
 
@@ -68,11 +66,11 @@ class Summary:
     shards_count: int
     shards_mine_count: int = 0
     namespaces: dict[str, NamespaceSummary] = field(default_factory=dict)
-    scanned: Amount = field(default_factory=Amount)
-    kept: dict[str, Amount] = field(default_factory=dict)
-    chosen: dict[str, Amount] = field(default_factory=dict)
-    condemned: Amount = field(default_factory=Amount)
-    reaped: Amount = field(default_factory=Amount)
+    scanned: Tally = field(default_factory=Tally)
+    kept: dict[str, Tally] = field(default_factory=dict)
+    chosen: dict[str, Tally] = field(default_factory=dict)
+    condemned: Tally = field(default_factory=Tally)
+    reaped: Tally = field(default_factory=Tally)
     spared: Counter[str] = field(default_factory=Counter)
     sweeps: Counter[str] = field(default_factory=Counter)
     """begun, adopted, abandoned (closed without taking anything), left (in flight, for the next round)."""
@@ -86,6 +84,9 @@ class Summary:
     unfinished: list[str] = field(default_factory=list)
     """What the round had to do and could not, in words."""
     examples: list[Example] = field(default_factory=list)
+    """Of a dry run: the longest unused of what it would condemn."""
+    explained: list[Explained] = field(default_factory=list)
+    """Of a dry run: what was asked for by address."""
 
     def spent(self, phase: str, seconds: float) -> None:
         """Adds to the time of a phase."""
@@ -97,11 +98,11 @@ class Summary:
             "dry_run": self.dry_run,
             "started_s": round(self.started_s, 3),
             "shards": {"total": self.shards_count, "mine": self.shards_mine_count},
-            "scanned": self.scanned.to_json(),
-            "kept": {reason: amount.to_json() for reason, amount in self.kept.items()},
-            "chosen": {reason: amount.to_json() for reason, amount in self.chosen.items()},
-            "condemned": self.condemned.to_json(),
-            "reaped": self.reaped.to_json(),
+            "scanned": _json(self.scanned),
+            "kept": {reason: _json(tally) for reason, tally in self.kept.items()},
+            "chosen": {reason: _json(tally) for reason, tally in self.chosen.items()},
+            "condemned": _json(self.condemned),
+            "reaped": _json(self.reaped),
             "spared": {why: count for why, count in self.spared.items() if count},
             "sweeps": {outcome: self.sweeps[outcome] for outcome in ("begun", "adopted", "abandoned", "left")},
             "orphans": {kind: count for kind, count in self.orphans.items() if count},
@@ -113,18 +114,25 @@ class Summary:
             "low_bytes": self.low_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
+            **(self._said_by_dry_run() if self.dry_run else {}),
+        }
+
+    def _said_by_dry_run(self) -> dict[str, Any]:
+        return {
+            "examples": [asdict(each) for each in self.examples],
+            "explained": [asdict(each) for each in self.explained],
         }
 
     def to_line(self) -> str:
         """As logged: one event, key=value."""
         pairs: list[tuple[str, object]] = [
-            ("scanned", self.scanned.chunks),
+            ("scanned", self.scanned.count),
             ("scanned_bytes", self.scanned.bytes),
-            *((f"chosen_{reason}", amount.chunks) for reason, amount in self.chosen.items()),
-            ("condemned", self.condemned.chunks),
-            ("reaped", self.reaped.chunks),
+            *((f"chosen_{_key(reason)}", tally.count) for reason, tally in self.chosen.items()),
+            ("condemned", self.condemned.count),
+            ("reaped", self.reaped.count),
             ("reaped_bytes", self.reaped.bytes),
-            *((f"spared_{why.replace(' ', '_')}", count) for why, count in self.spared.items() if count),
+            *((f"spared_{_key(why)}", count) for why, count in self.spared.items() if count),
             *((f"sweeps_{outcome}", count) for outcome, count in self.sweeps.items() if count),
             *((f"orphans_{kind}", count) for kind, count in self.orphans.items() if count),
             ("used_bytes", self.used_after_bytes),
@@ -133,3 +141,11 @@ class Summary:
         ]
         said = " ".join(f"{key}={value}" for key, value in pairs)
         return f"gc.round {said}" + (f" unfinished={'; '.join(self.unfinished)!r}" if self.unfinished else "")
+
+
+def _json(tally: Tally) -> dict[str, int]:
+    return {"chunks": tally.count, "bytes": tally.bytes}
+
+
+def _key(words: str) -> str:
+    return words.replace(" ", "_")

@@ -203,6 +203,20 @@ class Session:
         finally:
             self._chain.release()
 
+    def check_chain(self, timeout_s: float | None = None) -> None:
+        """Reads the session's key back: whether the store still has this session's last write (rule C2).
+
+        Raises SessionLost where it has not (the session is then dead), Unavailable where that stays unknown.
+        """
+        deadline = Deadline(timeout_s, self._clock)
+        if not self._chain.acquire(timeout=deadline.left_s()):
+            raise Unavailable("the session is busy with another transaction: the call may be repeated")
+        try:
+            self.check()
+            self._settle(deadline)
+        finally:
+            self._chain.release()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the session and revokes its lease; where the store cannot be reached, the lease expires. Idempotent.
 

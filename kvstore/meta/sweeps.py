@@ -26,6 +26,7 @@ FILTER_HASHES = 8
 VICTIMS_MAX = 32_768
 """Of one sweep, so that its key stays below 50 KB; what is more is left to the next sweep of the shard."""
 NO_NONCE = bytes(ID_BYTES)
+PACE_S_MAX = 60.0
 
 _MAGIC = b"KVSWEEP1"
 _FILTER, _FINAL = 1, 2
@@ -35,21 +36,27 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """One link of the chain of sweeps: a fresh nonce, and the one before it (rule C1)."""
+    """One link of the chain of sweeps: a fresh nonce, and the one before it (rule C1).
+
+    ``pace_s`` asks each node to announce no more often than that, so that many of them do not flood etcd.
+    """
 
     nonce: bytes
     prev: bytes
+    pace_s: float = 0.0
 
     def to_json(self) -> bytes:
         """As stored."""
-        return json.dumps({"nonce": self.nonce.hex(), "prev": self.prev.hex()}, separators=(",", ":")).encode()
+        fields = {"nonce": self.nonce.hex(), "prev": self.prev.hex(), "pace_s": self.pace_s}
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> Seq:
         """The inverse of to_json. Raises RootMismatch for anything else."""
         try:
             fields = json.loads(value)
-            found = cls(bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["prev"]))
+            pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
+            found = cls(bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["prev"]), pace_s)
         except (ValueError, KeyError, TypeError) as cause:
             raise RootMismatch(f"not a link of the chain of sweeps: {cause}") from cause
         if len(found.nonce) != ID_BYTES or len(found.prev) != ID_BYTES:
@@ -95,10 +102,10 @@ class Condemned:
     def condemns_each(self, packed: bytes) -> npt.NDArray[np.bool_]:
         """The same for packed addresses of 16 bytes each; one truth value per address."""
         if not self.is_filter:
-            members = np.frombuffer(self.members, _PAIR)
-            return np.isin(np.frombuffer(packed, _PAIR), members)
+            exact: npt.NDArray[np.bool_] = np.isin(np.frombuffer(packed, _PAIR), np.frombuffer(self.members, _PAIR))
+            return exact
         bits = np.unpackbits(np.frombuffer(self.members, np.uint8))
-        found: npt.NDArray[np.bool_] = bits[_positions(packed, len(bits))].all(axis=1)
+        found: npt.NDArray[np.bool_] = np.all(bits[_positions(packed, len(bits))], axis=1)
         return found
 
     def to_bytes(self) -> bytes:

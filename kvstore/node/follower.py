@@ -173,7 +173,7 @@ class Follower:
             following.owing_since_s = now_s
         revision = self._holds.announceable()
         due = self._view.newest_stamp(session.announced, revision)
-        if not due or now_s - following.announced_s < self._limits.announce_s:
+        if not due or now_s - following.announced_s < max(self._limits.announce_s, self._view.pace_s):
             return
         compare = self._view.seq_is_seen
         result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
@@ -199,13 +199,17 @@ class Follower:
             following.suspects_gap = True
 
     def _reread(self, following: _Following, why: str) -> None:
-        """Rule V3: holds stay, but nobody knows what they are older than."""
-        log.warning("view.reread %s", why)
-        self._counters.add("watches_lost")
+        """Rule V3: holds stay, but nobody knows what they are older than.
+
+        Where it fails the old view stays in use, which is no more than a lag, and the next step tries again.
+        """
         following.watch.close()
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
-        watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
-        following.watch = watch
+        # After that read, never before: a store that was restored has lost our last write, or has lost none of ours.
+        following.session.check_chain(self._limits.meta_deadline_s)
+        following.watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
+        log.warning("view.reread %s", why)
+        self._counters.add("watches_lost")
         try:
             with self._view.lock:
                 self._holds.age_all()

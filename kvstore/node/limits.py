@@ -35,8 +35,8 @@ class Limits:
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""
-    announce_s: float = 1.0
-    """At most one announcement to collectors in this time."""
+    announce_s: float = 0.2
+    """At most one announcement to collectors in this time; they ask for fewer where there are many nodes."""
     announce_lag_max_s: float = 330.0
     """A node that has not announced a sweep for this long stops its keepalives, so that it delays no collector more."""
     follow_s: float = 0.25

@@ -47,6 +47,7 @@ class View:
         self.lock = threading.Lock()
         self.revision = 0
         self._full = False
+        self.pace_s = 0.0
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
@@ -132,7 +133,7 @@ class View:
         link = next((event for event in events if event.key == self._keys.gc_seq), None)
         if link is not None:
             self._follow(link)
-        newly: dict[int, _Open] = {}
+        changed = []
         for event in events:
             shard = self._keys.parse_condemned(event.key)
             if event.key == self._keys.gc_full:
@@ -140,14 +141,15 @@ class View:
             elif shard is not None:
                 if link is None or shard >> self._shard_bits:
                     raise ChainBroken(f"{event.key} changed without a link of the chain, or is no shard of this root")
+                changed.append(shard)
                 self._open.pop(shard, None)
                 if event.kv is not None:
                     record = _decoded(Condemned.from_bytes, event.kv.value)
-                    newly[shard] = _Open(event.kv.create_revision, record)
-        if newly:
-            self._open.update(newly)
-            # All of their shards, not only the victims: the memory has no room for whole addresses (rule H3).
-            self._known.forget_shards(list(newly), self._shard_bits)
+                    self._open[shard] = _Open(event.kv.create_revision, record)
+        if changed:
+            # All of their shards, not only the victims: the memory has no room for whole addresses (rule H3).  When a
+            # sweep ends too: a look that began during it may have found what it was about to take.
+            self._known.forget_shards(changed, self._shard_bits)
 
     def _follow(self, link: Event) -> None:
         if link.kv is None:
@@ -155,7 +157,7 @@ class View:
         seq = _decoded(Seq.from_json, link.kv.value)
         if seq.prev != self._nonce:
             raise ChainBroken(f"the chain of sweeps goes on from {seq.prev.hex()}, seen was {self._nonce.hex()}")
-        self._seq, self._nonce = link.kv.value, seq.nonce
+        self._seq, self._nonce, self.pace_s = link.kv.value, seq.nonce, seq.pace_s
 
     def _read(self, snapshot: Snapshot) -> None:
         found: dict[int, _Open] = {}
@@ -165,7 +167,8 @@ class View:
             if shard is not None:
                 found[shard] = _Open(kv.create_revision, _decoded(Condemned.from_bytes, kv.value))
             elif kv.key == self._keys.gc_seq:
-                seq, self._nonce = kv.value, _decoded(Seq.from_json, kv.value).nonce
+                link = _decoded(Seq.from_json, kv.value)
+                seq, self._nonce, self.pace_s = kv.value, link.nonce, link.pace_s
             elif kv.key == self._keys.gc_full:
                 self._full = True
         self._seq, self._open, self.revision = seq, found, snapshot.revision

@@ -66,10 +66,10 @@ def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[st
             if "2 workers serve" in line:
                 break
         programs = descendants(demo.pid)
-        assert len(programs) == 3, programs  # etcd and two workers
+        assert len(programs) == 4, programs  # etcd, two workers and the garbage collector
         demo.send_signal(number)
         assert demo.wait(PATIENCE_S) == 2
         said = demo.stderr.read()
     assert said.strip() == "kvstore demo: interrupted"
-    eventually(lambda: gone(programs), "etcd and workers end")
+    eventually(lambda: gone(programs), "etcd, workers and the collector end")
     assert left(tmp_path) == before

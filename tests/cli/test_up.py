@@ -40,7 +40,7 @@ def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> N
     with serving(tmp_root, "up", "--root", str(root), "--listen", "127.0.0.1:0") as running:
         assert set(running.said) == {"grpc", "etcd", "metrics"}
         programs = descendants(running.child.pid)
-        assert len(programs) == 2, programs  # etcd and a worker
+        assert len(programs) == 3, programs  # etcd, a worker and the garbage collector
         with kvstore.connect(running.grpc) as store:
             cache = store.namespace("model", LAYOUT)
             assert cache.put(tokens, kv(9)).tokens_present == 8
@@ -51,7 +51,7 @@ def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> N
         assert running.end() == 0
         assert running.rest() == "", "one line on standard output, nothing else"
         assert gone(programs)
-        assert "garbage collection is not installed" in running.log.read_text()
+        assert "gc.stopped" in running.log.read_text()
     assert list((root / "staging").iterdir()) == [], "the worker removed its staging folder"
     with kvstore.open(str(root)) as store:
         assert store.namespace("model", LAYOUT).match(tokens) == 8
@@ -77,9 +77,9 @@ def test_children_die_with_it_even_when_it_is_killed(tmp_root: Path) -> None:
     at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--workers", "2", "--drain", "2s")
     with serving(tmp_root, "up", *at) as running:
         programs = descendants(running.child.pid)
-        assert len(programs) == 3, programs
+        assert len(programs) == 4, programs  # etcd, two workers and the garbage collector
         running.end(signal.SIGKILL)
-        eventually(lambda: gone(programs), "etcd and workers end after their parent was killed")
+        eventually(lambda: gone(programs), "etcd, workers and the collector end after their parent was killed")
 
 
 def test_a_worker_that_dies_is_started_again_at_its_address(tmp_root: Path) -> None:

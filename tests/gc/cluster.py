@@ -8,6 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import inline
 
 from kvstore.address import Address, Chain
 from kvstore.client.local import LocalPort
@@ -25,10 +29,6 @@ from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.execute import Sweeper
-from kvstore_gc.plan import Reason, SweepPlan, Victim
-from kvstore_gc.safety import Timings
-from kvstore_gc.threads import inline
 from tests.node.stores import TINY, kv_of
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)

@@ -6,7 +6,6 @@ import pytest
 from kvstore_gc.capacity import SIGN_AGAIN_S, FullSign, Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 
-from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -21,7 +20,7 @@ def space(free: int | None) -> Space:
 
 
 def test_used_bytes_are_followed_by_free_space() -> None:
-    marks = Watermarks(None, 0.9, 0.8)
+    marks = Watermarks(None, 0.9)
     assert marks.level is None
     marks.surveyed(300, space(700))
     assert marks.level == Level(300, 1000)
@@ -32,37 +31,37 @@ def test_used_bytes_are_followed_by_free_space() -> None:
 
 
 def test_what_others_have_filled_is_no_room_of_ours() -> None:
-    marks = Watermarks(None, 0.9, 0.8)
+    marks = Watermarks(None, 0.9)
     marks.surveyed(300, space(100))  # 600 are somebody else's
     assert marks.level == Level(300, 400)
 
 
 @pytest.mark.parametrize(("max_bytes", "free", "capacity"), [(500, 700, 500), (500, 100, 400), (500, None, 500)])
 def test_a_limit_counts_as_far_as_there_is_room(max_bytes: int, free: int | None, capacity: int) -> None:
-    marks = Watermarks(max_bytes, 0.9, 0.8)
+    marks = Watermarks(max_bytes, 0.9)
     marks.surveyed(300, Space(None, free))
     assert marks.level == Level(300, capacity)
 
 
 def test_without_room_and_limit_nothing_is_known() -> None:
-    marks = Watermarks(None, 0.9, 0.8)
+    marks = Watermarks(None, 0.9)
     marks.surveyed(300, Space(None, None))
     assert marks.level is None and not marks.is_urgent
 
 
 def test_a_root_that_cannot_tell_its_free_space_counts_what_was_reaped() -> None:
-    marks = Watermarks(1000, 0.9, 0.8)
+    marks = Watermarks(1000, 0.9)
     marks.surveyed(950, Space(None, None))
     marks.reaped(200)
     assert marks.level == Level(750, 1000)
-    known = Watermarks(1000, 0.9, 0.8)
+    known = Watermarks(1000, 0.9)
     known.surveyed(950, space(50))
     known.reaped(200)
     assert known.level == Level(950, 1000), "free space tells by itself"
 
 
 def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_growth() -> None:
-    marks = Watermarks(None, 0.9, 0.8)
+    marks = Watermarks(None, 0.9)
     marks.surveyed(850, space(150))
     marks.settled()
     assert not marks.is_urgent
@@ -77,12 +76,6 @@ def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_gro
     assert marks.is_urgent
 
 
-@pytest.mark.parametrize(("high", "low"), [(0.8, 0.9), (0.9, 0.9), (1.1, 0.5), (0.9, 0.0)])
-def test_watermarks_that_make_no_sense_are_refused(high: float, low: float) -> None:
-    with pytest.raises(InvalidRequest, match="expected 0 < low < high <= 1"):
-        Watermarks(None, high, low)
-
-
 class Host:
     """One collector with its sign."""
 
@@ -91,7 +84,7 @@ class Host:
         self.collectors = Collectors(self.meta, KEYS, clock=clock, ids=ids)
         self.collectors.beat()
         self.sign = FullSign(self.meta, KEYS, self.collectors, clock)
-        self.marks = Watermarks(1000, 0.9, 0.8)
+        self.marks = Watermarks(1000, 0.9)
 
     def at(self, used: int) -> bool:
         """Whether the sign is there when this much is used."""

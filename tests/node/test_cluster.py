@@ -228,4 +228,5 @@ def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: P
 
         eventually(known_again)
         assert same(cache.get(TOKENS)[1], KV)
-        assert cache.pin(TOKENS, ttl=60).release()
+        with pytest.raises(Unavailable, match="cannot pin"):
+            cache.pin(TOKENS, ttl=60)  # until `kvstore fsck --adopt`: rule C6, in test_pins

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.address import Address
+from kvstore.address import Address, Chain
 from kvstore.client import Store
 from kvstore.format.places import Name
 from kvstore.node.known import Known
 from kvstore.node.limits import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
+from kvstore.tokens import token_array
 from tests.node.stores import TINY, SetClock, chunk_files, kv_of, store_on
 
 NOW_S = 1_800_000_000.0
@@ -33,8 +36,8 @@ def mtimes(root: Path) -> list[int]:
     return sorted((file.stat().st_mtime_ns for file in chunk_files(root)), reverse=True)
 
 
-def chain_stamps(now_s: float, count: int = CHUNKS) -> list[int]:
-    return [stamp_ns(quantum_of(now_s, QUANTUM_S), depth) for depth in range(count)]
+def chain_stamps(now_s: float, count: int = CHUNKS, uses: int = 0) -> list[int]:
+    return [stamp_ns(quantum_of(now_s, QUANTUM_S), depth, uses=uses) for depth in range(count)]
 
 
 def test_a_child_is_strictly_staler_than_its_parent_in_one_quantum() -> None:
@@ -66,10 +69,58 @@ def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root:
             cache.get(TOKENS[: 3 * TINY.chunk_tokens])
             drain(store)
         assert store.stats()["refreshed"] == 3
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, 3) + chain_stamps(NOW_S)[3:]
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, 3, uses=1) + chain_stamps(NOW_S)[3:]
         cache.get(TOKENS)
         drain(store)
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s)
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1)
+
+
+def test_a_renewal_is_a_look_and_a_touch_and_only_a_look_where_another_node_was_first(tmp_root: Path) -> None:
+    calls: list[tuple[str, str]] = []
+
+    class Noting(PosixRoot):
+        def stat(self, name: Name) -> Stat | None:
+            calls.append(("stat", threading.current_thread().name))
+            return super().stat(name)
+
+        def touch(self, name: Name, stamp_ns: int) -> bool:
+            calls.append(("touch", threading.current_thread().name))
+            return super().touch(name, stamp_ns)
+
+    clock = SetClock(NOW_S)
+
+    def renewing(store: Store) -> list[str]:
+        calls.clear()
+        store.namespace("m", TINY).get(TOKENS)
+        drain(store)
+        return [call for call, thread in calls if thread == "kvstore-refresh"]
+
+    with store_on(Noting(tmp_root), clock=clock) as first, store_on(Noting(tmp_root), clock=clock) as second:
+        first.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
+        clock.wall_s += QUANTUM_S
+        # Both read before either renews: nobody's look at the read tells it that there is nothing to do.
+        used = second._port._node._refresher.used  # type: ignore[attr-defined]
+        assert renewing(first) == ["stat"] * CHUNKS + ["touch"] * CHUNKS
+        assert renewing(first) == [], "what is known to be renewed costs nothing"
+        calls.clear()
+        namespace = first.namespace("m", TINY).namespace
+        used(namespace.id, Chain.of(namespace, token_array(TOKENS)).addresses, chained=True)
+        drain(second)
+        assert [call for call, _ in calls] == ["stat"] * CHUNKS
+    assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"
+
+
+def test_uses_are_counted_to_three_and_once_in_a_quantum(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        for uses in (1, 2, 3, 3):
+            clock.wall_s += QUANTUM_S
+            for _ in range(2):
+                cache.get(TOKENS)
+                drain(store)
+            assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=uses)
 
 
 def test_a_put_that_finds_its_chunks_renews_them(tmp_root: Path) -> None:
@@ -81,7 +132,7 @@ def test_a_put_that_finds_its_chunks_renews_them(tmp_root: Path) -> None:
         half = 3 * TINY.chunk_tokens
         cache.put(TOKENS[:half], kv_of(TINY, TOKENS)[:, :, :half])
         drain(store)
-        assert mtimes(tmp_root)[:3] == chain_stamps(clock.wall_s, 3)
+        assert mtimes(tmp_root)[:3] == chain_stamps(clock.wall_s, 3, uses=1)
 
 
 @pytest.mark.parametrize("prefix", [0, 3 * TINY.chunk_tokens])
@@ -103,7 +154,8 @@ def test_a_chunk_is_never_staler_than_its_child_while_a_put_extends_an_old_prefi
         clock.wall_s += 5 * QUANTUM_S
         stamps_at_publish.clear()
         cache.put(TOKENS, kv[:, :, prefix:], prefix=prefix)
-    assert stamps_at_publish == [chain_stamps(clock.wall_s, count) for count in (3, 4, 5)]
+    renewed, written = chain_stamps(clock.wall_s, 3, uses=1), chain_stamps(clock.wall_s)
+    assert stamps_at_publish == [renewed + written[3:count] for count in (3, 4, 5)]
 
 
 def test_a_host_whose_clock_is_behind_does_not_make_a_chunk_staler(tmp_root: Path) -> None:
@@ -126,7 +178,7 @@ def test_atime_plays_no_part(tmp_root: Path) -> None:
         clock.wall_s += QUANTUM_S
         cache.get(TOKENS)
         drain(store)
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s)
+        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1)
 
 
 def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:

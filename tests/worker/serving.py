@@ -29,6 +29,7 @@ from kvstore.node.member import Member
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.statuses import ERROR_KEY
@@ -59,10 +60,11 @@ def serving(
     limits: Limits | None = None,
     worker_limits: WorkerLimits | None = None,
     listen: str = "127.0.0.1:0",
+    clock: Clock | None = None,
 ) -> Iterator[Served]:
     """A worker on ``root`` (memory where none is given), stopped at the end."""
     opened = PosixRoot(root) if isinstance(root, Path) else root or MemoryRoot(MemoryFiles())
-    member = member_on(opened, limits)
+    member = member_on(opened, limits, clock)
     worker = Worker(member, listen, worker_limits)
     try:
         worker.start()

@@ -1,0 +1,137 @@
+"""What an operator asks for, from a file and from options, and the goals that follow for the namespaces there are.
+
+The file (``--policy``) is TOML; whatever an option says too, the option decides:
+
+    ttl = "7d"                  # nothing stays unused for longer
+    max_bytes = "2TiB"          # what chunks may take; else all there is room for
+    high = 0.9                  # above this share of it the least useful chunks are deleted ...
+    low = 0.8                   # ... until they take no more than this
+    order = "uses"              # or "lru": what goes first
+
+    [[quota]]                   # what all namespaces of a tenant may take together
+    tenant = "acme"
+    max_bytes = "200GiB"
+
+    [[quota]]                   # or those of one name, of any tenant unless one is named
+    namespace = "llama-3.1-8b"
+    max_bytes = "50GiB"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore_gc.goals import Goals, Quota
+from kvstore_gc.policy import Order
+
+FILE_BYTES_MAX = 1 << 20
+_KEYS = frozenset({"ttl", "max_bytes", "high", "low", "order", "quota"})
+_QUOTA_KEYS = frozenset({"tenant", "namespace", "max_bytes"})
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A quota as it was asked for: of a tenant, of a namespace's name, or of both; None: any."""
+
+    tenant: str | None
+    namespace: str | None
+    max_bytes: int
+
+    @property
+    def label(self) -> str:
+        """As messages name it."""
+        parts = [("tenant", self.tenant), ("namespace", self.namespace)]
+        return " ".join(f"{what} {name!r}" for what, name in parts if name is not None)
+
+    def covers(self, namespace: Namespace) -> bool:
+        """Whether a namespace counts towards it."""
+        return self.tenant in (None, namespace.tenant) and self.namespace in (None, namespace.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What was asked for. ``max_bytes`` None: all there is room for."""
+
+    ttl_s: float | None = None
+    max_bytes: int | None = None
+    high: float = 0.9
+    low: float = 0.8
+    order: Order = Order.USES
+    shares: tuple[Share, ...] = ()
+
+    def goals(self, namespaces: Sequence[Namespace], capacity_bytes: int | None) -> Goals:
+        """The goals for the namespaces there are. ``capacity_bytes`` is what chunks may take; None: nobody knows.
+
+        Raises InvalidRequest where what was asked for makes no sense.
+        """
+        quotas = tuple(
+            Quota(share.label, frozenset(each.id for each in namespaces if share.covers(each)), share.max_bytes)
+            for share in self.shares
+        )
+        return Goals(self.ttl_s, capacity_bytes, self.high, self.low, quotas, self.order)
+
+
+def read_config(path: str, seconds: Callable[[Any], float], size: Callable[[Any], int]) -> Config:
+    """What a policy file asks for. ``seconds`` and ``size`` read durations and sizes as people write them.
+
+    Raises InvalidRequest where the file cannot be read, or says something that is not known.
+    """
+    fields = _read(path)
+    _known(path, fields, _KEYS)
+    config = Config()
+    try:
+        return Config(
+            ttl_s=seconds(fields["ttl"]) if "ttl" in fields else None,
+            max_bytes=size(fields["max_bytes"]) if "max_bytes" in fields else None,
+            high=_number(path, "high", fields.get("high", config.high)),
+            low=_number(path, "low", fields.get("low", config.low)),
+            order=Order(fields.get("order", config.order.value)),
+            shares=tuple(_share(path, each, size) for each in _tables(path, fields.get("quota", []))),
+        )
+    except ValueError as cause:
+        raise InvalidRequest(f"{path}: {cause}") from cause
+
+
+def _share(path: str, fields: dict[str, Any], size: Callable[[Any], int]) -> Share:
+    _known(f"{path}: a quota", fields, _QUOTA_KEYS)
+    names = [fields.get(what) for what in ("tenant", "namespace")]
+    if names == [None, None] or not all(name is None or isinstance(name, str) for name in names):
+        raise InvalidRequest(f"{path}: a quota names nobody: give tenant or namespace, as text")
+    if "max_bytes" not in fields:
+        raise InvalidRequest(f'{path}: the quota of {names[0] or names[1]!r} has no max_bytes: write "20GiB"')
+    return Share(names[0], names[1], size(fields["max_bytes"]))
+
+
+def _tables(path: str, found: Any) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise InvalidRequest(f"{path}: quota is no list of tables: write [[quota]]")
+    return found
+
+
+def _number(path: str, name: str, found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise InvalidRequest(f"{path}: {name} is {found!r}: expected a share, such as 0.9")
+    return float(found)
+
+
+def _known(where: str, fields: dict[str, Any], keys: frozenset[str]) -> None:
+    unknown = sorted(fields.keys() - keys)
+    if unknown:
+        raise InvalidRequest(f"{where} has {', '.join(map(repr, unknown))}: known are {', '.join(sorted(keys))}")
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        if Path(path).stat().st_size > FILE_BYTES_MAX:
+            raise InvalidRequest(f"the policy {path!r} is over {FILE_BYTES_MAX} bytes")
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as cause:
+        raise InvalidRequest(f"cannot read the policy {path!r}: {cause}") from cause
+    except tomllib.TOMLDecodeError as cause:
+        raise InvalidRequest(f"the policy {path!r} is no TOML: {cause}") from cause

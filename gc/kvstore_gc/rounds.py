@@ -1,0 +1,319 @@
+"""One round: who may run, leftovers, sweeps left open, survey, decision, then the sweeps of the shards that are ours.
+
+Stops after any step without harm: what is open then is adopted by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from kvstore.address import Address
+from kvstore.errors import RootMismatch
+from kvstore.format import places
+from kvstore.meta.generation import Foreign, join_generation, read_generation
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.namespaces import Namespaces
+from kvstore.namespace import Namespace
+from kvstore.recency import NS_PER_S
+from kvstore.root.generations import publish, read_newest
+from kvstore.root.identity import RootIdentity
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids
+from kvstore_gc.capacity import Watermarks
+from kvstore_gc.config import Config
+from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.goals import Goals
+from kvstore_gc.histogram import Tally
+from kvstore_gc.listing import marks_of
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
+from kvstore_gc.safety import Timings
+from kvstore_gc.summary import Example, Explained, NamespaceSummary, Summary
+from kvstore_gc.survey import Survey, survey
+from kvstore_gc.threads import Each
+
+log = logging.getLogger(__name__)
+
+PLANNED_AT_ONCE = 16
+BATCH_VICTIMS_MAX = 131_072
+"""Of one batch of sweeps, which share one grace: their plans are in memory until it is over."""
+BATCH_SHARDS_MAX = 256
+EXAMPLES_MAX = 10
+
+
+class Rounds:
+    """The rounds of one collector. One thread at a time.
+
+    ``shards`` says which of the given number of shards are this collector's now. ``pause`` waits and raises Stopped
+    when the end is near, ``listed`` is called after each shard that was listed for the survey.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        identity: RootIdentity,
+        meta: Meta,
+        config: Config,
+        watermarks: Watermarks,
+        *,
+        shards: Callable[[int], Sequence[int]],
+        each: Each,
+        pause: Callable[[float], object],
+        clock: Clock,
+        ids: Ids,
+        timings: Timings,
+        listed: Callable[[int], object] = lambda shard: None,
+    ) -> None:
+        self._root = root
+        self._identity = identity
+        self._meta = meta
+        self._keys = Keys(identity.root)
+        self._config = config
+        self._watermarks = watermarks
+        self._shards = shards
+        self._each = each
+        self._pause = pause
+        self._clock = clock
+        self._ids = ids
+        self._timings = timings
+        self._listed = listed
+        self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings)
+        self._sweeper = Sweeper(root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause)
+        self._warned = False
+
+    def run(self) -> Summary:
+        """A whole round. Raises the errors of the root and of the metadata store, and Stopped.
+
+        Raises RootMismatch where the metadata store and the root do not belong together.
+        """
+        summary = self._summary(dry_run=False)
+        with self._timed(summary, "check"):
+            self._join()
+            mine = self._shards(summary.shards_count)
+        summary.shards_mine_count = len(mine)
+        with self._timed(summary, "orphans"):
+            summary.orphans += self._orphans.remove(lambda: self._pause(0))
+        _add(summary, self._sweeper.adopt(mine))
+        with self._timed(summary, "orphans"):
+            summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
+        decision = self._decided(summary)
+        left = list(mine) if decision.condemned.count else []
+        while left:
+            left = self._sweep(left, decision, summary)
+        self._watermarks.settled()
+        self._judge(summary)
+        return summary
+
+    def dry_run(self, *, examples_max: int = EXAMPLES_MAX, explain: Sequence[Address] = ()) -> Summary:
+        """What a round would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
+
+        Gives the longest unused as examples, and explains the chunks of these addresses.
+        """
+        summary = self._summary(dry_run=True)
+        with self._timed(summary, "check"):
+            self._compare()
+        summary.shards_mine_count = summary.shards_count
+        decision = self._decided(summary)
+        examples: list[Victim] = []
+        for start in range(0, summary.shards_count if decision.condemned.count else 0, PLANNED_AT_ONCE):
+            for plan in self._plans(range(summary.shards_count)[start : start + PLANNED_AT_ONCE], decision, summary):
+                examples = heapq.nsmallest(examples_max, [*examples, *plan.victims], key=_last_use)
+        summary.used_after_bytes -= sum(tally.bytes for tally in summary.chosen.values())
+        summary.examples = [_example(victim, decision.now_s) for victim in examples]
+        summary.explained = [found for address in explain for found in self._explained(address, decision)]
+        return summary
+
+    def _summary(self, *, dry_run: bool) -> Summary:
+        return Summary(dry_run, self._clock.now_s(), 1 << self._identity.shard_bits)
+
+    def _join(self) -> None:
+        standing = join_generation(
+            self._meta,
+            self._keys,
+            self._ids,
+            read_root=partial(read_newest, self._root),
+            publish_root=partial(publish, self._root, ids=self._ids, clock=self._clock),
+            timeout_s=self._timings.meta_timeout_s,
+        )
+        if isinstance(standing, Foreign):
+            raise RootMismatch(standing.why)
+
+    def _compare(self) -> None:
+        """As ``_join``, without writing the first generation."""
+        on_root = read_newest(self._root)
+        in_meta = read_generation(self._meta, self._keys, self._timings.meta_timeout_s)
+        if on_root is not None and on_root != in_meta:
+            raise RootMismatch(
+                f"the root is of generation {on_root}, etcd of {in_meta}: etcd was wiped, restored, or is another "
+                "cluster's. Nothing can be said until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run"
+            )
+
+    def _decided(self, summary: Summary) -> Decision:
+        """Lists all shards, and decides where to cut."""
+        namespaces = Namespaces(self._meta, self._keys).list(self._timings.meta_timeout_s)
+        goals = self._config.goals(namespaces, None)
+        pinned = marks_of(self._sweeper.pinned().addresses)
+        with self._timed(summary, "survey"):
+            space = self._root.space()
+            found = survey(
+                self._root,
+                self._identity.shard_bits,
+                range(summary.shards_count),
+                self._listing,
+                self._clock.now_s(),
+                goals,
+                pinned,
+            )
+        self._watermarks.surveyed(found.used.bytes, space)
+        level = self._watermarks.level
+        goals = replace(goals, max_bytes=level.capacity_bytes if level else None)
+        self._warn(goals)
+        if level:
+            summary.capacity_bytes = level.capacity_bytes
+            summary.high_bytes = int(goals.high * level.capacity_bytes)
+            summary.low_bytes = int(goals.low * level.capacity_bytes)
+        summary.scanned = found.used
+        summary.used_before_bytes = summary.used_after_bytes = found.used.bytes
+        _name(summary, found, namespaces)
+        decision = decide(found, goals, pinned)
+        summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
+        return decision
+
+    def _listing(self, count: int, work: Callable[[int], object]) -> None:
+        def look(number: int) -> None:
+            work(number)
+            self._listed(number)
+
+        self._each(count, look)
+
+    def _warn(self, goals: Goals) -> None:
+        if self._warned or goals.ttl_s is not None or goals.max_bytes is not None or goals.quotas:
+            return
+        self._warned = True
+        log.warning(
+            "gc.no_limit the root does not know its size: only what its writers gave a time to live is deleted; "
+            "give --max-bytes or --ttl"
+        )
+
+    def _sweep(self, shards: list[int], decision: Decision, summary: Summary) -> list[int]:
+        """Sweeps the first of these shards; those that are left, or have more to take than one sweep can."""
+        batch: list[SweepPlan] = []
+        victims_count = taken = 0
+        with self._timed(summary, "plan"):
+            while taken < min(len(shards), BATCH_SHARDS_MAX) and victims_count < BATCH_VICTIMS_MAX:
+                plans = self._plans(shards[taken : taken + PLANNED_AT_ONCE], decision, summary)
+                batch += plans
+                taken += len(plans)
+                victims_count += sum(len(plan.victims) for plan in plans)
+        report = self._sweeper.sweep(batch)
+        _add(summary, report)
+        summary.used_after_bytes = max(0, summary.used_after_bytes - report.reaped_bytes)
+        self._watermarks.reaped(report.reaped_bytes)
+        # Only where something was taken: what could not be taken now would be chosen again and again.
+        again = [plan.shard for plan in batch if Reason.LATER in plan.kept] if report.reaped_count else []
+        return shards[taken:] + again
+
+    def _plans(self, shards: Sequence[int], decision: Decision, summary: Summary) -> list[SweepPlan]:
+        """The plans of some shards, counted."""
+        plans: list[SweepPlan | None] = [None] * len(shards)
+
+        def plan(at: int) -> None:
+            plans[at] = plan_shard(shards[at], self._root.list(places.shard_folder(shards[at])), decision)
+
+        self._each(len(shards), plan)
+        found = [each for each in plans if each is not None]
+        for each in found:
+            _count(summary, each)
+        return found
+
+    def _explained(self, address: Address, decision: Decision) -> Iterator[Explained]:
+        """Why the chunks of an address are kept or condemned."""
+        shard = places.shard(address, self._identity.shard_bits)
+        for entry in self._root.list(places.shard_folder(shard)):
+            parsed = places.parse_chunk(entry.name)
+            verdict = explain(shard, entry, decision) if parsed and parsed[0] == address else None
+            if parsed and verdict:
+                yield Explained(
+                    address.hex(),
+                    parsed[1].hex(),
+                    verdict.reason.value,
+                    verdict.reason.condemns,
+                    verdict.idle_s,
+                    verdict.weighted_s,
+                    verdict.cutoff_s,
+                )
+
+    def _judge(self, summary: Summary) -> None:
+        """Says what the round had to do and could not."""
+        abandoned, left = summary.sweeps["abandoned"], summary.sweeps["left"]
+        if abandoned:
+            summary.unfinished.append(f"{abandoned} sweeps were abandoned: nodes did not announce them in time")
+        if left:
+            summary.unfinished.append(f"{left} sweeps are still in flight")
+        if summary.orphans["failed"]:
+            summary.unfinished.append("some leftovers could not be removed")
+        is_alone = summary.shards_mine_count == summary.shards_count
+        if is_alone and summary.high_bytes is not None and summary.used_after_bytes > summary.high_bytes:
+            summary.unfinished.append(
+                f"chunks still take {summary.used_after_bytes} bytes, over the high watermark of {summary.high_bytes}: "
+                "the rest is pinned, or was used meanwhile"
+            )
+
+    @contextmanager
+    def _timed(self, summary: Summary, phase: str) -> Iterator[None]:
+        began_s = self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            summary.spent(phase, self._clock.monotonic_s() - began_s)
+
+
+def _name(summary: Summary, found: Survey, namespaces: Sequence[Namespace]) -> None:
+    known = {each.id: each for each in namespaces}
+    for namespace, tally in found.namespaces.items():
+        record = known.get(namespace)
+        tenant, name = (record.tenant, record.name) if record else (None, None)
+        summary.namespaces[namespace.hex()] = NamespaceSummary(namespace.hex(), tenant, name, tally)
+
+
+def _count(summary: Summary, plan: SweepPlan) -> None:
+    """Adds what a plan takes."""
+    for victim in plan.victims:
+        one, reason = Tally(1, victim.size_bytes), victim.reason.value
+        namespace = summary.namespaces.setdefault(victim.namespace.hex(), NamespaceSummary(victim.namespace.hex()))
+        for counts in (summary.chosen, namespace.chosen):
+            counts[reason] = counts.get(reason, Tally()) + one
+
+
+def _add(summary: Summary, report: SweepReport) -> None:
+    """Adds what came of some sweeps."""
+    summary.condemned += Tally(report.condemned_count, report.condemned_bytes)
+    summary.reaped += Tally(report.reaped_count, report.reaped_bytes)
+    summary.spared += report.kept
+    for outcome, count in (
+        ("begun", report.sweeps_count),
+        ("adopted", report.adopted_count),
+        ("abandoned", report.abandoned_count),
+        ("left", report.left_count),
+    ):
+        summary.sweeps[outcome] += count
+    for phase, seconds in report.seconds.items():
+        summary.spent(phase, seconds)
+
+
+def _last_use(victim: Victim) -> int:
+    return victim.mtime_ns
+
+
+def _example(victim: Victim, now_s: float) -> Example:
+    idle_s = max(0.0, now_s - victim.mtime_ns / NS_PER_S)
+    return Example(
+        victim.address.hex(), victim.namespace.hex(), victim.reason.value, victim.size_bytes, round(idle_s, 1)
+    )

@@ -1,0 +1,230 @@
+"""What lies on a root, seen in one streaming pass: enough to say where to cut, and small enough to be shared.
+
+Its size depends on limits alone, not on how many chunks there are.  Collectors that share the shards each make one of
+theirs and add them up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.format import places
+from kvstore.namespace import NamespaceId
+from kvstore.root.interface import Root
+from kvstore_gc.goals import Goals
+from kvstore_gc.histogram import EMPTY, Histogram, Tally
+from kvstore_gc.judged import NO_MARKS, judge, tally_of
+from kvstore_gc.listing import Listed, Marks, id_of, listed
+from kvstore_gc.policy import Column
+from kvstore_gc.threads import Each
+
+NAMESPACES_MAX = 512
+"""Named in a survey, the largest ones; beyond that they are counted together."""
+SHARED_BINS_MAX = 2_000
+"""Of all histograms of a survey that is shared, so that it stays below 100 KB."""
+_FOLD_COUNT = 65_536
+"""Chunks to gather before they go into histograms: folding costs by the histogram."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What lies in some shards, as of ``now_s``, for one set of goals. Bytes and counts are exact."""
+
+    now_s: int
+    shard_bits: int
+    shards_count: int
+    """Those it saw."""
+    expired: Tally
+    """Past their time to live; in no histogram."""
+    foreign: Tally
+    """Beside the chunks: not ours, left alone, and in no other figure."""
+    groups: tuple[Histogram, ...]
+    """By rank, one for each group of namespaces of the goals; neither expired nor pinned chunks."""
+    pinned: tuple[Tally, ...]
+    """Pinned chunks of each group."""
+    namespaces: Mapping[NamespaceId, Tally]
+    """The largest ones, expired chunks too."""
+    unnamed: Tally
+    """All other namespaces."""
+
+    @property
+    def used(self) -> Tally:
+        """All chunks, expired ones too."""
+        return sum((*(group.total for group in self.groups), *self.pinned), self.expired)
+
+    @property
+    def _frame(self) -> tuple[int, int, int]:
+        return self.now_s, self.shard_bits, len(self.groups)
+
+    def __add__(self, other: Survey) -> Survey:
+        if self._frame != other._frame:
+            raise InvalidRequest("surveys of another moment or root, or for other goals, cannot be added: survey again")
+        namespaces = dict(self.namespaces)
+        for namespace, tally in other.namespaces.items():
+            namespaces[namespace] = namespaces.get(namespace, Tally()) + tally
+        kept, beyond = _largest(namespaces)
+        return Survey(
+            self.now_s,
+            self.shard_bits,
+            self.shards_count + other.shards_count,
+            self.expired + other.expired,
+            self.foreign + other.foreign,
+            tuple(mine + theirs for mine, theirs in zip(self.groups, other.groups, strict=True)),
+            tuple(mine + theirs for mine, theirs in zip(self.pinned, other.pinned, strict=True)),
+            kept,
+            self.unnamed + other.unnamed + beyond,
+        )
+
+    def to_json(self) -> bytes:
+        """At most about 100 KB; histograms lose resolution where they have to, but no bytes."""
+        bins_max = max(4, SHARED_BINS_MAX // len(self.groups))
+        return json.dumps(
+            {
+                "now_s": self.now_s,
+                "shard_bits": self.shard_bits,
+                "shards": self.shards_count,
+                "expired": _pair(self.expired),
+                "foreign": _pair(self.foreign),
+                "unnamed": _pair(self.unnamed),
+                "namespaces": {namespace.hex(): _pair(tally) for namespace, tally in self.namespaces.items()},
+                "groups": [group.to_text(bins_max) for group in self.groups],
+                "pinned": [_pair(tally) for tally in self.pinned],
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Survey:
+        """The inverse of to_json, at that resolution. Raises RootMismatch for anything else."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            return cls(
+                int(fields["now_s"]),
+                int(fields["shard_bits"]),
+                int(fields["shards"]),
+                Tally(*map(int, fields["expired"])),
+                Tally(*map(int, fields["foreign"])),
+                tuple(Histogram.from_text(group) for group in fields["groups"]),
+                tuple(Tally(*map(int, pair)) for pair in fields["pinned"]),
+                {NamespaceId(bytes.fromhex(key)): Tally(*map(int, pair)) for key, pair in fields["namespaces"].items()},
+                Tally(*map(int, fields["unnamed"])),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+            raise RootMismatch(f"not a survey: {cause}") from cause
+
+
+def survey(
+    root: Root,
+    shard_bits: int,
+    shards: Sequence[int],
+    each: Each,
+    now_s: float,
+    goals: Goals,
+    pinned: Marks = NO_MARKS,
+) -> Survey:
+    """Lists these shards once. Raises the root's errors, and what ``each`` raises.
+
+    ``pinned`` is advice: it keeps chunks out of the plan that the sweep would spare, so that others go instead.
+    """
+    idle: deque[_Surveyor] = deque()
+
+    def look(place: int) -> None:
+        shard = shards[place]
+        try:
+            surveyor = idle.pop()  # atomic: each is used by one thread at a time
+        except IndexError:
+            surveyor = _Surveyor(int(now_s), goals, pinned)
+        for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
+            surveyor.see(batch)
+        idle.append(surveyor)
+
+    each(len(shards), look)
+    nothing = _Surveyor(int(now_s), goals, pinned).done(shard_bits, len(shards))
+    return reduce(add, (surveyor.done(shard_bits, 0) for surveyor in idle), nothing)
+
+
+class _Surveyor:
+    """One thread's survey while it grows."""
+
+    def __init__(self, now_s: int, goals: Goals, pinned: Marks) -> None:
+        self._now_s = now_s
+        self._goals = goals
+        self._marks = pinned
+        self._expired = self._foreign = self._unnamed = Tally()
+        self._groups = [EMPTY] * len(goals.group_quotas)
+        self._pinned = [Tally()] * len(goals.group_quotas)
+        self._namespaces: dict[NamespaceId, Tally] = {}
+        self._gathered: list[tuple[Column, Column, Column]] = []
+        self._gathered_count = 0
+
+    def see(self, batch: Listed) -> None:
+        """Takes in some chunks."""
+        self._foreign += batch.foreign
+        self._count(batch)
+        judged = judge(batch, self._now_s, self._goals, self._marks)
+        self._expired += tally_of(judged.expired, batch)
+        if judged.pinned.any():
+            for group in np.unique(judged.groups[judged.pinned]).tolist():
+                self._pinned[group] += tally_of(judged.pinned & (judged.groups == group), batch)
+        left = ~(judged.expired | judged.pinned)
+        self._gathered.append((judged.groups[left], judged.ranks[left], batch.sizes_bytes[left]))
+        self._gathered_count += len(left)
+        if self._gathered_count >= _FOLD_COUNT:
+            self._fold()
+
+    def done(self, shard_bits: int, shards_count: int) -> Survey:
+        """What it saw."""
+        self._fold()
+        kept, beyond = _largest(self._namespaces)
+        return Survey(
+            self._now_s,
+            shard_bits,
+            shards_count,
+            self._expired,
+            self._foreign,
+            tuple(self._groups),
+            tuple(self._pinned),
+            kept,
+            self._unnamed + beyond,
+        )
+
+    def _count(self, batch: Listed) -> None:
+        numbers, at, counts = np.unique(batch.namespaces, return_inverse=True, return_counts=True)
+        sizes_bytes = np.zeros(len(numbers), np.int64)
+        np.add.at(sizes_bytes, at, batch.sizes_bytes)
+        for number, count, size_bytes in zip(numbers.tolist(), counts.tolist(), sizes_bytes.tolist(), strict=True):
+            namespace = id_of(number)
+            self._namespaces[namespace] = self._namespaces.get(namespace, Tally()) + Tally(count, size_bytes)
+        if len(self._namespaces) > 8 * NAMESPACES_MAX:
+            self._namespaces, beyond = _largest(self._namespaces)
+            self._unnamed += beyond
+
+    def _fold(self) -> None:
+        if not self._gathered:
+            return
+        groups, here, sizes_bytes = (np.concatenate(column) for column in zip(*self._gathered, strict=True))
+        for group in np.unique(groups).tolist():
+            those = groups == group
+            self._groups[group] += Histogram.of(here[those], sizes_bytes[those])
+        self._gathered.clear()
+        self._gathered_count = 0
+
+
+def _largest(namespaces: Mapping[NamespaceId, Tally]) -> tuple[dict[NamespaceId, Tally], Tally]:
+    """The NAMESPACES_MAX largest, and all others together."""
+    order = sorted(namespaces, key=lambda one: (-namespaces[one].bytes, one))
+    beyond = sum((namespaces[one] for one in order[NAMESPACES_MAX:]), Tally())
+    return {one: namespaces[one] for one in order[:NAMESPACES_MAX]}, beyond
+
+
+def _pair(tally: Tally) -> tuple[int, int]:
+    return tally.count, tally.bytes

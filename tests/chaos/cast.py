@@ -1,0 +1,196 @@
+"""The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root on one or two mounts.
+
+Each can be stopped, killed and started again at any time; what they promised and did is in ``folder``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.errors import Unavailable
+from kvstore.meta.server import EmbeddedEtcd
+from tests.chaos.journal import COUNTS, Fact, Journals
+from tests.etcd_fixture import eventually, running_etcd
+
+WAIT_S = 60.0
+SHARD_BITS = 4
+FOUND_BROKEN = 3
+"""Exit code of a node or auditor that found a promise broken."""
+
+
+@dataclass
+class Part:
+    """One process, started again after each of its deaths."""
+
+    name: str
+    command: list[str]
+    folder: Path
+    has_journal: bool
+    process: subprocess.Popen[bytes] | None = None
+    starts_count: int = 0
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of those that ended by themselves."""
+
+    def start(self) -> None:
+        """Starts it, unless it runs."""
+        if self.is_running:
+            return
+        self.starts_count += 1
+        base = self.folder / f"{self.name}.{self.starts_count:03}"
+        own = ["--journal", f"{base}.journal"] if self.has_journal else []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with open(f"{base}.out", "wb") as out, open(f"{base}.log", "wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *self.command, *own], stdout=out, stderr=errors, env=environment
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs; where it has ended by itself, that is noted."""
+        if self.process is None:
+            return False
+        code = self.process.poll()
+        if code is None:
+            return True
+        self.codes.append(code)
+        self.process = None
+        return False
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        if self.is_running and self.process is not None:
+            self.process.kill()
+            code = self.process.wait(WAIT_S)
+            if code != -signal.SIGKILL:
+                self.codes.append(code)
+            self.process = None
+
+    def end(self, wait_s: float = WAIT_S) -> None:
+        """SIGTERM, and waits for its end."""
+        if self.process is not None:
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGTERM)
+            self.codes.append(self.process.wait(wait_s))
+            self.process = None
+
+
+class Cast:
+    """All of them. ``roots`` are the mounts of the root, which nodes and collectors take turns to use."""
+
+    def __init__(self, roots: Sequence[Path], folder: Path, etcd: EmbeddedEtcd, *, weak: bool = False) -> None:
+        self.roots = list(roots)
+        self.folder = folder
+        self.etcd = etcd
+        self.parts: dict[str, Part] = {}
+        self._weak = ["--weak"] if weak else []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def node(self, name: str, prompts: int) -> Part:
+        """A node that does a bit of everything."""
+        return self._add(
+            name, ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *self._weak], has_journal=True
+        )
+
+    def collector(self, name: str, *options: str) -> Part:
+        """``kvstore-gc``."""
+        return self._add(name, ["kvstore_gc", *self._where(), "--json", *options])
+
+    def auditor(self) -> Part:
+        """The one who looks at pins whose owners may be dead."""
+        where = ["--root", str(self.roots[-1]), "--shard-bits", str(SHARD_BITS), "--journals", str(self.folder)]
+        return self._add("auditor", ["tests.chaos.auditor", *where, *self._weak], has_journal=True)
+
+    def part(self, name: str, *command: str) -> Part:
+        """Any other process, told where root and etcd are."""
+        return self._add(name, [*command, *self._where()])
+
+    def _where(self) -> list[str]:
+        root = self.roots[len(self.parts) % len(self.roots)]
+        return ["--root", str(root), "--etcd", self.etcd.endpoints]
+
+    def _add(self, name: str, command: list[str], *, has_journal: bool = False) -> Part:
+        part = self.parts[name] = Part(name, command, self.folder, has_journal)
+        part.start()
+        return part
+
+    # etcd
+
+    def kill_etcd(self) -> None:
+        """SIGKILL."""
+        if self.etcd.running:
+            os.kill(self.etcd.pid, signal.SIGKILL)
+            eventually(lambda: not self.etcd.running)
+
+    def signal_etcd(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it runs."""
+        try:
+            os.kill(self.etcd.pid, number)
+        except (Unavailable, ProcessLookupError):
+            pass
+
+    # What they did
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has found a promise broken."""
+        return any(not part.is_running and FOUND_BROKEN in part.codes for part in self.parts.values())
+
+    def facts(self, *kinds: str) -> list[tuple[str, Fact]]:
+        """All facts of these kinds, with the names of the journals."""
+        return [(name, fact) for name, fact in Journals(self.folder).new() if fact["fact"] in kinds]
+
+    def counts(self) -> Counter[str]:
+        """What nodes and the auditor counted, all together."""
+        last = dict(self.facts(COUNTS))
+        total: Counter[str] = Counter()
+        for fact in last.values():
+            total.update({name: count for name, count in fact.items() if name not in ("fact", "at_s")})
+        return total
+
+    def rounds(self) -> Counter[str]:
+        """What the collectors said of their rounds, summed up."""
+        total: Counter[str] = Counter()
+        for path in self.folder.glob("*.out"):
+            for line in path.read_text().splitlines():
+                if not (line.startswith("{") and line.endswith("}")):
+                    continue  # killed in the middle of it
+                summary = json.loads(line)
+                total["rounds"] += 1
+                for key in ("condemned", "reaped"):
+                    total[key] += summary[key]["chunks"]
+                total.update({f"sweeps {name}": count for name, count in summary["sweeps"].items()})
+                total.update({f"spared {name}": count for name, count in summary["spared"].items()})
+                total.update({f"orphans {name}": count for name, count in summary["orphans"].items()})
+        return total
+
+    def tail(self, name: str, lines: int = 15) -> str:
+        """The end of the newest log of a process."""
+        newest = max(self.folder.glob(f"{name}.*.log"), default=None)
+        return "" if newest is None else "\n".join(newest.read_text().splitlines()[-lines:])
+
+
+@contextmanager
+def cast(roots: Sequence[Path], folder: Path, *, weak: bool = False) -> Iterator[Cast]:
+    """A cast with an etcd of its own; all of it is gone at the end."""
+    with running_etcd(folder / "etcd") as etcd:
+        made = Cast(roots, folder / "cast", etcd, weak=weak)
+        try:
+            yield made
+        finally:
+            made.signal_etcd(signal.SIGCONT)
+            for part in made.parts.values():
+                part.kill()

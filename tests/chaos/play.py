@@ -1,0 +1,150 @@
+"""One chaos run from beginning to end, on one mount or two, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import inline
+
+import kvstore
+from kvstore.format import places
+from kvstore.fsck import fsck
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.keys import Keys
+from kvstore.root.identity import RootIdentity, read_identity
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds, SystemClock
+from tests.chaos.cast import SHARD_BITS, Cast, cast
+from tests.chaos.gauge import Gauge, used_bytes
+from tests.chaos.journal import MISS, VIOLATION
+from tests.chaos.pins import LivePins
+from tests.chaos.saboteur import Saboteur
+from tests.etcd_fixture import eventually
+
+MIB = 1 << 20
+NODES = 3
+PROMPTS = 400
+MAX_BYTES = 6 * MIB
+"""All prompts together take about three times as much, so that there is something to collect all the time."""
+HIGH = 0.9
+SESSION_S = 20.0
+CALM_S = 3.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run, in numbers."""
+
+    attacks: Counter[str]
+    counts: Counter[str]
+    rounds: Counter[str]
+    most_bytes: int
+    used_bytes: int
+    misses_count: int
+    pins_checked: int
+    unreachable_count: int
+
+    def __str__(self) -> str:
+        def line(title: str, numbers: Counter[str]) -> str:
+            return f"{title}: " + ", ".join(f"{name} {count}" for name, count in sorted(numbers.items()) if count)
+
+        return "\n".join(
+            (
+                line("attacks", self.attacks),
+                line("nodes", self.counts),
+                line("collectors", self.rounds),
+                f"used bytes: at most {self.most_bytes:,}, at the end {self.used_bytes:,} of {MAX_BYTES:,}",
+                f"pins in force at the end: {self.pins_checked}; chunks without parent: {self.unreachable_count}",
+                f"misses of held or pinned chunks: {self.misses_count}",
+            )
+        )
+
+
+def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, weak: bool = False) -> Outcome:
+    """Nodes, collectors and etcd under attack for so long; asserts what the protocol promises."""
+    roots = [mount / "root" for mount in mounts]
+    kvstore.open(str(roots[0]), shard_bits=SHARD_BITS).close()
+    with cast(roots, folder, weak=weak) as players:
+        limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
+        nodes = [players.node(f"node{number}", PROMPTS) for number in range(NODES)]
+        pauses_s = dict.fromkeys((node.name for node in nodes), 15.0)
+        pauses_s |= {players.collector(name, "--interval", "1s", *limits).name: 6.0 for name in ("gc0", "gc1")}
+        # Whatever nobody uses at this very moment: so that sweeps meet holds and pins, and not only what is forgotten.
+        pauses_s |= {players.collector("cron", "--once", "--ttl", "0s").name: 4.0, "etcd": 10.0}
+        auditor = players.auditor()
+        gauge = Gauge(roots[0], 0.5)
+        saboteur = Saboteur(players, seed, pauses_s)
+        saboteur.play(seconds)
+        time.sleep(CALM_S)
+        gauge.close()
+        for part in nodes:
+            part.end()
+        for part in players.parts.values():
+            part.end()
+        assert not players.facts(VIOLATION), f"promises were broken: {players.facts(VIOLATION)}"
+        assert all(code == 0 for part in (*nodes, auditor) for code in part.codes), _said(players)
+        assert not any("Traceback" in path.read_text() for path in players.folder.glob("*.log")), _said(players)
+        return _afterwards(players, roots, gauge, saboteur)
+
+
+def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Saboteur) -> Outcome:
+    """Every session is over: one round more, and nothing may be left of all that."""
+    root = PosixRoot(roots[0])
+    identity = read_identity(root)
+    assert identity is not None
+    keys, meta = Keys(identity.root), EtcdMeta(players.etcd.endpoints)
+    try:
+        eventually(lambda: not meta.count(keys.sessions), SESSION_S)
+        last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
+        assert last.process is not None
+        code = last.process.wait(60.0)
+        pins = LivePins(roots[-1], identity.shard_bits, players.folder)
+        in_force = pins.in_force()
+        broken = [found for pin in in_force if (found := pins.broken(pin))]
+        assert not broken, f"pins in force whose chunks are gone: {broken}"
+        assert not list(root.list(places.TRASH)), "trash is left"
+        assert not meta.count(keys.condemned), "sweeps are left"
+        report = fsck(root, identity)
+        assert report.is_clean, f"fsck: {report.findings}"
+        used = used_bytes(roots[0])
+        assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
+        assert used <= HIGH * MAX_BYTES
+        _remove_leftovers(root, identity, meta)
+        for place in (places.STAGING, places.PLANS, places.TRASH, places.QUARANTINE):
+            assert not list(root.list(place)), f"{place} is not empty"
+    finally:
+        meta.close()
+    return Outcome(
+        saboteur.done,
+        players.counts(),
+        players.rounds(),
+        gauge.most,
+        used,
+        len(players.facts(MISS)),
+        len(in_force),
+        report.unreachable_count or 0,
+    )
+
+
+def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
+    """What collectors do in an hour or a day, at once: nobody is left who could still be using it."""
+    at_once = Timings(staging_age_s=0.001, orphan_age_s=0.001, quarantine_age_s=0.001)
+    orphans = Orphans(root, identity, meta, clock=SystemClock(), timings=at_once)
+    for _ in range(2):  # an empty folder must have been empty in the round before
+        orphans.remove()
+    sweeper = Sweeper(
+        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=at_once, each=inline, pause=time.sleep
+    )
+    assert not sweeper.lift_unnamed()
+
+
+def _said(players: Cast) -> str:
+    said = [f"{name}: ended with {part.codes}\n{players.tail(name)}" for name, part in players.parts.items()]
+    return "\n".join(said)

@@ -1,0 +1,89 @@
+"""Damaged files: set aside by rename, looked at there, put back where the wrong one was taken (W3).
+
+Whoever does it needs no session, and may stop after any step; a collector's round then puts whole ones back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.model.config import Config, Dropped
+from tests.model.etcd import Step
+from tests.model.state import Mender, Set, State, Violation, put
+from tests.model.world import NEW
+
+SAW_DAMAGE, TAKEN, WHOLE, LINKED, DROPPING, ENDED = range(1, 7)
+
+
+def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
+    """What everybody who mends may do next; the last ``k.restorers`` of them are collectors."""
+    for i, mender in enumerate(s.menders):
+        if mender.pc == NEW and i < k.menders:
+            if s.files[0] in s.damaged:
+                yield f"m{i}.read_damaged(i{s.files[0]})", _with(s, i, SAW_DAMAGE, None)
+        elif mender.pc == NEW:
+            if "aside_never_restored" not in dropped:
+                yield from _round(s, i, dropped)
+        elif mender.pc == SAW_DAMAGE:
+            yield _take(s, i, dropped)
+        elif mender.taken is not None:
+            yield _settle(s, i, mender.pc, mender.taken, ENDED if i < k.menders else NEW, dropped)
+
+
+def _round(s: State, i: int, dropped: Dropped) -> Iterator[Step]:
+    for entry in s.quarantine:
+        is_whole = entry.inc not in s.damaged or "aside_restored_unlooked" in dropped
+        pc = DROPPING if "aside_emptied_unlooked" in dropped or not is_whole else WHOLE
+        yield f"m{i}.round_sees(q{entry.name}:i{entry.inc})", _with(s, i, pc, entry)
+
+
+def _take(s: State, i: int, dropped: Dropped) -> Step:
+    """The look is old by now: this may take a whole file, which another has put there since."""
+    inc = s.files[0]
+    if not inc:
+        return f"m{i}.aside_enoent", _with(s, i, ENDED, None)
+    taken = Set(i, inc)
+    gone = s._replace(files=put(s.files, 0, 0))
+    if "aside_by_unlink" in dropped:
+        return _checked(gone, inc, f"m{i}.unlink(i{inc})"), _with(gone, i, ENDED, None)
+    return f"m{i}.aside(i{inc}->q{i})", _with(gone._replace(quarantine=s.quarantine | {taken}), i, TAKEN, taken)
+
+
+def _settle(s: State, i: int, pc: int, entry: Set, end: int, dropped: Dropped) -> Step:
+    if pc == TAKEN:
+        if entry.inc in s.damaged and "aside_restored_unlooked" not in dropped:
+            return f"m{i}.is_damaged", _with(s, i, ENDED, None)
+        if "aside_never_restored" in dropped:
+            return f"m{i}.is_whole:leave", _with(s, i, ENDED, None)
+        return f"m{i}.is_whole", _with(s, i, DROPPING if "aside_unlooked" in dropped else WHOLE, entry)
+    if pc == WHOLE:
+        return _link_back(s, i, entry, dropped)
+    left = s._replace(quarantine=s.quarantine - {entry})
+    if entry in s.quarantine:
+        _checked(left, entry.inc, f"m{i}.unlink(q{entry.name})")
+    return f"m{i}.unlink(q{entry.name})", _with(left, i, end, None)
+
+
+def _link_back(s: State, i: int, entry: Set, dropped: Dropped) -> Step:
+    """By link, if absent: a newer one at the name stays. Another may have settled the entry already."""
+    there = s.files[0]
+    label = f"m{i}.link_back(i{entry.inc})"
+    if entry not in s.quarantine or (there and "aside_overwrites" not in dropped):
+        return f"m{i}.link_back_exists", _with(s, i, LINKED, entry)
+    if entry.inc in s.damaged:
+        raise Violation("I4", "a damaged file was put back at its name", label)
+    if there not in (0, entry.inc) and there not in s.damaged:
+        raise Violation("I3", "putting back replaced a newer publication", label)
+    return label, _with(s._replace(files=put(s.files, 0, entry.inc)), i, LINKED, entry)
+
+
+def _checked(left: State, inc: int, label: str) -> str:
+    """Raises where the last whole publication goes: a newer one must never be lost."""
+    survivors = [*left.files, *(entry.inc for entry in left.quarantine), *(entry.inc for entry in left.trash)]
+    if inc not in left.damaged and all(one == 0 or one in left.damaged for one in survivors):
+        raise Violation("I3", "a whole publication was destroyed", label)
+    return label
+
+
+def _with(s: State, i: int, pc: int, taken: Set | None) -> State:
+    return s._replace(menders=put(s.menders, i, Mender(pc, taken)))

@@ -1,0 +1,309 @@
+"""Pins of a node: twins on the root where metadata are shared, what is really there, what a lost etcd changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import kvstore
+from kvstore.address import Chain
+from kvstore.cli.app import app
+from kvstore.client.cache import Cache
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.format import places
+from kvstore.format.generation import Generation
+from kvstore.fsck import adopt
+from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.pins import PinRecord
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.node.opening import join
+from kvstore.root.faulty import EIO, FaultyRoot, Hang
+from kvstore.root.faulty import Rule as RootRule
+from kvstore.root.generations import newest_number, publish
+from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.twins import list_twins, read_twin
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.tokens import token_array
+from tests.etcd_fixture import eventually, running_etcd
+from tests.node.stores import TINY, kv_of, same, store_on
+
+TOKENS = np.arange(6 * TINY.chunk_tokens)
+KV = kv_of(TINY, TOKENS)
+CHAIN = Chain.of(Namespace.of("m", TINY), token_array(TOKENS))
+LIMITS = Limits(meta_deadline_s=2.0)
+
+
+class Shared:
+    """A cluster in memory: stores on one root and one etcd, both of which can be made to fail."""
+
+    def __init__(self, files: MemoryFiles | None = None) -> None:
+        self.files = files or MemoryFiles()
+        self.etcd = MemoryStore()
+        self.meta = FaultyMeta(MemoryMeta(self.etcd))
+        self.root = FaultyRoot(MemoryRoot(self.files))
+
+    @contextmanager
+    def store(self, limits: Limits = LIMITS) -> Iterator[Store]:
+        ids, clock = RandomIds(), SystemClock()
+        identity = create_or_open(self.root, ids)
+        member = join(self.root, identity, self.meta, durable=False, limits=limits, clock=clock, ids=ids, shared=True)
+        with Store(LocalPort(member)) as opened:
+            yield opened
+
+    @property
+    def keys(self) -> Keys:
+        identity = create_or_open(self.root.inner, RandomIds())
+        return Keys(identity.root)
+
+    def refs(self) -> list[bytes]:
+        return [kv.value for kv in self.etcd.list(self.keys.refs).items]
+
+    def twins(self) -> list[bytes | None]:
+        return [read_twin(self.root.inner, name) for name in list_twins(self.root.inner)]
+
+
+def filled(store: Store) -> Cache:
+    cache = store.namespace("m", TINY)
+    cache.put(TOKENS, KV)
+    return cache
+
+
+def remove_chunk(root: Root, index: int) -> None:
+    """Deletes a chunk behind the node's back, as a damaged disk or another hand might."""
+    assert root.remove(places.chunk(CHAIN.addresses[index], CHAIN.namespace.id, SHARD_BITS_DEFAULT))
+
+
+def test_c5_a_pin_of_a_cluster_has_a_twin_and_one_of_a_lone_node_has_none() -> None:
+    cluster, alone = Shared(), MemoryRoot()
+    with cluster.store() as store:
+        pin = filled(store).pin(TOKENS, ttl=60)
+        assert cluster.refs() == cluster.twins() and len(cluster.twins()) == 1
+        assert pin.release() and cluster.refs() == cluster.twins() == []
+    with store_on(alone) as store:
+        assert filled(store).pin(TOKENS, ttl=60).tokens == len(TOKENS)
+        assert list(list_twins(alone)) == []
+
+
+def test_p4_a_pin_counts_the_tokens_that_are_really_there() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        cache = filled(store)
+        assert cache.match(TOKENS) == len(TOKENS), "and so it is remembered"
+        remove_chunk(cluster.root.inner, 4)
+        pin = cache.pin(TOKENS, ttl=60)
+        assert pin.tokens == 4 * TINY.chunk_tokens
+        assert pin.release()
+        remove_chunk(cluster.root.inner, 0)
+        assert cache.pin(TOKENS, ttl=60).tokens == 0
+        assert cluster.refs() == cluster.twins() == [], "a pin on nothing is none"
+
+
+def test_p4_what_a_pin_misses_is_protected_once_it_is_put_again() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        cache = filled(store)
+        assert cache.match(TOKENS) == len(TOKENS)
+        remove_chunk(cluster.root.inner, 5)
+        cache.pin(TOKENS, ttl=60)
+        (content,) = cluster.twins()
+        assert content is not None
+        assert PinRecord.from_bytes(content, "twin").addresses == tuple(CHAIN.addresses)
+
+
+def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
+    """The session dies while the ref is being put: nobody held the chunks any more, so nobody may be told so."""
+    cluster = Shared()
+    with cluster.store() as store:
+        cache = filled(store)
+        hang = Hang()
+        cluster.root.set_rules([RootRule("publish", hang, lambda name: name.startswith(places.PINS), times=1)])
+        failed: list[Exception] = []
+
+        def pin() -> None:
+            try:
+                cache.pin(TOKENS, ttl=60)
+            except KVStoreError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=pin)
+        thread.start()
+        assert hang.reached.wait(10)
+        store._port._member.node.holds.drop_all()  # type: ignore[attr-defined]
+        hang.release.set()
+        thread.join(10)
+        assert [type(error) for error in failed] == [HoldBroken]
+        assert cluster.refs() == cluster.twins() == []
+        cluster.root.set_rules([])
+        assert cache.pin(TOKENS, ttl=60).tokens == len(TOKENS)
+
+
+def test_p3_a_pin_that_fails_leaves_nothing_and_is_not_claimed() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        cache = filled(store)
+        for rule in (Rule(Fault.NOT_SENT, ("txn",), key="refs/"), Rule(Fault.NOT_SENT, ("grant",))):
+            cluster.meta.add(rule)
+            with pytest.raises(Unavailable):
+                cache.pin(TOKENS, ttl=60)
+            cluster.meta.heal()
+            assert cluster.refs() == cluster.twins() == []
+        cluster.root.set_rules([RootRule("stage", EIO)])
+        with pytest.raises(Unavailable):
+            cache.pin(TOKENS, ttl=60)
+        assert cluster.refs() == []
+
+
+def test_quotas_are_limits_of_the_node() -> None:
+    cluster = Shared()
+    with cluster.store(Limits(pins_per_owner_max=1, pins_max=2)) as store:
+        cache = filled(store)
+        first = cache.pin(TOKENS, ttl=60, owner="a")
+        with pytest.raises(Overloaded, match="owner 'a' has 1 pins"):
+            cache.pin(TOKENS, ttl=60, owner="a")
+        cache.pin(TOKENS, ttl=60, owner="b")
+        with pytest.raises(Overloaded, match="this store has 2 pins"):
+            cache.pin(TOKENS, ttl=60, owner="c")
+        assert first.release() and cache.pin(TOKENS, ttl=60, owner="c").tokens == len(TOKENS)
+
+
+def test_c6_a_node_of_a_wiped_etcd_serves_and_refuses_pins_until_adoption() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        pin = filled(store).pin(TOKENS, ttl=600, owner="job")
+    wiped = Shared(cluster.files)
+    with wiped.store() as store:
+        cache = store.namespace("m", TINY)
+        assert same(cache.get(TOKENS)[1], KV) and cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+        with pytest.raises(Unavailable, match=r"cannot pin"):
+            cache.pin(TOKENS, ttl=60)
+        assert store.pins() == [] and store.stats()["protected"] == 0
+        adopted = adopt(wiped.root, create_or_open(wiped.root, RandomIds()), wiped.meta)
+        assert (adopted.pins_restored_count, adopted.generation) == (1, 2)
+        assert [(one.id, one.owner, one.tokens) for one in store.pins()] == [(pin.record.id, "job", len(TOKENS))]
+        # The session that found them to differ was ended with the adoption; the next one agrees.
+        _beat(store)
+        eventually(lambda: store.stats()["protected"] == 1)
+        assert cache.pin(TOKENS, ttl=60).release() and store.unpin(pin.record.id)
+        assert wiped.twins() == []
+
+
+def test_c5_clear_keeps_what_only_a_twin_pins_and_refuses_where_one_cannot_be_read() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        pin = filled(store).pin(TOKENS[: 2 * TINY.chunk_tokens], ttl=600, owner="job")
+    wiped = Shared(cluster.files)
+    with wiped.store() as store:
+        cache = store.namespace("m", TINY)
+        assert cache.clear().chunks == 4 and cache.match(TOKENS) == 2 * TINY.chunk_tokens
+        root = wiped.root.inner
+        staged = places.staged(RandomIds().fresh(), 0)
+        root.stage(staged, [memoryview(b"torn")], stamp_ns=0, durable=True)
+        root.publish(staged, places.twin("torn", bytes(16)), durable=True)
+        with pytest.raises(RootMismatch, match=r"pins/torn/0+ is not a ref.*gc/RUNBOOK.md"):
+            cache.clear()
+        root.remove(places.twin("torn", bytes(16)))
+        assert store.unpin(pin.record.id), "by its id, although etcd knows nothing of it"
+        assert cache.clear().chunks == 2
+
+
+def test_c5_unpin_says_that_it_must_be_repeated_where_the_twin_stays() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        pin = filled(store).pin(TOKENS, ttl=60)
+        cluster.root.set_rules([RootRule("remove", EIO, times=1)])
+        with pytest.raises(Unavailable):
+            pin.release()
+        assert len(cluster.twins()) == 1
+        assert store.unpin(pin.record.id) and cluster.twins() == []
+
+
+def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_session() -> None:
+    cluster = Shared()
+    with cluster.store() as store:
+        cache = filled(store)
+        generation = Generation(newest_number(cluster.root) + 1, bytes(16))
+        publish(cluster.root, generation, ids=RandomIds(), clock=SystemClock())
+        for kv in cluster.etcd.list(cluster.keys.sessions).items:
+            cluster.etcd.revoke(kv.lease)
+        _beat(store)
+        eventually(lambda: store.stats()["sessions_lost"] == 1 and store.stats()["session_alive"] == 1)
+        with pytest.raises(Unavailable):
+            cache.pin(TOKENS, ttl=60)
+
+
+def _beat(store: Store) -> None:
+    """Lets a node notice now that its session was ended; by itself it would within a third of its ttl."""
+    try:
+        store._port._member.presence.current().beat()  # type: ignore[attr-defined]
+    except KVStoreError:
+        pass  # it has noticed
+
+
+# ---------------------------------------------------------------------------------------------- with a real etcd
+
+
+@pytest.mark.slow
+def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
+    """The whole way as an operator sees it: pin, etcd comes back empty, adopt, and everything is there again."""
+    root = str(tmp_root)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(arguments), prog_name="kvstore")
+        return result.exit_code, result.output
+
+    with running_etcd(tmp_path / "etcd") as etcd, kvstore.open(root, etcd=etcd.endpoints, limits=LIMITS) as store:
+        at = ("--root", root, "--etcd", etcd.endpoints)
+        cache = filled(store)
+        pin = cache.pin(TOKENS, ttl=600, owner="job/1")
+        assert json.loads((tmp_root / places.generation(1)).read_text())["generation"] == 1
+        assert len(list((tmp_root / places.PINS).glob("*/*"))) == 1
+
+        etcd.stop()
+        shutil.rmtree(tmp_path / "etcd")
+        etcd.start()
+        eventually(lambda: store.stats()["sessions_lost"] == 1 and _refuses(cache))
+        assert same(cache.get(TOKENS)[1], KV), "served all the same"
+        code, said = command("ls", "--pins", *at)
+        assert code == 0 and "job/1" not in said
+        code, said = command("pin", "m", ",".join(map(str, TOKENS)), *at)
+        assert code == 2 and "cannot pin" in said
+
+        code, said = command("fsck", root, "--adopt", "--etcd", etcd.endpoints)
+        assert code == 0, said
+        assert "generation 1 -> 2" in said and "pins: 1 restored" in said
+        code, said = command("ls", "--pins", *at, "--json")
+        (found,) = json.loads(said)["pins"]
+        assert (found["id"], found["owner"], found["tokens"]) == (pin.record.id, "job/1", len(TOKENS))
+        assert 0 < found["expires_s"] - time.time() <= 600
+        code, said = command("ls", "--pins", *at)
+        assert "job/1" in said and "9m" in said
+
+        eventually(lambda: not _refuses(cache))
+        assert command("unpin", pin.record.id, *at)[0] == 0
+        assert command("unpin", pin.record.id, *at)[0] == 1
+        assert not list((tmp_root / places.PINS).glob("*/*"))
+
+
+def _refuses(cache: Cache) -> bool:
+    try:
+        cache.pin(TOKENS, ttl=60, owner="try").release()
+    except Unavailable:
+        return True
+    return False

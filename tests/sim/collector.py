@@ -1,0 +1,93 @@
+"""A collector under test: the real sweeper over victims chosen at random, and the janitor that must leave nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
+from tests.sim.kernel import Process
+from tests.sim.metadata import MetaPort
+from tests.sim.shared_root import RootPort
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Collector:
+    """One collector's process."""
+
+    def __init__(self, world: World, name: str, *, threads: bool) -> None:
+        self.world = world
+        self.kernel = world.kernel
+        self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1)
+        self.root = RootPort(world.root, world.faults)
+        meta = MetaPort(world.store, world.faults)
+        stop = Stop()
+        each: Each = Threads(2, stop, self.process).each if threads else inline
+        self.sweeper = Sweeper(
+            self.root, world.identity, meta, clock=self.process, ids=world.ids, timings=world.timings, each=each,
+            pause=self.kernel.sleep,
+        )  # fmt: skip
+        self.orphans = Orphans(self.root, world.identity, meta, clock=self.process, timings=world.timings)
+
+    def start(self) -> Collector:
+        """Collects until the run is wound up."""
+        self.kernel.spawn(self.process, "main", self._work, self.world.weight())
+        return self
+
+    def _work(self) -> None:
+        world, kernel = self.world, self.kernel
+        while not world.winding_up:
+            kernel.sleep(2 * world.pace_s * kernel.random())
+            work = world.choose(world.profile.collect)
+            kernel.note(f"begins {work}")
+            try:
+                getattr(self, f"_{work}")()
+            except (KVStoreError, Stopped) as error:
+                world.count(f"{work} raised {type(error).__name__}")
+                kernel.note(f"{work}: {error}")
+            else:
+                world.count(f"collector: {work}")
+
+    def _sweep(self) -> None:
+        world, source = self.world, self.kernel.source
+        shards = [shard for shard in range(1 << world.identity.shard_bits) if self.kernel.random() < 0.7]
+        plans = [self.plan(shard, world.profile.victim) for shard in shards]
+        if source.random() < 0.3:
+            self.kernel.sleep(3 * self.kernel.random())
+        self._add(self.sweeper.sweep(plans))
+
+    def _adopt(self) -> None:
+        self._add(self.sweeper.adopt())
+
+    def _lift(self) -> None:
+        self.world.count("fences lifted", self.sweeper.lift_unnamed())
+
+    def _orphans(self) -> None:
+        for kind, count in self.orphans.remove().items():
+            self.world.count(f"orphans: {kind}", count)
+
+    def plan(self, shard: int, likely: float) -> SweepPlan:
+        """Victims of a shard, each with that likelihood, whatever the policy would say."""
+        folder = places.shard_folder(shard)
+        victims = []
+        for entry in self.root.list(folder):
+            parsed = places.parse_chunk(entry.name)
+            if parsed and entry.stat and self.kernel.random() < likely:
+                name = Name(f"{folder}/{entry.name}")
+                stat = entry.stat
+                victims.append(Victim(name, *parsed, stat.size_bytes, stat.mtime_ns, next(iter(Reason))))
+        return SweepPlan(shard, tuple(victims), {})
+
+    def _add(self, report: object) -> None:
+        world = self.world
+        for name in ("reaped_count", "adopted_count", "abandoned_count", "left_count"):
+            world.count(f"report: {name}", getattr(report, name))
+        for why, count in report.kept.items():  # type: ignore[attr-defined]
+            world.count(f"kept: {why}", count)

@@ -1,0 +1,182 @@
+"""A node under test: a real member, joined as production joins it, and workers that use it as engines do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore.address import Chain
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.session import Session
+from kvstore.node.holds import Hold
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from tests.sim.kernel import Process
+from tests.sim.metadata import MetaPort
+from tests.sim.shared_root import RootPort
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+PIN_TTLS_S = (5, 20, 60)
+HOLD_TTLS_S = (1.0, 5.0, None)
+
+
+class Host:
+    """One node's process."""
+
+    def __init__(self, world: World, name: str, workers: int) -> None:
+        self.world = world
+        self.kernel = world.kernel
+        self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1)
+        self.member: Member | None = None
+        self._workers = workers
+        self._pins: list[tuple[str, Callable[[], None]]] = []
+        self.kernel.spawn(self.process, "main", self._main, world.weight())
+
+    def _main(self) -> None:
+        world = self.world
+        root, meta = RootPort(world.root, world.faults), MetaPort(world.store, world.faults)
+        while self.member is None:
+            try:
+                self.member = join(
+                    root, world.identity, meta, durable=False, limits=world.limits, clock=self.process, ids=world.ids, shared=True,
+                )  # fmt: skip
+            except KVStoreError as error:
+                self.kernel.note(f"could not join: {error}")
+                self.kernel.sleep(0.5)
+        for number in range(self._workers):
+            self.kernel.spawn(self.process, f"w{number}", self._work, world.weight())
+
+    def leave(self) -> None:
+        """Orderly end, in an actor of its own."""
+
+        def close() -> None:
+            if self.member is not None:
+                self.member.close()
+
+        self.kernel.spawn(self.process, "leave", close)
+
+    @property
+    def session(self) -> Session | None:
+        """The session that it has at the moment, as far as it knows."""
+        return None if self.member is None else self.member.presence._session
+
+    def _work(self) -> None:
+        world, kernel = self.world, self.kernel
+        while not world.winding_up:
+            kernel.sleep(world.pace_s * kernel.random())
+            work = world.choose(world.profile.work)
+            kernel.note(f"begins {work}")
+            try:
+                getattr(self, f"_{work}")()
+            except KVStoreError as error:
+                world.count(f"{work} raised {type(error).__name__}")
+            else:
+                world.count(work)
+
+    # What engines do.
+
+    def _put(self) -> None:
+        chain = self.world.chain()
+        self._member.node.put(chain, 0, lambda index: self.world.payload(chain, index))
+
+    def _match(self) -> None:
+        self._member.node.match(self.world.chain())
+
+    def _hold(self) -> None:
+        world, node, kernel = self.world, self._member.node, self.kernel
+        session = self.session
+        hold = node.hold(world.chain(), kernel.source.choice(HOLD_TTLS_S))
+        try:
+            if hold.count:
+                world.count("holds of something")
+                self._claim(hold, session)
+                for _ in range(kernel.source.randrange(3)):
+                    kernel.sleep(world.profile.dwell_s * kernel.random())
+                    self._read(hold, session)
+        finally:
+            node.release(hold)
+
+    def _read(self, hold: Hold, session: Session | None) -> None:
+        world, node = self.world, self._member.node
+        buffers = [world.buffer() for _ in range(hold.count)]
+        faults = self.process.faults_count
+        was_live, began_s = self._is_live(hold, session), self.kernel.now_s
+        count = node.read(hold, lambda index: buffers[index])
+        for index in range(count):
+            world.check_read(hold.chain, index, buffers[index])
+        world.count("chunks read", count)
+        in_time = self.kernel.now_s - began_s < world.limits.read_deadline_s
+        is_whole = not any(self.name(hold.chain, index) in world.oracle.weak for index in range(hold.count))
+        undisturbed = faults == self.process.faults_count and in_time and is_whole
+        if count < hold.count and undisturbed and was_live and self._is_live(hold, session):
+            self.kernel.fail(f"I1: {self.process.name} read {count} chunks of {hold.count} that it holds")
+
+    def _pin(self) -> None:
+        world = self.world
+        chain, ttl_s, began_s = world.chain(), self.kernel.source.choice(PIN_TTLS_S), self.kernel.now_s
+        record = self._member.pin(chain, ttl_s, self.process.name)
+        count = record.tokens // chain.namespace.layout.chunk_tokens
+        if count:
+            world.count("pins of something")
+            end = world.oracle.pins(record.pin_id, [self.name(chain, index) for index in range(count)], began_s + ttl_s)
+            self._pins.append((record.pin_id, end))
+
+    def _unpin(self) -> None:
+        if not self._pins:
+            return
+        pin, end = self._pins.pop(self.kernel.source.randrange(len(self._pins)))
+        end()
+        self._member.unpin(pin)
+
+    def _put_blocks(self) -> None:
+        world = self.world
+        keys = world.block_keys()
+        payloads = [memoryview(b"".join(world.block_payload(key))) for key in keys]
+        self._member.node.blocks.put(world.namespace, keys, payloads, self._deadline(), False)
+
+    def _get_blocks(self) -> None:
+        world = self.world
+        keys = world.block_keys()
+        buffers = [memoryview(bytearray(world.block_bytes)) for _ in keys]
+        done = self._member.node.blocks.get(world.namespace, keys, buffers, self._deadline())
+        for key, buffer, is_hit in zip(keys, buffers, done, strict=True):
+            if is_hit:
+                world.check_block(key, bytes(buffer))
+
+    def _deadline(self) -> object:
+        from kvstore.node.deadline import Deadline
+
+        return Deadline(self.process, 10.0)
+
+    # What it says by that.
+
+    def name(self, chain: Chain, index: int) -> Name:
+        """P(address)."""
+        return places.chunk(chain.addresses[index], chain.namespace.id, self.world.identity.shard_bits)
+
+    def _claim(self, hold: Hold, session: Session | None) -> None:
+        if session is None:
+            return
+        names = [self.name(hold.chain, index) for index in range(hold.count)]
+        self.world.oracle.holds(self.process, session.id, hold, names, lambda: self._is_live(hold, session))
+
+    def _is_live(self, hold: Hold, session: Session | None) -> bool:
+        """Whether the node believes that the hold protects. Asked without the side effects of asking."""
+        node, now_s = self._member.node, self.process.monotonic_s()
+        return (
+            session is not None
+            and hold.born is not None
+            and node.holds._live.get(hold.id) is hold
+            and hold.ends_s > now_s
+            and session._lost is None
+            and now_s - session._acknowledged_s < session.ttl_s
+        )
+
+    @property
+    def _member(self) -> Member:
+        assert self.member is not None
+        return self.member

@@ -1,0 +1,250 @@
+"""What production code gets in place of ``threading`` and ``queue``: the same names, over actors of the kernel.
+
+So threads, locks, events and queues of nodes and collectors run as they are, in the order that the seed gives.  Only
+what is used there is here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+from unittest.mock import patch
+
+from tests.sim.kernel import Actor, Kernel
+
+T = TypeVar("T")
+
+_current: list[Kernel] = []
+
+THREADED = (
+    "kvstore.meta.presence",
+    "kvstore.meta.session",
+    "kvstore.node.lanes",
+    "kvstore.node.refresh",
+    "kvstore.node.follower",
+    "kvstore.node.opening",
+    "kvstore.node.member",
+    "kvstore_gc.threads",
+)
+"""The modules that start threads, or hold locks while they call the root or the metadata."""
+QUEUEING = ("kvstore.node.lanes", "kvstore.node.refresh")
+
+
+def kernel() -> Kernel:
+    """The kernel of the run in progress."""
+    return _current[-1]
+
+
+class _Waiters:
+    """Actors that wait for something to change."""
+
+    def __init__(self) -> None:
+        self._actors: list[Actor] = []
+
+    def wait(self, holds: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Until ``holds()``; False where the time was over first."""
+        at = kernel()
+        ends_s = math.inf if timeout_s is None else at.now_s + max(0.0, timeout_s)
+        while not holds():
+            if at.now_s >= ends_s:
+                return False
+            actor = at.current
+            if actor is not None:
+                self._actors.append(actor)
+            at.block(ends_s)
+        return True
+
+    def wake(self) -> None:
+        """Makes them look again."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            kernel().wake(actor)
+
+
+class Lock:
+    """``threading.Lock``."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiters = _Waiters()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._held:
+            if not blocking:
+                return False
+            if not self._waiters.wait(lambda: not self._held, None if timeout < 0 else timeout):
+                return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        self._waiters.wake()
+
+    def locked(self) -> bool:
+        return self._held
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Event:
+    """``threading.Event``."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters = _Waiters()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._waiters.wake()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._set or self._waiters.wait(self.is_set, timeout)
+
+
+class Condition:
+    """``threading.Condition``; its lock is never held while others could run, so there is none."""
+
+    def __init__(self) -> None:
+        self._waiters = _Waiters()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
+        return self._waiters.wait(lambda: bool(predicate()), timeout)
+
+    def notify_all(self) -> None:
+        self._waiters.wake()
+
+    def __enter__(self) -> None:
+        """Nothing to take."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to give back."""
+
+
+class Thread:
+    """``threading.Thread``, in the process of whoever starts it."""
+
+    def __init__(
+        self, target: Callable[..., object], args: Sequence[Any] = (), name: str = "thread", daemon: bool = False
+    ) -> None:
+        self._work = lambda: target(*args)
+        self.name = name.replace("kvstore-", "")
+        self._actor: Actor | None = None
+        self._waiters = _Waiters()
+
+    def start(self) -> None:
+        at = kernel()
+        assert at.current is not None, "threads are started by actors"
+        self._actor = at.spawn(at.current.process, self.name, self._run, at.current.weight)
+        self._actor.thread = self
+
+    def join(self, timeout: float | None = None) -> None:
+        self._waiters.wait(lambda: not self.is_alive(), timeout)
+
+    def is_alive(self) -> bool:
+        return self._actor is not None and not self._actor.ended
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            if self._actor is not None:
+                self._actor.ended = True
+            self._waiters.wake()
+
+
+def current_thread() -> object:
+    """``threading.current_thread``."""
+    actor = kernel().current
+    return actor.thread if actor else None
+
+
+class Full(Exception):
+    """``queue.Full``."""
+
+
+class Queue(Generic[T]):
+    """``queue.Queue`` and ``queue.SimpleQueue``."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._maxsize = maxsize
+        self._items: deque[T] = deque()
+        self._undone = 0
+        self._waiters = _Waiters()
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        if not self._waiters.wait(lambda: not self._is_full, timeout):
+            raise Full
+        self.put_nowait(item)
+
+    def put_nowait(self, item: T) -> None:
+        if self._is_full:
+            raise Full
+        self._items.append(item)
+        self._undone += 1
+        self._waiters.wake()
+
+    def get(self) -> T:
+        self._waiters.wait(lambda: bool(self._items), None)
+        item = self._items.popleft()
+        self._waiters.wake()
+        return item
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    def task_done(self) -> None:
+        self._undone -= 1
+        self._waiters.wake()
+
+    def join(self) -> None:
+        self._waiters.wait(lambda: not self._undone, None)
+
+    @property
+    def _is_full(self) -> bool:
+        return 0 < self._maxsize <= len(self._items)
+
+
+class NowClock:
+    """``SystemClock``, for deadlines that are made without a clock."""
+
+    def now_s(self) -> float:
+        return kernel().now_s
+
+    def monotonic_s(self) -> float:
+        return kernel().now_s
+
+
+_THREADING = SimpleNamespace(
+    Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread
+)
+_QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
+
+
+@contextmanager
+def installed(at: Kernel) -> Iterator[None]:
+    """Production code runs on actors of ``at``."""
+    with ExitStack() as undo:
+        for name in THREADED:
+            undo.enter_context(patch.object(importlib.import_module(name), "threading", _THREADING))
+        for name in QUEUEING:
+            undo.enter_context(patch.object(importlib.import_module(name), "queue", _QUEUE))
+        undo.enter_context(patch("kvstore.meta.deadline.SystemClock", NowClock))
+        _current.append(at)
+        undo.callback(_current.pop)
+        yield
