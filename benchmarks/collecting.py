@@ -104,7 +104,7 @@ def measure(folder: Path, endpoints: str, chunks: int, rounds: int, round_s: flo
     swept = collect(big, endpoints, "--ttl", f"{int(OLDEST_S * 0.9)}s")
     taken = swept["reaped"]["chunks"]
     assert 0.05 * chunks < taken < 0.15 * chunks, taken
-    reaped = taken / sum(swept["seconds"][phase] for phase in ("condemn", "grace", "reap", "close"))
+    reaped = taken / sum(swept["seconds"].get(phase, 0.0) for phase in ("condemn", "grace", "reap", "close"))
     began_s, gone = time.perf_counter(), 0
     for entry in entries(big):
         os.unlink(entry)

@@ -52,7 +52,8 @@ class Hints:
 
     def covers(self, other: Hints) -> bool:
         """Whether raising to ``other`` would change nothing."""
-        return self.raised_to(other) == self
+        lasts = self.ttl_s is None or (other.ttl_s is not None and other.ttl_s <= self.ttl_s)
+        return lasts and other.priority <= self.priority
 
 
 DEFAULT = Hints()

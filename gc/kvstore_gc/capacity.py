@@ -154,4 +154,5 @@ class FullSign:
         if won:
             self._put_by = collector
             log.warning("gc.full nodes shed puts until the root is below its high watermark")
-        self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S
+        else:
+            self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S

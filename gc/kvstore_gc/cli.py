@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,6 +57,10 @@ INTERVAL_S_MIN = 1.0
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each round, on a line.")
 @click.option("--metrics", type=HOST_PORT, metavar="HOST:PORT", help="With --interval: serve Prometheus metrics there.")
+@click.option(
+    "--nice", "niceness", type=click.IntRange(0, 19), default=10, show_default=True, metavar="N",
+    help="Give way to other programs of this host, as nice(1) does; 0: none.",
+)  # fmt: skip
 @click.option("--log-level", type=click.Choice(logs.LEVELS), help="By default info with --interval, else warning.")
 def command(
     root: str,
@@ -73,6 +78,7 @@ def command(
     addresses: tuple[str, ...],
     as_json: bool,
     metrics: str | None,
+    niceness: int,
     log_level: str | None,
 ) -> None:
     """Delete chunks of a root that are worth the least, beside nodes that go on working.
@@ -101,6 +107,7 @@ def command(
     level = log_level or ("warning" if interval_s is None else "info")
     logs.configure(level)
     logging.getLogger("kvstore_gc").setLevel(level.upper())
+    os.nice(niceness)
     with Stopper() as stopper, opened(root, read_root_options(root_options_file), etcd.open()) as on:
         collector = Collector(on, config, stopper.wait)
         if interval_s is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from kvstore.errors import InvalidRequest
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore.meta.interface import Meta
+from kvstore.meta.interface import LeaseId, Meta
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
@@ -72,8 +72,10 @@ class SweepReport:
 class Sweeper:
     """Carries out sweeps on one root. One thread uses it; ``each`` spreads the calls to the root over more.
 
-    ``pause`` waits, and raises Stopped where the collector is to end. Raises InvalidRequest where the root can neither
-    be fenced nor delete conditionally: no collector can be safe there.
+    ``pause`` waits, and raises Stopped where the collector is to end.  ``check`` raises where root and etcd no longer
+    belong together (rule C6); asked once more before anything is taken, because an adoption may come at any time.
+
+    Raises InvalidRequest where the root can neither be fenced nor delete conditionally: no collector is safe there.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Sweeper:
         timings: Timings,
         each: Each,
         pause: Callable[[float], object],
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         if not (root.traits.fenced or root.traits.conditional_remove):
             raise InvalidRequest(
@@ -100,6 +103,7 @@ class Sweeper:
         self._timings = timings
         self._each = each
         self._pause = pause
+        self._check = check
         keys = Keys(identity.root)
         self._ledger = Ledger(meta, keys, ids, timings.meta_timeout_s)
         self._grace = Grace(meta, keys, self._ledger, self._twins, timings.meta_timeout_s)
@@ -196,11 +200,15 @@ class Sweeper:
         """Brings sweeps in flight to their end: waits for their grace, reaps, closes."""
         left, began_s = list(sweeps), self._clock.monotonic_s()
         wait_s = self._timings.poll_s_min
+        lagging: dict[LeaseId, float] = {}
         while left:
-            waited_s = self._clock.monotonic_s() - began_s
+            now_s = self._clock.monotonic_s()
             look = self._grace.look(left)
             left = look.waiting
+            # Each by itself: a session that has just begun lags too, and its node relies on it.
+            lagging = {one.lease: lagging.get(one.lease, now_s) for one in look.laggards}
             if look.due:
+                self._check()
                 ready, pinned = self._grace.decide(look.due)
                 self._reap(ready, pinned, report)
                 # Those that were due and not ready after all have changed meanwhile: the next look tells how.
@@ -209,9 +217,9 @@ class Sweeper:
                 continue
             if not left:
                 break
-            if waited_s > self._timings.announce_lag_max_s:
-                self._grace.revoke(look.laggards)
-            if waited_s > self._timings.grace_max_s:
+            lag_max_s = self._timings.announce_lag_max_s
+            self._grace.revoke([one for one in look.laggards if now_s - lagging[one.lease] > lag_max_s])
+            if now_s - began_s > self._timings.grace_max_s:
                 self._abandon(left, report)
                 break
             try:

@@ -85,17 +85,12 @@ class Histogram:
         order = np.lexsort((-columns[1], columns[0]))
         return _folded(*(column[order] for column in columns)).coarsened(BINS_MAX)
 
-    def cut(self, bytes_needed: int, count_max: int) -> int:
-        """The least cut-off below which at least ``bytes_needed`` lie: at most one bin more than that.
-
-        Where that takes more than ``count_max`` chunks, the highest cut-off that does not.
-        """
+    def cut(self, bytes_needed: int) -> int:
+        """The least cut-off below which at least ``bytes_needed`` lie, or all there is: at most one bin too much."""
         if bytes_needed <= 0 or not len(self):
             return 0
         last = int(np.searchsorted(np.cumsum(self.bytes), bytes_needed))
-        allowed = int(np.searchsorted(np.cumsum(self.counts), count_max, side="right"))
-        taken = min(last + 1, allowed, len(self))
-        return int(self.ends[taken - 1]) if taken else 0
+        return int(self.ends[min(last, len(self) - 1)])
 
     def below(self, cutoff: int) -> Tally:
         """What lies below a cut-off that ``cut`` gave, of this histogram or of a sum with it."""
@@ -150,8 +145,10 @@ class Histogram:
             packed = np.frombuffer(_inflated(base64.b64decode(text, validate=True)), _BIN)
         except (binascii.Error, zlib.error, ValueError) as cause:
             raise RootMismatch(f"not a histogram of a survey: {cause}") from cause
-        columns = (packed[name].astype(np.int64) for name in ("start", "level", "count", "bytes"))
-        return cls(*columns)
+        bins = cls(*(packed[name].astype(np.int64) for name in ("start", "level", "count", "bytes")))
+        if (bins.levels > RANK_BITS).any() or (bins.starts[1:] < bins.ends[:-1]).any():
+            raise RootMismatch("not a histogram of a survey: its bins are in no order")
+        return bins
 
 
 def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column) -> Histogram:
@@ -170,10 +167,10 @@ def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column)
 
 def _inflated(content: bytes) -> bytes:
     """Decompressed, as far as it is no larger than any histogram."""
-    most = BINS_MAX * _BIN.itemsize
-    found = zlib.decompressobj().decompress(content, most + 1)
-    if len(found) > most:
-        raise ValueError(f"more than {BINS_MAX} bins")
+    inflate = zlib.decompressobj()
+    found = inflate.decompress(content, BINS_MAX * _BIN.itemsize)
+    if not inflate.eof:
+        raise ValueError(f"cut short, or more than {BINS_MAX} bins")
     return found
 
 

@@ -22,7 +22,7 @@ from kvstore_gc.policy import MTIME_MAX_NS, Column, Truths
 
 Marks = npt.NDArray[np.uint64]
 
-BATCH_COUNT = 16384
+BATCH_COUNT = 4_096
 NAME_CHARS = 2 * ADDRESS_BYTES + 1 + 2 * NAMESPACE_ID_BYTES
 
 _DOT = 2 * ADDRESS_BYTES

@@ -29,10 +29,6 @@ from kvstore_gc.listing import Listed, Marks, listed
 from kvstore_gc.policy import Column, weighted_age_s
 from kvstore_gc.survey import Survey
 
-SHARD_SHARE = 0.9
-"""Of VICTIMS_MAX that a cut-off may choose on average, because shards differ a little: no shard must be left half
-swept, or children would outlive their parents for a round."""
-
 
 class Reason(Enum):
     """Why a chunk is kept or condemned, as a dry run prints it."""
@@ -109,24 +105,21 @@ def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
     """Where to cut: what is past its time to live, then quotas, then the capacity, each as far as it is still needed.
 
     Each cut-off frees what is needed and at most one bin of a histogram more, which holds about a two-thousandth of
-    all bytes (less resolution where surveys were shared).  It frees less only where that many chunks are not to be
-    had: pinned, or more than one sweep of each shard can take.
+    all bytes (more where surveys were shared).  It frees less only where more than is left to go is pinned.
     """
-    budget_count = int(SHARD_SHARE * VICTIMS_MAX * survey.shards_count) if survey.shards_count > 1 else VICTIMS_MAX
     quota_cutoffs = [0] * len(survey.groups)
     for place, quota in enumerate(goals.quotas):
         those = [group for group, places in enumerate(goals.group_quotas) if place in places]
         bins = _sum(survey.groups[group].above(quota_cutoffs[group]) for group in those)
         pinned_bytes = sum(survey.pinned[group].bytes for group in those)
-        cutoff = _cut(bins, pinned_bytes, quota.max_bytes, goals, budget_count)
-        budget_count -= bins.below(cutoff).count
+        cutoff = _cut(bins, pinned_bytes, quota.max_bytes, goals)
         for group in those:
             quota_cutoffs[group] = max(quota_cutoffs[group], cutoff)
     left = _sum(bins.above(cutoff) for bins, cutoff in zip(survey.groups, quota_cutoffs, strict=True))
     all_pinned = sum(survey.pinned, Tally())
     capacity_cutoff = 0
     if goals.max_bytes is not None:
-        capacity_cutoff = _cut(left, all_pinned.bytes, goals.max_bytes, goals, budget_count)
+        capacity_cutoff = _cut(left, all_pinned.bytes, goals.max_bytes, goals)
     over_quota = sum(
         (bins.below(cutoff) for bins, cutoff in zip(survey.groups, quota_cutoffs, strict=True) if cutoff), Tally()
     )
@@ -146,8 +139,8 @@ def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
 def plan_shard(shard: int, entries: Iterable[Entry], decision: Decision) -> SweepPlan:
     """The victims among the entries of a shard's folder.
 
-    Where there are more than VICTIMS_MAX (all too old at once), the first to go are taken, and the next sweep takes
-    the others; in between some of their ancestors may be gone already, so that nobody finds them.
+    Where there are more than VICTIMS_MAX, the first to go are taken.  The others MUST be taken by further sweeps of
+    the same round: some of their ancestors go in this one, so nobody finds them any more.
     """
     kept: defaultdict[Reason, Tally] = defaultdict(Tally)
     chosen = _Chosen()
@@ -233,9 +226,9 @@ def _sum(histograms: Iterable[Histogram]) -> Histogram:
     return reduce(add, histograms, EMPTY)
 
 
-def _cut(bins: Histogram, pinned_bytes: int, max_bytes: int, goals: Goals, count_max: int) -> int:
+def _cut(bins: Histogram, pinned_bytes: int, max_bytes: int, goals: Goals) -> int:
     """The cut-off that brings some chunks from above the high watermark down to the low one."""
     used_bytes = bins.total.bytes + pinned_bytes
     if used_bytes <= goals.high * max_bytes:
         return 0
-    return bins.cut(used_bytes - int(goals.low * max_bytes), count_max)
+    return bins.cut(used_bytes - int(goals.low * max_bytes))

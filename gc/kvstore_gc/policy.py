@@ -3,7 +3,7 @@
 Pure, and apart from plans, because it is the part that a trace replay judges (``python -m benchmarks.policies``).
 
 A chunk's *weighted age* is the time since its last use, halved for every second later quantum in which it was used and
-for every five points of priority above the default, doubled for every five points below.  So what was used more
+for every ten points of priority above the default, doubled for every ten points below.  So what was used more
 outlasts what was used once in proportion to how long things last here at all, be it minutes or weeks.  Its *rank* is
 that as a number: the older the lower, then the deeper the lower, then by address, so that a cut-off can be put
 anywhere, even where everything was written in one minute.
@@ -30,8 +30,9 @@ Column = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
 
 OCTAVES_PER_USE = 0.5
-OCTAVES_PER_PRIORITY = 0.2
-"""Priority 100 makes an age count 8,192 times less, which is nearly last to go; 0 makes it count 128 times more."""
+OCTAVES_PER_PRIORITY = 0.1
+"""Priority 100 makes an age count 90 times less, which is nearly last to go; 0 makes it count 11 times more. Twice as
+much would all but reserve the room for whoever asks for more, which finds less in all (``benchmarks/policies.py``)."""
 AGE_LEAST_S = 30
 """Added to every age: a last use is known to the quantum."""
 MTIME_MAX_NS = 1 << 62

@@ -20,7 +20,6 @@ from kvstore.meta.generation import Foreign, join_generation, read_generation
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.namespaces import Namespaces
-from kvstore.namespace import Namespace
 from kvstore.recency import NS_PER_S
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootIdentity
@@ -28,15 +27,14 @@ from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
-from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.execute import Sweeper
 from kvstore_gc.goals import Goals
-from kvstore_gc.histogram import Tally
 from kvstore_gc.listing import marks_of
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
 from kvstore_gc.safety import Timings
-from kvstore_gc.summary import Example, Explained, NamespaceSummary, Summary
-from kvstore_gc.survey import Survey, survey
+from kvstore_gc.summary import Example, Explained, Summary
+from kvstore_gc.survey import survey
 from kvstore_gc.threads import Each
 
 log = logging.getLogger(__name__)
@@ -85,7 +83,9 @@ class Rounds:
         self._timings = timings
         self._listed = listed
         self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings)
-        self._sweeper = Sweeper(root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause)
+        self._sweeper = Sweeper(
+            root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause, check=self._join
+        )
         self._warned = False
 
     def run(self) -> Summary:
@@ -100,7 +100,7 @@ class Rounds:
         summary.shards_mine_count = len(mine)
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove(lambda: self._pause(0))
-        _add(summary, self._sweeper.adopt(mine))
+        summary.swept(self._sweeper.adopt(mine))
         with self._timed(summary, "orphans"):
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
         decision = self._decided(summary)
@@ -179,9 +179,7 @@ class Rounds:
             summary.capacity_bytes = level.capacity_bytes
             summary.high_bytes = int(goals.high * level.capacity_bytes)
             summary.low_bytes = int(goals.low * level.capacity_bytes)
-        summary.scanned = found.used
-        summary.used_before_bytes = summary.used_after_bytes = found.used.bytes
-        _name(summary, found, namespaces)
+        summary.surveyed(found, namespaces)
         decision = decide(found, goals, pinned)
         summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
         return decision
@@ -213,7 +211,7 @@ class Rounds:
                 taken += len(plans)
                 victims_count += sum(len(plan.victims) for plan in plans)
         report = self._sweeper.sweep(batch)
-        _add(summary, report)
+        summary.swept(report)
         summary.used_after_bytes = max(0, summary.used_after_bytes - report.reaped_bytes)
         self._watermarks.reaped(report.reaped_bytes)
         # Only where something was taken: what could not be taken now would be chosen again and again.
@@ -230,7 +228,7 @@ class Rounds:
         self._each(len(shards), plan)
         found = [each for each in plans if each is not None]
         for each in found:
-            _count(summary, each)
+            summary.planned(each)
         return found
 
     def _explained(self, address: Address, decision: Decision) -> Iterator[Explained]:
@@ -263,7 +261,7 @@ class Rounds:
         if is_alone and summary.high_bytes is not None and summary.used_after_bytes > summary.high_bytes:
             summary.unfinished.append(
                 f"chunks still take {summary.used_after_bytes} bytes, over the high watermark of {summary.high_bytes}: "
-                "the rest is pinned, or was used meanwhile"
+                "the rest is pinned, was used meanwhile, or needs another round"
             )
 
     @contextmanager
@@ -273,39 +271,6 @@ class Rounds:
             yield
         finally:
             summary.spent(phase, self._clock.monotonic_s() - began_s)
-
-
-def _name(summary: Summary, found: Survey, namespaces: Sequence[Namespace]) -> None:
-    known = {each.id: each for each in namespaces}
-    for namespace, tally in found.namespaces.items():
-        record = known.get(namespace)
-        tenant, name = (record.tenant, record.name) if record else (None, None)
-        summary.namespaces[namespace.hex()] = NamespaceSummary(namespace.hex(), tenant, name, tally)
-
-
-def _count(summary: Summary, plan: SweepPlan) -> None:
-    """Adds what a plan takes."""
-    for victim in plan.victims:
-        one, reason = Tally(1, victim.size_bytes), victim.reason.value
-        namespace = summary.namespaces.setdefault(victim.namespace.hex(), NamespaceSummary(victim.namespace.hex()))
-        for counts in (summary.chosen, namespace.chosen):
-            counts[reason] = counts.get(reason, Tally()) + one
-
-
-def _add(summary: Summary, report: SweepReport) -> None:
-    """Adds what came of some sweeps."""
-    summary.condemned += Tally(report.condemned_count, report.condemned_bytes)
-    summary.reaped += Tally(report.reaped_count, report.reaped_bytes)
-    summary.spared += report.kept
-    for outcome, count in (
-        ("begun", report.sweeps_count),
-        ("adopted", report.adopted_count),
-        ("abandoned", report.abandoned_count),
-        ("left", report.left_count),
-    ):
-        summary.sweeps[outcome] += count
-    for phase, seconds in report.seconds.items():
-        summary.spent(phase, seconds)
 
 
 def _last_use(victim: Victim) -> int:

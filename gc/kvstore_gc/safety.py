@@ -24,9 +24,10 @@ class Timings:
     """Between two looks at what nodes have announced, at first."""
     poll_s_max: float = 1.0
     """The same after a while."""
-    announce_lag_max_s: float = 345.0
-    """A session that has not announced a sweep for this long is revoked (rule H4): its node has given up before."""
-    grace_max_s: float = 400.0
+    announce_lag_max_s: float = 375.0
+    """A session that has not announced a sweep for this long is revoked (rule H4): its node has given up before, 330 s
+    and one ttl after it heard of the sweep, which it does within two looks for a gap."""
+    grace_max_s: float = 450.0
     """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
     staging_age_s: float = 3600.0
     """Staged files of dead sessions are deleted at this age. A put must not take so long: it would have lost its files,

@@ -16,7 +16,7 @@ from kvstore_gc.troubles import Trouble
 R = TypeVar("R")
 
 LISTEN_S = 0.2
-"""How soon an urgent round begins."""
+"""How soon an urgent round begins, and the least time between two rounds."""
 BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
 
@@ -72,6 +72,7 @@ class Service(Generic[R]):
         return True
 
     def _wait(self, until_s: float, *, urgent: bool) -> None:
-        self._pause(0)
-        while (left_s := until_s - self._clock.monotonic_s()) > 0 and not (urgent and self._is_urgent()):
-            self._pause(min(left_s, LISTEN_S))
+        while True:
+            self._pause(LISTEN_S)
+            if self._clock.monotonic_s() >= until_s or (urgent and self._is_urgent()):
+                return

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvstore.namespace import Namespace
+from kvstore_gc.execute import SweepReport
 from kvstore_gc.histogram import Tally
+from kvstore_gc.plan import SweepPlan
+from kvstore_gc.survey import Survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,36 @@ class Summary:
     """Of a dry run: the longest unused of what it would condemn."""
     explained: list[Explained] = field(default_factory=list)
     """Of a dry run: what was asked for by address."""
+
+    def surveyed(self, found: Survey, namespaces: Sequence[Namespace]) -> None:
+        """Notes what was found; ``namespaces`` are those whose names are known."""
+        self.scanned = found.used
+        self.used_before_bytes = self.used_after_bytes = found.used.bytes
+        known = {each.id: each for each in namespaces}
+        for namespace, tally in found.namespaces.items():
+            record = known.get(namespace)
+            tenant, name = (record.tenant, record.name) if record else (None, None)
+            self.namespaces[namespace.hex()] = NamespaceSummary(namespace.hex(), tenant, name, tally)
+
+    def planned(self, plan: SweepPlan) -> None:
+        """Counts what a plan takes."""
+        for victim in plan.victims:
+            one, reason, id_ = Tally(1, victim.size_bytes), victim.reason.value, victim.namespace.hex()
+            namespace = self.namespaces.setdefault(id_, NamespaceSummary(id_))
+            for counts in (self.chosen, namespace.chosen):
+                counts[reason] = counts.get(reason, Tally()) + one
+
+    def swept(self, report: SweepReport) -> None:
+        """Adds what came of some sweeps."""
+        self.condemned += Tally(report.condemned_count, report.condemned_bytes)
+        self.reaped += Tally(report.reaped_count, report.reaped_bytes)
+        self.spared += report.kept
+        self.sweeps["begun"] += report.sweeps_count
+        self.sweeps["adopted"] += report.adopted_count
+        self.sweeps["abandoned"] += report.abandoned_count
+        self.sweeps["left"] += report.left_count
+        for phase, seconds in report.seconds.items():
+            self.spent(phase, seconds)
 
     def spent(self, phase: str, seconds: float) -> None:
         """Adds to the time of a phase."""

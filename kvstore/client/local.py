@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.port import Sections
+from kvstore.errors import HoldBroken
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
@@ -65,6 +66,8 @@ class LocalPort:
         hold = self._node.hold(Chain.of(namespace, tokens[: chunks_max * size]))
         try:
             return self._node.read(hold, memory(hold.count))
+        except HoldBroken:
+            return 0  # the session was lost since the match: a miss, as everything that a read cannot have
         finally:
             self._node.release(hold)
 

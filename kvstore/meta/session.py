@@ -80,6 +80,7 @@ class Session:
         self.key = keys.session(session)
         self.ttl_s = ttl_s
         self.lease = lease  # what is put under it disappears with the session
+        self.opened_s = sent_s  # monotonic; its key was not there before
         self._meta = meta
         self._clock = clock
         self._lock = threading.Lock()

@@ -38,7 +38,8 @@ class _Following:
     watch: Watch
     announced_s: float
     heard_s: float
-    owing_since_s: float | None = None
+    owed: dict[int, float]
+    """The stamps that it has not announced, each with the time since when collectors may wait for it."""
     suspects_gap: bool = False
 
 
@@ -106,7 +107,9 @@ class Follower:
             raise
         self._stepped_s = now_s
         self._ended.clear()
-        self._following = _Following(session, watch, now_s, now_s)
+        # What is in flight has waited for this session ever since its key was put.
+        owed = dict.fromkeys(self._view.stamps(after=session.announced), session.opened_s)
+        self._following = _Following(session, watch, now_s, now_s, owed)
         session.only_while(self.keeps_up)
 
     def end(self, session: Session) -> None:
@@ -160,20 +163,16 @@ class Follower:
         following, now_s = self._following, self._clock.monotonic_s()
         if following is None:
             return True
-        since_s = self._stepped_s if following.owing_since_s is None else following.owing_since_s
+        since_s = min((self._stepped_s, *following.owed.values()))
         return now_s - since_s <= self._limits.announce_lag_max_s
 
     def _announce(self, following: _Following) -> None:
         """Rules A1 to A3, only where a sweep waits for it: an announcement made early frees nobody."""
         session, now_s = following.session, self._clock.monotonic_s()
-        if not self._view.newest_stamp(session.announced, self._view.revision):
-            following.owing_since_s = None
-            return
-        if following.owing_since_s is None:
-            following.owing_since_s = now_s
+        owed = self._view.stamps(after=session.announced)
+        following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
         revision = self._holds.announceable()
-        due = self._view.newest_stamp(session.announced, revision)
-        if not due or now_s - following.announced_s < max(self._limits.announce_s, self._view.pace_s):
+        if not owed or min(owed) > revision or now_s - following.announced_s < max(self._limits.announce_s, self._view.pace_s):
             return
         compare = self._view.seq_is_seen
         result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
@@ -181,8 +180,7 @@ class Follower:
         if result.succeeded:
             following.announced_s = self._clock.monotonic_s()
             self._counters.add("announcements")
-            if not self._view.newest_stamp(session.announced, self._view.revision):
-                following.owing_since_s = None
+            following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > revision}
 
     def _look_for_gap(self, following: _Following) -> None:
         """A watch on a store that was restored to an older revision stays silent; its chain of sweeps tells.

@@ -95,10 +95,9 @@ class View:
             self._counters.add("put_refused_full")
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
 
-    def newest_stamp(self, after: int, up_to: int) -> int:
-        """The newest sweep in flight that condemned after revision ``after`` and up to ``up_to``; 0 for none."""
-        stamps = [sweep.stamp for sweep in list(self._open.values())]
-        return max((stamp for stamp in stamps if after < stamp <= up_to), default=0)
+    def stamps(self, after: int) -> list[int]:
+        """Of the sweeps in flight, those that condemned after revision ``after``."""
+        return [sweep.stamp for sweep in list(self._open.values()) if sweep.stamp > after]
 
     # Changing it: called by whoever follows the watch.
 

@@ -109,8 +109,9 @@ class Actor:
     def count(self) -> None:
         """Notes the counts until now."""
         stats = self._node.counters.snapshot()
-        for name in ("sessions_lost", "watches_lost", "announcements", "miss_damaged", "chunks_condemned"):
+        for name in ("sessions_lost", "watches_lost", "announcements", "chunks_condemned", "quarantine_restored"):
             self.counts[name] = stats[name]
+        self.counts.update({name: count - self.counts[name] for name, count in stats.items() if "damage" in name})
         self._journal.note(COUNTS, **self.counts)
 
     # Actions
@@ -187,24 +188,22 @@ class Actor:
     def _read(self, held: Held) -> None:
         """Reads what is held, and complains where something is gone that was there under this hold."""
         hold = held.hold
-        for once in (True, False):
-            try:
+        try:
+            count, own = self._read_hold(hold, held.number)
+            if own and count < held.proven:
                 count, own = self._read_hold(hold, held.number)
-            except HoldBroken:
-                self._held = [each for each in self._held if each is not held]
-                self.counts["holds lost"] += 1
-                return
-            if count >= held.proven:
-                held.proven = count
-                if count < hold.count and not own:
-                    self.counts["held with a gap"] += 1  # matching looks only at some chunks of a prompt
-                return
-            if not own or not once:
-                break
-        if own or not self._is_in_force(hold):
-            self.counts["held reads cut short"] += 1
+        except HoldBroken:
+            self._held = [each for each in self._held if each is not held]
+            self.counts["holds lost"] += 1
             return
-        self._broken("held chunk missing", held.number, count, hold=hold.id.hex(), proven=held.proven)
+        if count >= held.proven:
+            held.proven = count
+            if count < hold.count and not own:
+                self.counts["held with a gap"] += 1  # matching looks only at some chunks of a prompt
+        elif own or not self._is_in_force(hold):
+            self.counts["held reads cut short"] += 1
+        else:
+            self._broken("held chunk missing", held.number, count, hold=hold.id.hex(), proven=held.proven)
 
     def _read_hold(self, hold: Hold, number: int) -> tuple[int, bool]:
         """How many leading chunks can be read, and whether fewer than held for reasons of our own. Raises Violated."""
@@ -269,14 +268,13 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    limits = Limits(hold_max_s=20.0)
-    while True:
+    member: Member | None = None
+    while member is None:
+        if asked:
+            return 0
         try:
-            member = open_member(given.root, given.etcd, limits=limits)
-            break
+            member = open_member(given.root, given.etcd, limits=Limits(hold_max_s=20.0))
         except KVStoreError as error:
-            if asked:
-                return 0
             log.warning("not open yet: %s", error)
             time.sleep(0.2)
     journal = Journal(given.journal)

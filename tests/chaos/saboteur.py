@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from tests.chaos.cast import Cast
+from tests.chaos.journal import Journal
 
 STOP_S = (0.1, 25.0)
 """Past the lease of a session, which is 15 s."""
@@ -30,6 +31,7 @@ class Saboteur:
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._starting: threading.Thread | None = None
+        self._journal = Journal(cast.folder / "saboteur.journal")
         self.done: Counter[str] = Counter()
 
     def play(self, seconds: float) -> None:
@@ -51,12 +53,15 @@ class Saboteur:
         heapq.heappush(self._due, (time.monotonic() + in_s, next(self._numbers), act))
 
     def _attack(self, name: str) -> None:
+        if name == "etcd" and self._starting is not None and self._starting.is_alive():
+            self._plan(name)
+            return
         if name != "etcd" and not self._cast.parts[name].is_running:
-            self.done[f"{name} started"] += 1  # one that ends by itself
+            self._note(f"{name} started")  # one that ends by itself
             self._then(name, 0.0, self._cast.parts[name].start)
             return
         kill = self._chance.random() < 0.4
-        self.done[f"{name} {'killed' if kill else 'stopped'}"] += 1
+        self._note(f"{name} {'killed' if kill else 'stopped'}")
         if name == "etcd":
             self._attack_etcd(kill)
             return
@@ -78,9 +83,14 @@ class Saboteur:
         self._starting = threading.Thread(target=self._cast.etcd.start, name="etcd again")
         self._then("etcd", self._between(*AWAY_S), self._starting.start)
 
+    def _note(self, attack: str) -> None:
+        self.done[attack] += 1
+        self._journal.note("attack", attack=attack)
+
     def _then(self, name: str, in_s: float, act: Callable[[], object]) -> None:
         def undo() -> None:
             act()
+            self._journal.note("again", name=name)
             self._plan(name)
 
         self._at(in_s, undo)

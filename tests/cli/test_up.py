@@ -48,6 +48,7 @@ def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> N
             assert count == 8 and np.array_equal(got, kv(9)[:, :, :8])
         with urllib.request.urlopen(f"http://{running.said['metrics']}/metrics", timeout=PATIENCE_S) as page:
             assert b"kvstore_chunks_written_total 2.0" in page.read()
+        eventually(lambda: "gc.ready" in running.log.read_text(), "the garbage collector runs")
         assert running.end() == 0
         assert running.rest() == "", "one line on standard output, nothing else"
         assert gone(programs)
@@ -216,6 +217,10 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     found = parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--adopt", "--json"))
     assert found["clean"] is True
     assert found["adopted"]["added_count"] == 0
+    assert found["adopted"]["sessions_count"] >= 1
+    # Its session was ended: the worker is listed again once it has noticed.
+    listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
+    eventually(lambda: bool(parsed(run(*listed))["workers"]), "the worker is listed")
 
 
 def test_a_replay_through_workers_is_exact(run: Callable[..., Result], up: Running, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_raising_hints_joins_them(left: Hints, right: Hints) -> None:
     assert both == right.raised_to(left)
     assert both.covers(left) and both.covers(right) and both.covers(LEAST)
     assert left.raised_to(LEAST) == left.raised_to(left) == left
+    assert left.covers(right) == (both == left)
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_nan=False))

@@ -105,6 +105,11 @@ def test_the_sign_comes_at_the_stop_mark_and_goes_below_the_high_one(hosts: tupl
     assert [one.at(used) for used in (940, 951, 940, 901, 900, 940)] == [False, True, True, True, False, False]
 
 
+def test_the_sign_comes_again_at_once_when_the_root_fills_again_at_once(hosts: tuple[Host, Host, FakeClock]) -> None:
+    one = hosts[0]
+    assert [one.at(used) for used in (990, 100, 990, 100, 990)] == [True, False, True, False, True]
+
+
 def test_the_sign_costs_a_write_when_it_changes_and_nothing_in_between(hosts: tuple[Host, Host, FakeClock]) -> None:
     one = hosts[0]
     one.at(990)

@@ -8,6 +8,7 @@ from tests.model.config import Config, Dropped
 from tests.model.etcd import Step, write_gc
 from tests.model.state import UNKNOWN, UP, Entry, Run, State, Violation, address_of, put
 from tests.model.world import NEW as NEW  # where a run begins
+from tests.model.world import any_left
 
 # Where else a run is. The last three occur in mutations only.
 (CONDEMN, GRACE, SETTLE_LIST, RENAME, DRAIN, RESTORE, UNLINK, LIFT, ABANDON, RECHECK, CLOSE, DONE) = range(1, 13)
@@ -38,7 +39,7 @@ def steps(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[S
     elif run.pc == RESTORE:
         yield _restore(s, i, run, k, dropped)
     elif run.pc == UNLINK:
-        yield _unlink(s, i, run, k)
+        yield _unlink(s, i, run, k, dropped)
     elif run.pc == LIFT:
         yield _lift(s, i, run, dropped)
     elif run.pc == ABANDON:
@@ -117,27 +118,19 @@ def _restore(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Step:
     return f"g{i}.restore_exists", with_run(s, i, unlinks)
 
 
-def _unlink(s: State, i: int, run: Run, k: Config) -> Step:
+def _unlink(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Step:
     entry, drains = _entry(s, run), run._replace(pc=DRAIN, memo=())
     if entry is None:
         return f"g{i}.unlink_enoent", with_run(s, i, drains)
-    trash = s.trash - {entry}
-    if _destroys(s, run.sweeps[run.at].inc, entry, trash, k):
+    left = s._replace(trash=s.trash - {entry})
+    condemned = run.sweeps[run.at].inc
+    # Once a file was damaged the promise is a weaker one: a publication goes only where some file had its name when it
+    # was to go back. After a rollback too: what survives may be a condemned one.
+    is_weak = k.replaces or (s.damaged and "strict_after_damage" not in dropped)
+    excepted = is_weak or entry.inc == condemned or condemned == UNKNOWN or entry.inc in s.damaged
+    if not excepted and not any_left(left, entry.inc, 0 if k.rollback else condemned):
         raise Violation("I3", "a newer publication was destroyed", f"g{i}.unlink(i{entry.inc})")
-    return f"g{i}.unlink(t{entry.run}:i{entry.inc})", with_run(s._replace(trash=trash), i, drains)
-
-
-def _destroys(s: State, condemned: int, entry: Entry, trash: frozenset[Entry], k: Config) -> bool:
-    """Whether the last publication that this sweep did not condemn goes with an entry.
-
-    After a rollback the promise is a weaker one: some publication survives.
-    """
-    if k.replaces or entry.inc == condemned or condemned == UNKNOWN or entry.inc in s.damaged:
-        return False
-    spared = 0 if k.rollback else condemned
-    address = address_of(entry.inc)
-    left = [s.files[address], *(one.inc for one in trash), *(one.inc for one in s.quarantine)]
-    return all(inc in (0, spared) or inc in s.damaged or address_of(inc) != address for inc in left)
+    return f"g{i}.unlink(t{entry.run}:i{entry.inc})", with_run(left, i, drains)
 
 
 def _lift(s: State, i: int, run: Run, dropped: Dropped) -> Step:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.model import collectors, etcd, nodes, publishing, quarantine
@@ -41,6 +43,23 @@ def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
 
 def search(k: Config, dropped: Dropped = frozenset()) -> Found:
     """All states that can be reached, up to the first that breaks an invariant."""
+    with no_cycles():
+        return _search(k, dropped)
+
+
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """States are tuples in tuples: looking for cycles among millions of them takes as long as the search itself."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _search(k: Config, dropped: Dropped) -> Found:
     began_s = time.perf_counter()
     first = canonical(initial(k))
     parents: Parents = {first: None}

@@ -18,6 +18,7 @@ from tests.model.state import (
     Node,
     Run,
     State,
+    address_of,
 )
 
 NEW = 0  # what a run and a mender begin as
@@ -105,3 +106,15 @@ def any_whole(s: State) -> bool:
     """Whether a publication that can be read is at its name or in quarantine. For one address."""
     at_name = s.files[0] != 0 and s.files[0] not in s.damaged
     return at_name or any(entry.inc not in s.damaged for entry in s.quarantine)
+
+
+def any_left(s: State, inc: int, condemned: int = 0) -> bool:
+    """Whether anything is left of an address when ``inc`` goes: a whole publication, or one that is newer.
+
+    What a sweep has condemned does not count.
+    """
+    address = address_of(inc)
+    left = [s.files[address], *[entry.inc for entry in s.trash], *[entry.inc for entry in s.quarantine]]
+    return any(
+        one not in (0, condemned) and address_of(one) == address and (one not in s.damaged or one > inc) for one in left
+    )

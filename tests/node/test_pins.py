@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from kvstore.cli.app import app
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.fsck import adopt
@@ -29,6 +30,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.pins import PinRecord
+from kvstore.meta.server import EmbeddedEtcd, find_etcd
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
@@ -41,7 +43,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
-from tests.etcd_fixture import eventually, running_etcd
+from tests.etcd_fixture import eventually, free_port, running_etcd
 from tests.node.stores import TINY, kv_of, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
@@ -259,15 +261,15 @@ def _beat(store: Store) -> None:
 # ---------------------------------------------------------------------------------------------- with a real etcd
 
 
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="kvstore")
+    return result.exit_code, result.output
+
+
 @pytest.mark.slow
 def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
     """The whole way as an operator sees it: pin, etcd comes back empty, adopt, and everything is there again."""
     root = str(tmp_root)
-
-    def command(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, list(arguments), prog_name="kvstore")
-        return result.exit_code, result.output
-
     with running_etcd(tmp_path / "etcd") as etcd, kvstore.open(root, etcd=etcd.endpoints, limits=LIMITS) as store:
         at = ("--root", root, "--etcd", etcd.endpoints)
         cache = filled(store)
@@ -304,6 +306,62 @@ def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
 def _refuses(cache: Cache) -> bool:
     try:
         cache.pin(TOKENS, ttl=60, owner="try").release()
-    except Unavailable:
+    except (Unavailable, SessionLost):
         return True
     return False
+
+
+@pytest.mark.slow
+def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp_root: Path, tmp_path: Path) -> None:
+    """As gc/RUNBOOK.md has it, with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
+    root, folder, snapshot = str(tmp_root), tmp_path / "etcd", tmp_path / "snapshot.db"
+    peer_port = free_port()
+
+    def etcdctl(*arguments: str) -> None:
+        binary = Path(find_etcd()).with_name("etcdctl")
+        subprocess.run([binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=60)
+
+    with (
+        EmbeddedEtcd(folder, peer_port=peer_port) as etcd,
+        kvstore.open(root, etcd=etcd.endpoints, limits=LIMITS) as store,
+    ):
+        cache = filled(store)
+        removed = cache.pin(TOKENS, ttl=600, owner="removed")
+        etcdctl("--endpoints", etcd.endpoints, "snapshot", "save", str(snapshot))
+        assert removed.release()
+        later = cache.pin(TOKENS, ttl=600, owner="later")
+        etcd.stop()
+        shutil.rmtree(folder / "data")
+        peer = f"http://127.0.0.1:{peer_port}"
+        etcdctl(
+            *("snapshot", "restore", str(snapshot), "--data-dir", str(folder / "data"), "--name", "kvstore"),
+            *("--initial-cluster", f"kvstore={peer}", "--initial-advertise-peer-urls", peer),
+        )
+        etcd.start()
+        assert same(cache.get(TOKENS)[1], KV)
+        code, said = command("fsck", root, "--adopt", "--etcd", etcd.endpoints)
+        assert code == 0 and "generation 1 -> 2" in said and "pins: 1 restored, 0 known" in said, said
+        assert {one.id for one in store.pins()} == {removed.record.id, later.record.id}, "one too many, none too few"
+        eventually(lambda: not _refuses(cache))
+        assert store.unpin(removed.record.id) and store.unpin(later.record.id)
+
+
+@pytest.mark.slow
+def test_c6_a_copy_of_a_root_becomes_a_root_of_its_own(tmp_root: Path, tmp_path: Path) -> None:
+    """As gc/RUNBOOK.md has it: another id in FORMAT, then adoption."""
+    with running_etcd(tmp_path / "etcd") as etcd:
+        first, copy = tmp_root / "first", tmp_root / "copy"
+        with kvstore.open(str(first), etcd=etcd.endpoints) as store:
+            filled(store).pin(TOKENS, ttl=600, owner="job")
+            shutil.copytree(first, copy)
+            fields = json.loads((copy / "FORMAT").read_text())
+            (copy / "FORMAT").write_text(json.dumps(fields | {"root": RandomIds().fresh().hex()}))
+            code, said = command("fsck", str(copy), "--adopt", "--repair", "--etcd", etcd.endpoints)
+            assert code == 0 and "generation 1 -> 2: 0 sessions ended" in said and "pins: 1 restored" in said, said
+            with kvstore.open(str(copy), etcd=etcd.endpoints) as other:
+                theirs = other.namespace("m", TINY)
+                assert same(theirs.get(TOKENS)[1], KV) and theirs.refcount(TOKENS) == 1
+                (pin,) = other.pins()
+                assert theirs.pin(TOKENS, ttl=60).release() and other.unpin(pin.id)
+            assert [one.owner for one in store.pins()] == ["job"], "the first one's pin is another"
+            assert store.stats()["protected"] == 1

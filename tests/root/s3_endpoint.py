@@ -1,5 +1,6 @@
-"""A small S3 endpoint for tests: no server that we know of and could start here decides conditional deletes atomically.
+"""A small S3 endpoint for tests, which decides conditional deletes as AWS does, or as a test wants them.
 
+Of the servers that can be installed, rclone and Ceph 16 ignore the condition, and moto decides it without a lock.
 Only what the root asks of a bucket, as AWS answers it: PUT (``If-None-Match: *``, copies), GET (ranges), HEAD, DELETE
 (``If-Match``), ListObjectsV2. It keeps objects in memory, decides under one lock, and looks at no signature.
 """

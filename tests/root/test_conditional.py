@@ -21,6 +21,8 @@ from kvstore.root.objects import ObjectRoot, open_object_root
 from tests.root.roots import BUCKET, content_of, names, publish, s3_options
 from tests.root.s3_endpoint import Object, Server, serve
 
+pytestmark = pytest.mark.slow
+
 A = Name("chunks/0001/a")
 CONDITIONAL_DELETE = "a file is deleted only if it is still the one looked at"
 
@@ -174,7 +176,6 @@ def test_putting_a_file_back_does_not_replace_what_was_published_since(server: S
     root.close()
 
 
-@pytest.mark.slow
 def test_rclone_has_no_conditional_delete(s3_server: str) -> None:
     root = open_object_root(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_options(s3_server))
     assert root.traits.conditional_remove is False
@@ -195,7 +196,6 @@ def test_in_memory_objects_an_open_file_reads_what_the_name_holds_at_that_moment
     assert memory[:5] == b"again"
 
 
-@pytest.mark.slow
 def test_check_root_says_that_garbage_collection_can_run(server: Server) -> None:
     root = open_at(server)
     probe = probed(root)
@@ -205,7 +205,6 @@ def test_check_root_says_that_garbage_collection_can_run(server: Server) -> None
     root.close()
 
 
-@pytest.mark.slow
 def test_check_root_says_that_it_cannot_and_why(server: Server) -> None:
     server.deletes = False
     root = open_at(server)
@@ -215,7 +214,6 @@ def test_check_root_says_that_it_cannot_and_why(server: Server) -> None:
     root.close()
 
 
-@pytest.mark.slow
 def test_check_root_notices_a_condition_that_is_ignored_after_all(server: Server) -> None:
     root = open_at(server)
     server.deletes = False

@@ -29,7 +29,7 @@ class Collector:
         self.root = RootPort(world.root, world.faults)
         meta = MetaPort(world.store, world.faults)
         stop = Stop()
-        each: Each = Threads(2, stop, self.process).each if threads else inline
+        each: Each = Threads(2, stop).each if threads else inline
         self.sweeper = Sweeper(
             self.root, world.identity, meta, clock=self.process, ids=world.ids, timings=world.timings, each=each,
             pause=self.kernel.sleep,

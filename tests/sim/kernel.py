@@ -77,6 +77,9 @@ class Kernel:
         self.violation: str | None = None
         self.current: Actor | None = None
         self.digest = 0
+        self.coarse_s = 0.0
+        """At least so much time passes whenever everybody waits."""
+        self.cause: BaseException | None = None
         self.log: list[str] | None = [] if trace else None
         self._hub = getcurrent()
         self._ready: list[Actor] = []
@@ -190,6 +193,11 @@ class Kernel:
         for actor in self._waiting:
             actor.paused_until = 0
 
+    def even(self) -> None:
+        """From here on everybody has the same share."""
+        for actor in (*self._ready, *self._waiting, *self._paused):
+            actor.weight = 1.0
+
     def advance(self, seconds: float) -> None:
         """Time passes."""
         self.now_s += seconds
@@ -249,7 +257,7 @@ class Kernel:
         """Nobody is ready: the next timer is due, or the next pause is over. False where there is neither."""
         wake_s = min((actor.wake_s for actor in self._waiting), default=math.inf)
         if wake_s < math.inf:
-            self.advance(max(0.0, wake_s - self.now_s))
+            self.advance(max(self.coarse_s, wake_s - self.now_s))
             return True
         if self._paused:
             self._queue(min(self._paused, key=lambda one: one.paused_until), self._ready)

@@ -130,13 +130,10 @@ class Oracle:
 
     # What nodes tell their callers.
 
-    def holds(self, process: Process, session_id: bytes, hold: Hold, names: list[Name], is_live: Callable[[], bool]) -> None:
+    def holds(self, process: Process, hold: Hold, names: list[Name], is_live: Callable[[], bool]) -> None:
         """A hold was handed out that says these chunks are there."""
-
-        def lives() -> bool:
-            return process.alive and session_id not in self.void_sessions and is_live()
-
-        self._claim("I1", f"hold {hold.id.hex()[:8]} of {process.name} born at {hold.born}", names, lives)
+        who = f"hold {hold.id.hex()[:8]} of {process.name} born at {hold.born}"
+        self._claim("I1", who, names, lambda: process.alive and is_live())
 
     def pins(self, pin: str, names: list[Name], ends_s: float) -> Callable[[], None]:
         """A pin was acknowledged that lasts until ``ends_s``; call the result when it is to end."""

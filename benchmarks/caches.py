@@ -1,0 +1,339 @@
+"""Cache policies over blocks that form chains, for replaying traces: the classic ones, the optimum, and ours.
+
+Every cache has ``request(now_s, chain)``: the leading blocks of the chain that were there, after which all of the chain
+is there, as far as it has room.  A block counts as found only if all before it were.
+
+*Leaf-first* policies never evict a block while one that continues it is there.  The plain ones of the literature do:
+what they leave behind a gap takes room and is never found.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from kvstore_gc.policy import Order, Uses, ranks
+
+from kvstore.hints import PRIORITY_DEFAULT
+from kvstore.recency import USES_MAX
+
+QUANTUM_S = 60
+NEVER = 1 << 40
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """All blocks of a trace, numbered from 0: of each its parent (-1: none), its depth, and its writer's priority."""
+
+    parents: Column
+    depths: Column
+    priorities: Column
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+
+class Cache(Protocol):
+    def request(self, now_s: float, chain: Column) -> int: ...
+
+    def present(self) -> set[int]: ...
+
+
+class Lru:
+    """Least recently used. Touched from leaf to root, so it is leaf-first as it stands."""
+
+    def __init__(self, blocks: Blocks, capacity: int) -> None:
+        self._capacity = capacity
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._order)
+        for block in reversed(blocks):
+            self._order[block] = None
+            self._order.move_to_end(block)
+        while len(self._order) > self._capacity:
+            self._order.popitem(last=False)
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._order)
+
+
+class Lfu:
+    """Least frequently used since it came, the least recently used among those: leaf-first as it stands."""
+
+    def __init__(self, blocks: Blocks, capacity: int) -> None:
+        self._blocks = blocks
+        self._capacity = capacity
+        self._keys: dict[int, tuple[int, int, int]] = {}
+        self._heap: list[tuple[tuple[int, int, int], int]] = []
+        self._clock = 0
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._keys)
+        self._clock += 1
+        for depth, block in enumerate(blocks):
+            key = (self._keys.get(block, (0, 0, 0))[0] + 1, self._clock, -depth)
+            self._keys[block] = key
+            heapq.heappush(self._heap, (key, block))
+        while len(self._keys) > self._capacity:
+            key, block = heapq.heappop(self._heap)
+            if self._keys.get(block) == key:
+                del self._keys[block]
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._keys)
+
+
+class _Queued:
+    """What FIFO, SIEVE and S3-FIFO share: which blocks are there, and how many continue each."""
+
+    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
+        self._parents = blocks.parents.tolist()
+        self._capacity = capacity
+        self._leaf_first = leaf_first
+        self._seen: dict[int, int] = {}
+        """How often each block that is there was asked for since it came, up to 3."""
+        self._children = [0] * (len(blocks) + 1)
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._seen)
+        for block in blocks:
+            if block in self._seen:
+                self._seen[block] = min(self._seen[block] + 1, 3)
+            else:
+                self._seen[block] = 0
+                self._children[self._parents[block]] += 1
+                self._enqueue(block)
+        while len(self._seen) > self._capacity:
+            block = self._victim()
+            del self._seen[block]
+            self._children[self._parents[block]] -= 1
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._seen)
+
+    def _stays(self, block: int) -> bool:
+        return self._leaf_first and self._children[block] > 0
+
+    def _enqueue(self, block: int) -> None:
+        raise NotImplementedError
+
+    def _victim(self) -> int:
+        raise NotImplementedError
+
+
+class Fifo(_Queued):
+    """First in, first out; leaf-first: the oldest that nothing continues."""
+
+    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
+        super().__init__(blocks, capacity, leaf_first=leaf_first)
+        self._heap: list[tuple[int, int]] = []
+        self._came: dict[int, int] = {}
+        self._count = 0
+
+    def _enqueue(self, block: int) -> None:
+        self._count += 1
+        self._came[block] = self._count
+        heapq.heappush(self._heap, (self._count, block))
+
+    def _victim(self) -> int:
+        while True:
+            came, block = heapq.heappop(self._heap)
+            if block not in self._seen or self._came[block] != came or self._stays(block):
+                continue
+            parent = self._parents[block]
+            if self._leaf_first and parent in self._seen and self._children[parent] == 1:
+                heapq.heappush(self._heap, (self._came[parent], parent))
+            return block
+
+
+class Sieve(_Queued):
+    """SIEVE (Zhang et al., NSDI 2024): one queue, a hand that passes over what was asked for since it last came by."""
+
+    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
+        super().__init__(blocks, capacity, leaf_first=leaf_first)
+        self._newer: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._newest = self._oldest = self._hand = -1
+
+    def _enqueue(self, block: int) -> None:
+        self._older[block], self._newer[block] = self._newest, -1
+        if self._newest >= 0:
+            self._newer[self._newest] = block
+        else:
+            self._oldest = block
+        self._newest = block
+
+    def _victim(self) -> int:
+        block = self._hand if self._hand >= 0 else self._oldest
+        while self._seen[block] or self._stays(block):
+            self._seen[block] = 0
+            block = self._newer[block] if self._newer[block] >= 0 else self._oldest
+        newer, older = self._newer.pop(block), self._older.pop(block)
+        self._hand = newer
+        if newer >= 0:
+            self._older[newer] = older
+        else:
+            self._newest = older
+        if older >= 0:
+            self._newer[older] = newer
+        else:
+            self._oldest = newer
+        return block
+
+
+class S3Fifo(_Queued):
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue of a tenth for newcomers, a main one, a ghost queue."""
+
+    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
+        super().__init__(blocks, capacity, leaf_first=leaf_first)
+        self._small: deque[int] = deque()
+        self._main: deque[int] = deque()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._small_max = max(1, capacity // 10)
+
+    def _enqueue(self, block: int) -> None:
+        if block in self._ghosts:
+            del self._ghosts[block]
+            self._main.append(block)
+        else:
+            self._small.append(block)
+
+    def _victim(self) -> int:
+        while True:
+            if len(self._small) > self._small_max or not self._main:
+                block = self._small.popleft()
+                if self._seen[block] > 1 or self._stays(block):
+                    self._main.append(block)
+                    continue
+                self._ghosts[block] = None
+                while len(self._ghosts) > self._capacity - self._small_max:
+                    self._ghosts.popitem(last=False)
+                return block
+            for _ in range(4 * len(self._main)):
+                block = self._main.popleft()
+                if not self._seen[block] and not self._stays(block):
+                    return block
+                self._seen[block] = max(0, self._seen[block] - 1)
+                self._main.append(block)
+            # All of the main queue is continued from the small one.
+            self._small_max = len(self._small) - 1
+
+
+class Optimum:
+    """Evicts what is needed again last, and may refuse a newcomer: Belady's MIN with bypass.
+
+    Exact for blocks of one size.  A parent is needed again no later than its child, so with ties broken by depth it is
+    leaf-first, and no policy, leaf-first or not, finds more.
+    """
+
+    def __init__(self, blocks: Blocks, capacity: int, chains: list[Column]) -> None:
+        self._blocks = blocks
+        self._capacity = capacity
+        self._next: list[list[int]] = []
+        needed = np.full(len(blocks), NEVER)
+        for number in range(len(chains) - 1, -1, -1):
+            self._next.append(needed[chains[number]].tolist())
+            needed[chains[number]] = number
+        self._present: dict[int, int] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._present)
+        for depth, (block, needed) in enumerate(zip(blocks, self._next.pop(), strict=True)):
+            self._present[block] = needed
+            heapq.heappush(self._heap, (-needed, -depth, block))
+        while len(self._present) > self._capacity:
+            needed, _, block = heapq.heappop(self._heap)
+            if self._present.get(block) == -needed:
+                del self._present[block]
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._present)
+
+
+class Sweeping:
+    """Ours: knows of each block what its mtime tells, and evicts by the rank of ``kvstore_gc.policy``.
+
+    With ``every_s`` it sweeps at that interval if more than ``high`` is taken, down to ``low``; without, as soon as it
+    is, because the collector follows the free space.  What finds no room in between is not stored.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        capacity: int,
+        order: Order,
+        *,
+        high: float,
+        low: float,
+        every_s: int | None = None,
+        hinted: bool = False,
+    ) -> None:
+        self._blocks = blocks
+        self._capacity = capacity
+        self._order = order
+        self._high_count = int(high * capacity)
+        self._low_count = int(low * capacity)
+        self._every_s = every_s
+        self._due_s = every_s or 0
+        self._room = capacity if high < 1 else len(blocks)
+        self._present = np.zeros(len(blocks), np.bool_)
+        self._last_s = np.zeros(len(blocks), np.int64)
+        self._uses = np.zeros(len(blocks), np.int64)
+        self._priorities = blocks.priorities if hinted else np.full(len(blocks), PRIORITY_DEFAULT)
+        self._ties = np.random.default_rng(0).integers(0, 1 << 20, len(blocks))
+        self._used = 0
+
+    def request(self, now_s: float, chain: Column) -> int:
+        while self._every_s and now_s >= self._due_s:
+            self._sweep(self._due_s)
+            self._due_s += self._every_s
+        present = self._present[chain]
+        found = len(chain) if present.all() else int(present.argmin())
+        quantum_s = int(now_s) // QUANTUM_S * QUANTUM_S
+        stale = chain[:found][self._last_s[chain[:found]] < quantum_s]
+        self._uses[stale] = np.minimum(self._uses[stale] + 1, USES_MAX)
+        self._last_s[stale] = quantum_s
+        new = chain[found:][: max(0, self._room - self._used)]
+        self._present[new], self._last_s[new], self._uses[new] = True, quantum_s, 0
+        self._used += len(new)
+        if not self._every_s:
+            self._sweep(now_s)
+        return found
+
+    def present(self) -> set[int]:
+        return set(np.flatnonzero(self._present).tolist())
+
+    def _sweep(self, now_s: float) -> None:
+        excess = self._used - self._low_count
+        if self._used <= self._high_count or excess <= 0:
+            return
+        there = np.flatnonzero(self._present)
+        none = np.zeros(len(there), np.int64)
+        uses = Uses(self._last_s[there], self._blocks.depths[there], self._uses[there], self._priorities[there], none)
+        worth = ranks(uses, self._ties[there], now_s, self._order)
+        self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
+        self._used -= excess
+
+
+def _leading(blocks: list[int], present: Container[int]) -> int:
+    """How many leading blocks are there."""
+    for count, block in enumerate(blocks):
+        if block not in present:
+            return count
+    return len(blocks)

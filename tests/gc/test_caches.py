@@ -1,0 +1,77 @@
+"""The caches of the trace replay: none finds more than the optimum, and leaf-first ones keep chains whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+from kvstore_gc.policy import Order
+
+from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
+
+LEAF_FIRST: dict[str, Callable[[Blocks, int], Cache]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "fifo": partial(Fifo, leaf_first=True),
+    "sieve": partial(Sieve, leaf_first=True),
+    "s3-fifo": partial(S3Fifo, leaf_first=True),
+    "ours": partial(Sweeping, order=Order.USES, high=1.0, low=0.9),
+    "ours, every minute": partial(Sweeping, order=Order.LRU, high=0.9, low=0.8, every_s=60),
+}
+PLAIN: dict[str, Callable[[Blocks, int], Cache]] = {
+    "fifo, plain": partial(Fifo, leaf_first=False),
+    "sieve, plain": partial(Sieve, leaf_first=False),
+    "s3-fifo, plain": partial(S3Fifo, leaf_first=False),
+}
+
+
+def traffic(seed: int) -> tuple[Blocks, list[Column]]:
+    """Prompts that begin as earlier ones did, and go on."""
+    rnd = random.Random(seed)
+    parents: list[int] = []
+    depths: list[int] = []
+    chains: list[Column] = []
+    for _ in range(300):
+        old = rnd.choice(chains[-40:]).tolist() if chains and rnd.random() < 0.7 else []
+        chain = old[: rnd.randint(0, len(old))]
+        for _ in range(rnd.randint(1, 6)):
+            parents.append(chain[-1] if chain else -1)
+            depths.append(len(chain))
+            chain.append(len(parents) - 1)
+        chains.append(np.array(chain, np.int64))
+    return Blocks(np.array(parents), np.array(depths), np.full(len(parents), 35)), chains
+
+
+def found(cache: Cache, chains: list[Column]) -> int:
+    return sum(cache.request(10.0 * number, chain) for number, chain in enumerate(chains))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_no_policy_finds_more_than_the_optimum(seed: int, share: float) -> None:
+    blocks, chains = traffic(seed)
+    capacity = int(share * len(blocks))
+    most = found(Optimum(blocks, capacity, chains), chains)
+    for name, make in {**LEAF_FIRST, **PLAIN}.items():
+        assert 0 < found(make(blocks, capacity), chains) <= most, name
+
+
+@pytest.mark.parametrize("name", [*LEAF_FIRST, *PLAIN])
+def test_with_room_for_all_every_repeat_is_found(name: str) -> None:
+    blocks, chains = traffic(0)
+    repeats = sum(map(len, chains)) - len(blocks)
+    cache = {**LEAF_FIRST, **PLAIN}[name](blocks, 2 * len(blocks))
+    assert found(cache, chains) == repeats == found(Optimum(blocks, len(blocks), chains), chains)
+
+
+@pytest.mark.parametrize("name", LEAF_FIRST)
+def test_leaf_first_keeps_every_block_reachable(name: str) -> None:
+    blocks, chains = traffic(1)
+    cache = LEAF_FIRST[name](blocks, len(blocks) // 5)
+    for number, chain in enumerate(chains):
+        cache.request(10.0 * number, chain)
+        there = cache.present()
+        assert all(int(blocks.parents[block]) in there or blocks.parents[block] < 0 for block in there)

@@ -1,0 +1,270 @@
+"""``kvstore-gc`` as people run it: what it refuses, prints and leaves alone, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from kvstore_gc.cli import command
+
+import kvstore
+from kvstore.meta.etcd import EtcdMeta
+from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
+from tests.etcd_fixture import frozen, running_etcd
+
+LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
+CHUNK_BYTES = 6144
+GC = (sys.executable, "-m", "kvstore_gc")
+ENOUGH = ("--root", "memory://gc", "--etcd", "127.0.0.1:1")
+
+
+def called(*arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), prog_name="kvstore-gc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--root", "memory://gc", "--once"), "give --etcd"),
+        (ENOUGH, "give --once"),
+        ((*ENOUGH, "--once", "--interval", "1m"), "give --once"),
+        ((*ENOUGH, "--interval", "10ms"), "expected 1 s or more"),
+        ((*ENOUGH, "--once", "--high", "0.5"), "0 < low < high"),
+        ((*ENOUGH, "--once", "--metrics", "127.0.0.1:0"), "--metrics is for --interval"),
+        ((*ENOUGH, "--once", "--explain", "00" * 16), "give --dry-run"),
+        ((*ENOUGH, "--dry-run", "--explain", "me"), "32 hexadecimal digits"),
+        ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
+        ((*ENOUGH, "--once", "--ttl", "soon"), "is no duration"),
+        ((*ENOUGH, "--once", "--max-bytes", "lots"), "is no size"),
+    ],
+)
+def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+    result = called(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('ttl = "soon"')
+    result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
+    assert result.exit_code == 2 and "is no duration" in result.stderr
+
+
+def test_help_names_every_option_and_the_exit_codes() -> None:
+    shown = called("--help").output
+    for (
+        word
+    ) in "--once --interval --dry-run --ttl --max-bytes --high --low --policy --json --metrics --log-level".split():
+        assert word in shown
+    assert "Exit codes" in shown and "--etcd-ca" in shown and "--root-options" in shown
+
+
+# Real programs
+
+
+def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GC, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE
+    )
+
+
+def line(done: subprocess.CompletedProcess[str]) -> Any:
+    """The one JSON object on standard output."""
+    assert done.stdout.count("\n") == 1, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@contextmanager
+def collecting(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
+    """``kvstore-gc ARGUMENTS`` until the block ends; its messages so far."""
+    log = folder / f"gc-{time.monotonic_ns()}.log"
+    with open(log, "w") as messages, subprocess.Popen(
+        [*GC, *arguments], stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE
+    ) as child:  # fmt: skip
+        try:
+            eventually(lambda: "gc.ready" in log.read_text() or child.poll() is not None, "it is ready")
+            yield child, log.read_text
+        finally:
+            child.kill()
+
+
+def tree(root: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path): (path.stat().st_size if path.is_file() else -1, path.stat().st_mtime_ns) for path in root.rglob("*")
+    }
+
+
+def chunks(root: Path) -> int:
+    return sum(1 for _ in (root / "chunks").glob("*/*"))
+
+
+def put(running: Running, count: int, first: int = 0) -> None:
+    """Stores so many chunks, in prompts of ten."""
+    with kvstore.connect(running.grpc) as store:
+        cache = store.namespace("model", LAYOUT)
+        for start in range(first, first + count, 10):
+            tokens = list(range(start * 100, start * 100 + 40))
+            assert cache.put(tokens, np.ones(LAYOUT.shape(40), np.float16)).tokens_present == 40
+
+
+@pytest.fixture(scope="module")
+def up(module_root: Path) -> Iterator[Running]:
+    with serving(
+        module_root, "up", "--root", str(module_root / "root"), "--listen", "127.0.0.1:0", "--no-gc"
+    ) as running:
+        assert len(descendants(running.child.pid)) == 2
+        yield running
+
+
+@pytest.fixture
+def at(up: Running, module_root: Path) -> tuple[str, ...]:
+    return ("--root", str(module_root / "root"), "--etcd", up.etcd)
+
+
+@pytest.mark.slow
+def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str, ...], module_root: Path) -> None:
+    root = module_root / "root"
+    put(up, 30)
+    limit = str(15 * CHUNK_BYTES)
+    meta = EtcdMeta(up.etcd)
+    try:
+        before, revision = tree(root), meta.list("/kv/").revision
+        as_json = line(ended(*at, "--dry-run", "--max-bytes", limit, "--json"))
+        shown = ended(*at, "--dry-run", "--max-bytes", limit, "--explain", as_json["examples"][0]["address"])
+        assert (tree(root), meta.list("/kv/").revision) == (before, revision)
+    finally:
+        meta.close()
+    assert as_json["dry_run"] and as_json["chosen"]["over capacity"]["chunks"] == 18
+    assert as_json["namespaces"][0]["name"] == "model" and len(as_json["examples"]) == 10
+    assert shown.returncode == 0
+    assert "would delete 18 chunks" in shown.stdout and "goes, over capacity" in shown.stdout
+
+    done = line(ended(*at, "--once", "--max-bytes", limit, "--json"))
+    assert done["reaped"]["chunks"] == 18 and chunks(root) == 12
+    assert done["used_bytes_after"] == 12 * CHUNK_BYTES <= done["low_bytes"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_finished_is_exit_code_1(up: Running, at: tuple[str, ...]) -> None:
+    put(up, 10, first=5000)
+    with kvstore.connect(up.grpc) as store:
+        pin = store.namespace("model", LAYOUT).pin(list(range(500_000, 500_040)), ttl=600)
+        done = ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES))
+        assert done.returncode == 1, done.stderr
+        assert "unfinished: chunks still take" in done.stderr and "kept: 10 chunks" in done.stdout
+        pin.release()
+    assert ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES)).returncode == 0
+
+
+@pytest.mark.slow
+def test_rounds_go_on_until_sigterm_and_then_end_within_seconds(
+    up: Running, at: tuple[str, ...], module_root: Path
+) -> None:
+    put(up, 40, first=9000)
+    arguments = ("--interval", "1s", "--max-bytes", str(20 * CHUNK_BYTES), "--json", "--metrics", "127.0.0.1:0")
+    with collecting(module_root, *at, *arguments) as (child, said):
+        assert child.stdout is not None
+        rounds = [json.loads(child.stdout.readline()) for _ in range(3)]
+        assert sum(each["reaped"]["chunks"] for each in rounds) >= 24 and rounds[0]["shards"]["mine"] == 256
+        where = said().split("metrics=")[1].split()[0]
+        with urllib.request.urlopen(f"http://{where}/metrics", timeout=PATIENCE_S) as page:
+            shown = page.read().decode()
+        assert f"kvstore_gc_capacity_bytes {20.0 * CHUNK_BYTES}" in shown and "kvstore_gc_rounds_total" in shown
+        asked_s = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE_S) == 0 and time.monotonic() - asked_s < 5
+        assert "gc.stopped" in said()
+    meta = EtcdMeta(up.etcd)
+    try:
+        left = [kv.key for kv in meta.list("/kv/").items if "/collectors/" in kv.key or "/condemned/" in kv.key]
+        assert left == [], "it has left, and nothing is open"
+    finally:
+        meta.close()
+
+
+@pytest.mark.slow
+def test_sigterm_during_a_grace_ends_it_within_seconds_and_takes_nothing(
+    up: Running, at: tuple[str, ...], module_root: Path
+) -> None:
+    root = module_root / "root"
+    put(up, 10, first=20_000)
+    with kvstore.connect(up.grpc) as store:
+        hold = store.namespace("model", LAYOUT).hold(list(range(2_000_000, 2_000_040)))
+        with collecting(module_root, *at, "--interval", "1h", "--max-bytes", str(CHUNK_BYTES)) as (child, said):
+            eventually(lambda: any((root / "trash").iterdir()), "a sweep has begun")
+            time.sleep(0.5)
+            asked_s = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(PATIENCE_S) == 0, said()
+            assert time.monotonic() - asked_s < 8
+        array = np.empty(LAYOUT.shape(40), np.float16)
+        assert hold.read_into(array) == 40, "what was held is there"
+        hold.release()
+    assert ended(*at, "--once", "--max-bytes", str(CHUNK_BYTES * 2)).returncode == 0
+    assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_etcd_that_does_not_know_the_root_is_refused(up: Running, module_root: Path, tmp_path: Path) -> None:
+    before = chunks(module_root / "root")
+    with running_etcd(tmp_path / "other") as other:
+        for mode in ("--once", "--dry-run"):
+            done = ended("--root", str(module_root / "root"), "--etcd", other.endpoints, mode, "--ttl", "0s")
+            assert done.returncode == 2, done.stderr
+            assert "fsck" in done.stderr and "Traceback" not in done.stderr
+    assert chunks(module_root / "root") == before
+
+
+@pytest.mark.slow
+def test_what_is_no_root_is_refused_and_not_made_one(up: Running, tmp_path: Path) -> None:
+    done = ended("--root", str(tmp_path / "none"), "--etcd", up.etcd, "--once")
+    assert done.returncode == 2 and not (tmp_path / "none").exists()
+    (tmp_path / "empty").mkdir()
+    done = ended("--root", str(tmp_path / "empty"), "--etcd", up.etcd, "--once")
+    assert done.returncode == 2 and "no kvstore root" in done.stderr
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_frozen_etcd_is_said_once_and_rounds_go_on_afterwards(up: Running, tmp_path: Path, module_root: Path) -> None:
+    (pid,) = [pid for pid, text in descendants(up.child.pid).items() if "--data-dir" in text]
+    where = ("--root", str(module_root / "root"), "--etcd", up.etcd)
+    with collecting(tmp_path, *where, "--interval", "1s", "--json") as (child, said):
+        assert child.stdout is not None
+        json.loads(child.stdout.readline())
+        with frozen(pid):
+            eventually(lambda: "gc.round_failed" in said(), "the round fails")
+            time.sleep(8)
+            assert child.poll() is None
+            assert said().count("gc.round_failed") == 1 and said().count("gc.place_failed") <= 1
+        eventually(lambda: "gc.round_recovered" in said(), "it goes on")
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_up_keeps_the_root_below_its_limit(tmp_root: Path) -> None:
+    root, limit = tmp_root / "root", 50 * CHUNK_BYTES
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--max-bytes", str(limit))
+    with serving(tmp_root, "up", *at) as running:
+        eventually(lambda: "gc.round" in running.log.read_text(), "the first round")
+        for first in range(0, 1000, 100):
+            try:
+                put(running, 20, first=first)
+            except (kvstore.errors.Overloaded, AssertionError):
+                break  # too full for the moment: shed
+        # At once, not after the interval of a minute.
+        eventually(lambda: chunks(root) <= 0.9 * 50, "it deletes")
+        assert running.end() == 0
+        assert "gc.stopped" in running.log.read_text()

@@ -1,0 +1,252 @@
+"""What goes and what stays: watermarks, quotas, time to live, pins, and children before their parents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvstore_gc.goals import GROUPS_MAX, Goals, Quota
+from kvstore_gc.histogram import Tally
+from kvstore_gc.judged import NO_MARKS
+from kvstore_gc.listing import Marks, marks_of
+from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_shard
+from kvstore_gc.policy import Order
+from kvstore_gc.survey import survey
+from kvstore_gc.threads import inline
+
+from kvstore.address import Address
+from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
+from kvstore.meta.sweeps import VICTIMS_MAX
+from kvstore.namespace import NamespaceId
+from kvstore.root.interface import Entry
+from tests.gc.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
+
+
+def decided(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
+    return decide(survey(root_of(chunks), SHARD_BITS, SHARDS, inline, NOW_S, goals, pinned), goals, pinned)
+
+
+def plans(chunks: list[Chunk], decision: Decision) -> list[SweepPlan]:
+    return [plan_shard(shard, entries(chunks, shard), decision) for shard in SHARDS]
+
+
+def taken(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> dict[Address, Reason]:
+    """Who goes, and why."""
+    found = plans(chunks, decided(chunks, goals, pinned))
+    return {victim.address: victim.reason for plan in found for victim in plan.victims}
+
+
+def size_of(chunks: list[Chunk]) -> int:
+    return sum(chunk.size_bytes for chunk in chunks)
+
+
+GOALS = st.builds(
+    Goals,
+    ttl_s=st.none() | st.sampled_from([60.0, 3600.0]),
+    max_bytes=st.none() | st.integers(0, 3000),
+    quotas=st.lists(
+        st.builds(Quota, st.just("quota"), st.frozensets(st.sampled_from(SPACES), max_size=3), st.integers(0, 800)),
+        max_size=3,
+    ).map(tuple),
+    order=st.sampled_from(Order),
+)
+
+
+@settings(max_examples=100)
+@given(forests(), GOALS, st.integers(0, 4))
+def test_no_plan_takes_a_chunk_whose_descendant_stays(chunks: list[Chunk], goals: Goals, pins: int) -> None:
+    by_address = {chunk.address: chunk for chunk in chunks}
+    pinned: set[Address] = set()
+    for chunk in chunks[-pins:] if pins else []:
+        line: Chunk | None = chunk
+        while line is not None:  # a pin holds the whole prefix
+            pinned.add(line.address)
+            line = by_address[line.parent] if line.parent else None
+    gone = taken(chunks, goals, marks_of(pinned))
+    assert not gone.keys() & pinned
+    for chunk in chunks:
+        if chunk.parent in gone:
+            assert chunk.address in gone
+
+
+@settings(max_examples=40)
+@given(forests(), GOALS)
+def test_plans_take_what_was_decided_and_say_why_of_every_chunk(chunks: list[Chunk], goals: Goals) -> None:
+    decision = decided(chunks, goals)
+    counted: Counter[Reason] = Counter()
+    cutoffs = {decision.capacity_cutoff, *decision.quota_cutoffs}
+    for plan in plans(chunks, decision):
+        here = {chunk.entry.name: chunk for chunk in chunks if chunk.shard == plan.shard}
+        victims = {victim.name.rpartition("/")[2]: victim for victim in plan.victims}
+        for name, chunk in here.items():
+            verdict = explain(plan.shard, chunk.entry, decision)
+            assert verdict is not None and verdict.reason.condemns == (name in victims)
+            counted[verdict.reason] += chunk.size_bytes
+            assert (verdict.cutoff_s is None) == (cutoffs == {0}) or goals.quotas
+            if verdict.reason in (Reason.QUOTA, Reason.CAPACITY):
+                assert verdict.cutoff_s is not None and verdict.weighted_s >= verdict.cutoff_s
+            if name in victims:
+                victim = victims[name]
+                assert victim.reason is verdict.reason and victim.name == chunk.name
+                assert (victim.address, victim.namespace) == (chunk.address, chunk.namespace)
+                assert (victim.size_bytes, victim.mtime_ns) == (chunk.size_bytes, chunk.mtime_ns)
+        assert sum(tally.count for tally in plan.kept.values()) + len(victims) == len(here)
+    assert dict(counted) == {reason: tally.bytes for reason, tally in decision.expected.items()}
+
+
+@settings(max_examples=40)
+@given(forests(), st.integers(1, 3000))
+def test_above_the_high_watermark_the_least_worth_goes_until_the_low_one(chunks: list[Chunk], max_bytes: int) -> None:
+    chunks = [replace(chunk, mtime_ns=stamp(600 + number * 60)) for number, chunk in enumerate(chunks)]
+    gone = taken(chunks, Goals(max_bytes=max_bytes))
+    left = [chunk for chunk in chunks if chunk.address not in gone]
+    if size_of(chunks) <= 0.9 * max_bytes:
+        assert not gone
+        return
+    assert set(gone.values()) == {Reason.CAPACITY}
+    assert size_of(left) <= 0.8 * max_bytes
+    assert chunks[: len(left)] == left, "the oldest went"
+    # So few chunks have a bin each, so not one goes too much.
+    assert not left or size_of(chunks[: len(left) + 1]) > int(0.8 * max_bytes)
+
+
+def test_what_was_written_in_one_minute_is_cut_in_the_middle_too() -> None:
+    chunks = [replace(chunk, mtime_ns=stamp(0)) for chunk in loose(100)]
+    gone = taken(chunks, Goals(max_bytes=5000))
+    assert len(chunks) - len(gone) == 40
+
+
+def test_what_is_past_its_ttl_goes_though_there_is_room_and_counts_for_the_capacity() -> None:
+    old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=0)
+    gone = taken(old + new, Goals(ttl_s=3600, max_bytes=8000))
+    assert gone == {chunk.address: Reason.TTL for chunk in old}, "then 5,000 of 8,000 bytes are used"
+
+
+def test_quotas_apply_to_their_namespaces_alone_and_together_to_a_tenants() -> None:
+    chunks = [replace(chunk, namespace=SPACES[number % 4]) for number, chunk in enumerate(loose(400))]
+    goals = Goals(
+        quotas=(
+            Quota("tenant a", frozenset(SPACES[:2]), 10_000),
+            Quota("namespace b", frozenset(SPACES[1:2]), 2_000),
+            Quota("namespace c", frozenset(SPACES[2:3]), 20_000),
+        )
+    )
+    gone = taken(chunks, goals)
+    assert set(gone.values()) == {Reason.QUOTA}
+    left = Counter(chunk.namespace for chunk in chunks if chunk.address not in gone)
+    assert left[SPACES[0]] + left[SPACES[1]] <= 80 and left[SPACES[1]] <= 16
+    assert left[SPACES[2]] == left[SPACES[3]] == 100, "below its quota, and without one"
+
+
+def test_a_tenants_quota_counts_what_a_namespaces_own_quota_left() -> None:
+    chunks = [replace(chunk, namespace=SPACES[number % 2]) for number, chunk in enumerate(loose(200))]
+    own = Quota("namespace b", frozenset(SPACES[1:2]), 0)
+    for most, left_count in ((12_000, 100), (10_000, 80)):
+        gone = taken(chunks, Goals(quotas=(own, Quota("tenant a", frozenset(SPACES[:2]), most))))
+        left = Counter(chunk.namespace for chunk in chunks if chunk.address not in gone)
+        assert left == {SPACES[0]: left_count}
+
+
+def test_pinned_chunks_count_for_the_quota() -> None:
+    chunks = loose(100)
+    quota = Quota("namespace a", frozenset(SPACES[:1]), 10_000)
+    assert len(taken(chunks, Goals(quotas=(quota,)), marks_of([chunk.address for chunk in chunks[:50]]))) == 20
+
+
+def test_the_capacity_takes_only_what_quotas_left_over() -> None:
+    chunks = [replace(chunk, namespace=SPACES[number % 2]) for number, chunk in enumerate(loose(200))]
+    quota = Quota("namespace a", frozenset(SPACES[:1]), 5_000)
+    assert set(taken(chunks, Goals(quotas=(quota,), max_bytes=16_000)).values()) == {Reason.QUOTA}
+    both = taken(chunks, Goals(quotas=(quota,), max_bytes=10_000))
+    assert Counter(both.values()) == {Reason.QUOTA: 60, Reason.CAPACITY: 60}
+
+
+def test_where_the_oldest_are_pinned_others_go_instead() -> None:
+    old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=60)
+    gone = taken(old + new, Goals(max_bytes=10_000), marks_of([chunk.address for chunk in old]))
+    assert len(gone) == 20 and gone.keys() <= {chunk.address for chunk in new}
+    everything = marks_of([chunk.address for chunk in old + new])
+    assert not taken(old + new, Goals(max_bytes=100, ttl_s=0), everything)
+
+
+def test_a_chunk_used_since_the_survey_stays() -> None:
+    chunks = loose(100, age_s=7200)
+    decision = decided(chunks, Goals(max_bytes=5_000, ttl_s=86_400))
+    used = [replace(chunk, mtime_ns=stamp(-60, uses=1)) for chunk in chunks]
+    assert not any(plan.victims for plan in plans(used, decision))
+
+
+def test_hints_move_a_chunk_to_the_front_or_the_back() -> None:
+    hints = [Hints(priority=priority) for priority in (0, 35, 100)]
+    chunks = [replace(chunk, mtime_ns=stamp(3600, hints=hints[at % 3])) for at, chunk in enumerate(loose(300))]
+    first = taken(chunks, Goals(max_bytes=27_000))
+    assert first.keys() <= {chunk.address for chunk in chunks[0::3]} and len(first) == 84
+    most = taken(chunks, Goals(max_bytes=13_000))
+    assert len(most) == 196 and most.keys() & {chunk.address for chunk in chunks[2::3]} == set()
+
+
+def test_a_plan_begins_with_what_goes_first_and_leaves_the_rest_to_the_next_sweep() -> None:
+    count = VICTIMS_MAX + 1000
+    chunks = loose(count, size_bytes=1)
+    goals = Goals(max_bytes=0)
+    decision = decide(survey(root_of(chunks[:1]), 0, [0], inline, NOW_S, goals), goals)
+    decision = replace(decision, capacity_cutoff=1 << 61)
+    listing = [Entry(chunk.entry.name, chunk.entry.stat) for chunk in chunks]
+    plan = plan_shard(0, listing, decision)
+    assert len(plan.victims) == VICTIMS_MAX
+    assert plan.kept == {Reason.LATER: Tally(1000, 1000)}
+    verdicts = [
+        explain(0, Entry(victim.name.rpartition("/")[2], listing[0].stat), decision) for victim in plan.victims[:1]
+    ]
+    assert verdicts[0] is not None and verdicts[0].cutoff_s is not None
+    ages = [victim.mtime_ns for victim in plan.victims if victim.mtime_ns % 60_000_000_000 == 1_000_000_000]
+    assert ages == sorted(ages), "of those never used again the oldest come first"
+    rest = {victim.name for victim in plan.victims}
+    second = plan_shard(0, [entry for entry in listing if f"chunks/0000/{entry.name}" not in rest], decision)
+    assert len(second.victims) == 1000 and not second.kept
+
+
+def test_without_limits_nothing_goes_but_what_its_writer_gave_a_ttl() -> None:
+    chunks = loose(20, age_s=80_000)
+    short = replace(chunks[0], mtime_ns=stamp(80_000, hints=Hints(ttl_s=300)))
+    assert taken([short, *chunks[1:]], Goals()) == {short.address: Reason.TTL}
+
+
+def test_what_is_no_chunk_is_kept_and_has_no_verdict() -> None:
+    chunk = loose(1, age_s=7200)[0]
+    decision = decided([chunk], Goals(ttl_s=0))
+    odd = Entry("README", chunk.entry.stat)
+    plan = plan_shard(chunk.shard, [odd, chunk.entry, Entry("folder", None)], decision)
+    assert [victim.address for victim in plan.victims] == [chunk.address]
+    assert plan.kept == {Reason.FOREIGN: Tally(2, 100)}
+    assert explain(chunk.shard, odd, decision) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ttl_s": -1}, "ttl_s=-1"),
+        ({"ttl_s": float("nan")}, "ttl_s=nan"),
+        ({"max_bytes": -5}, "max_bytes=-5"),
+        ({"high": 0.8, "low": 0.8}, "low < high"),
+        ({"high": 1.1}, "high=1.1"),
+        ({"quantum_s": 0}, "quantum_s=0"),
+        ({"quotas": (Quota("tenant a", frozenset(), -1),)}, "tenant a"),
+    ],
+)
+def test_goals_that_make_no_sense_are_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Goals(**wrong)  # type: ignore[arg-type]
+
+
+def test_more_groups_than_a_survey_has_room_for_are_refused() -> None:
+    spaces = [NamespaceId(number.to_bytes(8, "big")) for number in range(GROUPS_MAX)]
+    quotas = tuple(Quota(f"namespace {one.hex()}", frozenset({one}), 1) for one in spaces)
+    with pytest.raises(InvalidRequest, match="quotas per tenant"):
+        Goals(quotas=quotas)
+    assert len(Goals(quotas=quotas[1:]).group_quotas) == GROUPS_MAX
+    assert len(Goals(quotas=(Quota("tenant a", frozenset(spaces), 1),)).group_quotas) == 2

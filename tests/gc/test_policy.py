@@ -1,0 +1,129 @@
+"""The rank of a chunk: what goes first, what never goes before its children, and what a ttl means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
+
+from kvstore.hints import TTL_CLASSES_S, Hints
+from kvstore.recency import DEPTH_MAX, NS_PER_S, decode, stamp_ns
+from tests.gc.chains import NOW_S, QUANTUM_S, Chunk, forests, stamp
+
+HOUR_S = 3600
+ANY_HINTS = st.builds(Hints, st.integers(0, 100), st.sampled_from((*TTL_CLASSES_S, None)))
+ANY_DEPTH = st.integers(0, 200) | st.integers(DEPTH_MAX - 2, DEPTH_MAX + 2)
+STAMPS = st.builds(
+    lambda quantum, depth, hints, uses: stamp_ns(quantum * QUANTUM_S, depth, hints, uses),
+    st.integers(1, NOW_S // QUANTUM_S + 10),
+    ANY_DEPTH,
+    ANY_HINTS,
+    st.integers(0, 3),
+)
+
+
+def column(*values: int) -> Column:
+    return np.array(values, np.int64)
+
+
+def rank_of(mtime_ns: int, *, tie: int = 0, order: Order = Order.USES, now_s: float = NOW_S) -> int:
+    return int(ranks(Uses.of(column(mtime_ns), QUANTUM_S), column(tie), now_s, order)[0])
+
+
+def is_expired(mtime_ns: int, most_s: float | None, now_s: float = NOW_S) -> bool:
+    return bool(expired(Uses.of(column(mtime_ns), QUANTUM_S), now_s, QUANTUM_S, most_s)[0])
+
+
+@given(st.lists(STAMPS | st.integers(0, 1 << 62) | st.integers(0, 1 << 32).map(lambda s: s * NS_PER_S), min_size=1))
+def test_columns_read_mtimes_as_recency_does(mtimes_ns: list[int]) -> None:
+    uses = Uses.of(column(*mtimes_ns), QUANTUM_S)
+    for index, mtime_ns in enumerate(mtimes_ns):
+        one = decode(mtime_ns, QUANTUM_S)
+        read = [int(each[index]) for each in (uses.last_use_s, uses.depth, uses.uses, uses.priority)]
+        assert read == [one.last_use_s, one.depth, one.uses, one.priority], mtime_ns
+        assert (int(uses.ttl_s[index]) == one.ttl_s) if one.ttl_s is not None else uses.ttl_s[index] > NOW_S
+
+
+@given(forests(), st.sampled_from(Order), st.none() | st.sampled_from([0, 60, 1000, 86_400]))
+def test_a_parent_ranks_above_its_child_and_expires_no_earlier(
+    chunks: list[Chunk], order: Order, most_s: float | None
+) -> None:
+    uses = Uses.of(column(*(chunk.mtime_ns for chunk in chunks)), QUANTUM_S)
+    ties = column(*(int.from_bytes(chunk.address[-8:], "big") % (1 << TIE_BITS) for chunk in chunks))
+    rank = dict(zip((chunk.address for chunk in chunks), ranks(uses, ties, NOW_S, order), strict=True))
+    old = dict(zip((chunk.address for chunk in chunks), expired(uses, NOW_S, QUANTUM_S, most_s), strict=True))
+    for chunk in chunks:
+        if chunk.parent is not None:
+            assert rank[chunk.parent] > rank[chunk.address]
+            assert old[chunk.address] or not old[chunk.parent]
+
+
+def test_beyond_the_depth_that_a_stamp_can_tell_chunks_go_together() -> None:
+    deep = [rank_of(stamp(60, DEPTH_MAX + more), tie=tie) for more, tie in ((0, 7), (1, 3), (9, 5))]
+    assert len(set(deep)) == 1
+
+
+@given(st.integers(0, 1000), st.integers(1, 1000))
+def test_lru_takes_the_least_recently_used_however_often_it_was_used(quanta: int, more: int) -> None:
+    newer, older = stamp(quanta * QUANTUM_S), stamp((quanta + more) * QUANTUM_S, uses=3)
+    assert rank_of(newer, order=Order.LRU) > rank_of(older, order=Order.LRU)
+
+
+@pytest.mark.parametrize("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
+def test_two_more_uses_outlast_half_the_age_at_any_scale(age_s: int) -> None:
+    once = rank_of(stamp(age_s))
+    assert rank_of(stamp(int(1.8 * age_s), uses=2)) > once > rank_of(stamp(int(2.2 * age_s), uses=2))
+
+
+def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
+    first, last = Hints(priority=0), Hints(priority=100)
+    assert rank_of(stamp(80 * HOUR_S, hints=last)) > rank_of(stamp(HOUR_S)) > rank_of(stamp(100 * HOUR_S, hints=last))
+    assert rank_of(stamp(HOUR_S, hints=first)) < rank_of(stamp(10 * HOUR_S))
+    steps = [rank_of(stamp(HOUR_S, hints=Hints(priority))) for priority in range(101)]
+    assert steps == sorted(steps) and len(set(steps)) == 101
+
+
+def test_a_last_use_in_the_future_counts_as_now() -> None:
+    now, ahead, mad = stamp(0), stamp(-10 * HOUR_S), 1 << 62
+    assert rank_of(now) == rank_of(ahead) == rank_of(mad)
+    assert not is_expired(mad, 3600)
+
+
+def test_mtimes_of_no_clock_are_the_oldest_and_not_an_error() -> None:
+    assert rank_of(-(1 << 62)) == rank_of(0) < rank_of(stamp(30 * 24 * HOUR_S, hints=Hints(priority=0)))
+
+
+def test_chunks_of_one_minute_still_have_an_order() -> None:
+    written = [rank_of(stamp(600), tie=tie) for tie in range(1000)]
+    assert len(set(written)) == 1000
+
+
+@given(STAMPS, st.integers(0, (1 << TIE_BITS) - 1))
+def test_a_rank_tells_the_weighted_age_that_it_was_made_of(mtime_ns: int, tie: int) -> None:
+    one = decode(mtime_ns, QUANTUM_S)
+    idle_s = max(NOW_S - one.last_use_s, 0)
+    weighted_s = (idle_s + 30) * 2 ** (-one.uses / 2 - (one.priority - 35) / 10) - 30
+    assert weighted_age_s(rank_of(mtime_ns, tie=tie)) == pytest.approx(max(weighted_s, 0), rel=1e-3, abs=0.1)
+
+
+def test_nothing_goes_before_its_ttl_has_passed_since_its_last_use() -> None:
+    mtime_ns = stamp_ns(NOW_S, 0, Hints(ttl_s=300))
+    last_use_s = NOW_S + QUANTUM_S - 1  # as late as that stamp allows
+    assert not is_expired(mtime_ns, None, now_s=last_use_s + 300)
+    assert is_expired(mtime_ns, None, now_s=last_use_s + 301)
+    assert not is_expired(stamp_ns(NOW_S, 0), None, now_s=NOW_S * 2)
+
+
+def test_the_operators_ttl_is_the_longest_that_a_hint_can_ask_for() -> None:
+    month, minutes = Hints(ttl_s=2_592_000), Hints(ttl_s=300)
+    assert is_expired(stamp(2 * HOUR_S, hints=month), HOUR_S)
+    assert is_expired(stamp(HOUR_S // 2, hints=minutes), HOUR_S), "a shorter hint counts"
+    assert is_expired(stamp(2 * HOUR_S, hints=Hints(priority=100)), HOUR_S), "priority is not time"
+
+
+def test_a_ttl_below_a_minute_counts_from_the_start_of_the_minute_of_use() -> None:
+    mtime_ns = stamp_ns(NOW_S, 0)
+    assert is_expired(mtime_ns, 0, now_s=NOW_S)
+    assert not is_expired(mtime_ns, 1, now_s=NOW_S + 1) and is_expired(mtime_ns, 1, now_s=NOW_S + 2)

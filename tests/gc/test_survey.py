@@ -1,0 +1,183 @@
+"""A survey: exact whatever lies there, small however much does, and the sum of what collectors saw apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvstore_gc.goals import Goals, Quota
+from kvstore_gc.histogram import BINS_MAX, Tally
+from kvstore_gc.listing import listed, marks_of
+from kvstore_gc.survey import NAMESPACES_MAX, Survey, survey
+from kvstore_gc.threads import inline
+
+from kvstore.address import Address
+from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.format import places
+from kvstore.namespace import NamespaceId
+from kvstore.root.interface import Entry, Root, Stat
+from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
+from tests.gc.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
+
+TENANT = Quota("tenant a", frozenset(SPACES[1:3]), 1000)
+QUOTAS = (TENANT, Quota("namespace b", frozenset(SPACES[2:3]), 500))
+
+
+def seen(root: Root, goals: Goals, shards: Sequence[int] = SHARDS) -> Survey:
+    return survey(root, SHARD_BITS, shards, inline, NOW_S, goals)
+
+
+def tally(chunks: list[Chunk]) -> Tally:
+    return Tally(len(chunks), sum(chunk.size_bytes for chunk in chunks))
+
+
+@settings(max_examples=30)
+@given(forests(), st.none() | st.sampled_from([600.0, 86_400.0]))
+def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None) -> None:
+    found = seen(root_of(chunks), Goals(ttl_s=ttl_s, quotas=QUOTAS))
+    assert found.used == tally(chunks)
+    for space in SPACES:
+        assert found.namespaces.get(space, Tally()) == tally([one for one in chunks if one.namespace == space])
+    assert sum((group.total for group in found.groups), found.expired) == tally(chunks)
+
+
+def test_namespaces_that_the_same_quotas_apply_to_make_one_group() -> None:
+    chunks = [replace(chunk, namespace=SPACES[at % 4], size_bytes=1 + at) for at, chunk in enumerate(loose(100))]
+    found = seen(root_of(chunks), Goals(quotas=QUOTAS))
+    groups = [{SPACES[0], SPACES[3]}, {SPACES[1]}, {SPACES[2]}]
+    assert [group.total for group in found.groups] == [
+        tally([chunk for chunk in chunks if chunk.namespace in group]) for group in groups
+    ]
+
+
+@settings(max_examples=30)
+@given(forests(), st.integers(0, len(SHARDS)))
+def test_surveys_of_parts_add_up_to_the_whole(chunks: list[Chunk], split: int) -> None:
+    root, goals = root_of(chunks), Goals(ttl_s=3600, quotas=QUOTAS)
+    whole = seen(root, goals)
+    parts = [Survey.from_json(seen(root, goals, part).to_json()) for part in (SHARDS[:split], SHARDS[split:])]
+    both = parts[0] + parts[1]
+    assert (both.used, both.expired, both.foreign) == (whole.used, whole.expired, whole.foreign)
+    assert both.namespaces == whole.namespaces and both.shards_count == whole.shards_count
+    assert [group.total for group in both.groups] == [group.total for group in whole.groups]
+
+
+def test_threads_that_share_the_work_find_the_same() -> None:
+    chunks = loose(2000)
+    root, goals = root_of(chunks), Goals()
+
+    def threads(count: int, work: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(count)))
+
+    assert survey(root, SHARD_BITS, SHARDS, threads, NOW_S, goals).used == tally(chunks)
+
+
+def test_what_is_no_chunk_of_its_shard_is_counted_apart_and_left_alone() -> None:
+    chunk = loose(1)[0]
+    stranger = Chunk(Address(bytes([chunk.address[0] ^ 0x80]) + chunk.address[1:]), SPACES[0], 30, chunk.mtime_ns)
+    folder = places.shard_folder(chunk.shard)
+    name = chunk.entry.name
+    foreign = [
+        "README",
+        name.upper().replace("A", "B"),
+        name[:-1],
+        name + "0",
+        name.replace(".", "-"),
+        "ü" * len(name),
+        stranger.entry.name,
+        ".nfs000000000000000100000002",
+    ]
+    files = MemoryFiles()
+    files.write(chunk.name, MemoryFile(bytes(100), chunk.mtime_ns))
+    for each in foreign:
+        files.write(f"{folder}/{each}", MemoryFile(bytes(7), chunk.mtime_ns))
+    files.make_folder(f"{folder}/{chunk.entry.name[:-2]}ff")
+    found = seen(MemoryRoot(files), Goals(ttl_s=0))
+    assert found.used == Tally(1, 100)
+    assert found.foreign == Tally(len(foreign) + 1, 7 * len(foreign)), "a folder has no bytes"
+    assert len(files.entries(folder)) == len(foreign) + 2
+
+
+def test_a_shard_that_does_not_exist_is_empty() -> None:
+    found = seen(MemoryRoot(), Goals())
+    assert found.used == Tally() and found.shards_count == len(SHARDS)
+    assert seen(MemoryRoot(), Goals(), []).used == Tally()
+
+
+@pytest.mark.parametrize("mtime_ns", [-1, -(1 << 63), 1 << 63, 1 << 70])
+def test_an_mtime_of_no_clock_stops_nothing(mtime_ns: int) -> None:
+    chunk = loose(1)[0]
+    entry = Entry(chunk.entry.name, Stat(5, mtime_ns))
+    (batch,) = listed(chunk.shard, SHARD_BITS, [entry])
+    assert batch.names == [entry.name] and batch.foreign == Tally()
+    found = seen(root_of([Chunk(chunk.address, SPACES[0], 5, mtime_ns)]), Goals(ttl_s=60))
+    assert found.used == Tally(1, 5)
+
+
+def test_shard_bits_may_be_none_or_all() -> None:
+    chunk = loose(1)[0]
+    for bits in (0, 1, 8, 16):
+        (batch,) = listed(places.shard(chunk.address, bits), bits, [chunk.entry])
+        assert batch.names == [chunk.entry.name]
+
+
+def test_a_listing_reads_addresses_and_namespaces_as_names_have_them() -> None:
+    chunk = Chunk(Address(bytes(range(16))), NamespaceId(bytes(range(0xF0, 0xF8))), 1, 0)
+    (batch,) = listed(0, SHARD_BITS, [chunk.entry])
+    assert batch.marks.tolist() == [0x08090A0B0C0D0E0F] == marks_of([chunk.address]).tolist()
+    assert batch.namespaces.tolist() == [0xF0F1F2F3F4F5F6F7]
+
+
+def test_it_stays_small_however_many_namespaces_and_chunks_there_are() -> None:
+    rnd = random.Random(0)
+    spaces = [NamespaceId(rnd.randbytes(8)) for _ in range(3 * NAMESPACES_MAX)]
+    chunks = [
+        Chunk(Address(rnd.randbytes(16)), rnd.choice(spaces), rnd.randrange(1, 9), stamp(rnd.randrange(1 << 22)))
+        for _ in range(6_000)
+    ]
+    quotas = tuple(Quota(f"namespace {number}", frozenset({spaces[number]}), 1 << 40) for number in range(200))
+    for goals in (Goals(), Goals(quotas=quotas)):
+        found = seen(root_of(chunks), goals)
+        assert len(found.namespaces) == NAMESPACES_MAX
+        assert sum(found.namespaces.values(), found.unnamed) == found.used == tally(chunks)
+        text = found.to_json()
+        assert len(text) < 100_000
+        assert Survey.from_json(text).used == found.used
+
+
+def test_memory_is_bounded_by_bins_and_not_by_chunks() -> None:
+    (group,) = seen(root_of(loose(10_000, size_bytes=1)), Goals()).groups
+    assert len(group) <= BINS_MAX and group.total.count == 10_000
+
+
+def test_pinned_chunks_are_used_but_not_to_be_had() -> None:
+    chunks = loose(100, age_s=7200)
+    pinned = marks_of([b"".join(chunk.address for chunk in chunks[:30])])
+    found = survey(root_of(chunks), SHARD_BITS, SHARDS, inline, NOW_S, Goals(ttl_s=60), pinned)
+    assert found.used == tally(chunks) and found.pinned == (tally(chunks[:30]),)
+    assert found.expired == tally(chunks[30:]), "what is pinned has no time to live"
+    assert Survey.from_json(found.to_json()).pinned == found.pinned
+
+
+def test_surveys_of_another_moment_or_for_other_goals_are_not_added() -> None:
+    root = MemoryRoot()
+    one = seen(root, Goals())
+    for other in (
+        survey(root, SHARD_BITS, SHARDS, inline, NOW_S + 1, Goals()),
+        survey(root, SHARD_BITS + 1, SHARDS, inline, NOW_S, Goals()),
+        seen(root, Goals(quotas=QUOTAS)),
+    ):
+        with pytest.raises(InvalidRequest, match="survey again"):
+            one + other
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"now_s":1}', b"\xff", b"[" * 100_000])
+def test_json_that_is_no_survey_is_refused(text: bytes) -> None:
+    with pytest.raises(RootMismatch, match="survey"):
+        Survey.from_json(text)

@@ -1,0 +1,385 @@
+"""One run: a root, an etcd, nodes and collectors, a saboteur, and the end at which everything must be tidy."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from kvstore.address import Chain, block_address
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES, incarnation_at
+from kvstore.format.places import Name
+from kvstore.layout import Layout
+from kvstore.meta.generation import Agreed, join_generation
+from kvstore.meta.interface import Put
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.sweeps import Condemned
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.root.generations import publish, read_newest
+from kvstore.root.identity import RootId, RootIdentity
+from kvstore.root.memory import MemoryFile, MemoryRoot
+from kvstore_gc.safety import Timings
+from kvstore_gc.victims import read_victims
+from tests.sim.collector import Collector
+from tests.sim.faults import Faults, Rates
+from tests.sim.host import Host
+from tests.sim.kernel import Kernel, Process
+from tests.sim.metadata import Saved, SimStore
+from tests.sim.oracle import Oracle
+from tests.sim.profiles import Profile
+from tests.sim.shared_root import SimFiles
+
+LAYOUT = Layout(layers=1, kv_heads=1, head_dim=2, dtype="float16", chunk_tokens=2)
+NAMESPACE = Namespace("model", LAYOUT)
+ROOT = RootId(bytes(range(16)))
+BLOCK_KEYS = [bytes([number]) * 16 for number in range(3)]
+COARSE_S = 2.0
+WIND_UP_STEPS = 30_000
+ROUNDS_MAX = 25
+
+TIMINGS = Timings(
+    announce_lag_max_s=60.0, grace_max_s=80.0, staging_age_s=40.0, quarantine_age_s=40.0, orphan_age_s=40.0,
+    twin_margin_s=10.0,
+)  # fmt: skip
+
+
+class SimIds:
+    """Ids from the seed."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._source = kernel.source
+
+    def fresh(self) -> bytes:
+        return self._source.randbytes(16)
+
+
+class EtcdClock:
+    """The store's clock."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def now_s(self) -> float:
+        return self._kernel.now_s
+
+    def monotonic_s(self) -> float:
+        return self._kernel.now_s
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(self, kernel: Kernel, profile: Profile) -> None:
+        self.kernel = kernel
+        source = kernel.source
+        self.profile = profile
+        self.keys = Keys(ROOT)
+        self.ids = SimIds(kernel)
+        self.oracle = Oracle(kernel, self.keys)
+        self.faults = Faults(kernel, replace(profile.rates))
+        self.identity = RootIdentity(ROOT, 1, profile.shard_bits)
+        self.namespace = NAMESPACE
+        self.block_bytes = 16
+        self.root = MemoryRoot(SimFiles(self.oracle), objects=profile.objects)
+        self.store = SimStore(EtcdClock(kernel), self._was_put)
+        self.oracle.read_plan = self._plan_of
+        self.pace_s = source.choice((0.02, 0.3, 2.0))
+        self.limits = Limits(
+            lanes=2, width=2, known_max=64, quantum_s=source.choice((5, 30)), hold_max_s=20.0, announce_s=0.05,
+            announce_lag_max_s=30.0, follow_s=source.choice((0.1, 0.5, 1.0)), gap_check_s=source.choice((1.0, 5.0)),
+            stall_s=10.0, read_deadline_s=10.0,
+        )  # fmt: skip
+        self.timings = TIMINGS
+        self.winding_up = False
+        self.is_done = False
+        self._chains = chains(profile.shard_bits, profile.prompts, profile.chunks)
+        self._written: dict[bytes, set[bytes]] = {}
+        self._publications = 0
+        self._made = 0
+        self._saved: Saved | None = None
+        self._first_generation()
+        self.hosts = [self._host() for _ in range(profile.nodes)]
+        self.collectors = [self._collector() for _ in range(profile.collectors)]
+        self._mishaps: Mapping[str, float] = profile.mishaps
+
+    def run(self) -> None:
+        """From the first step to the verdict, which the kernel has."""
+        self.kernel.run(steps=self.profile.steps, each=self._turn)
+        if not self.kernel.over:
+            self._wind_up()
+
+    # What those who run in it ask.
+
+    def choose(self, weights: Mapping[str, float]) -> str:
+        """One of the names."""
+        at = self.kernel.random() * sum(weights.values())
+        for name, weight in weights.items():
+            at -= weight
+            if at < 0:
+                return name
+        return next(iter(weights))
+
+    def weight(self) -> float:
+        """How often an actor gets its turn: some are very slow."""
+        return self.kernel.source.choice((1.0, 1.0, 1.0, 0.3, 0.03))
+
+    def count(self, what: str, times: int = 1) -> None:
+        """For the summary."""
+        self.faults.count(what, times)
+
+    def chain(self) -> Chain:
+        """A prompt, or the beginning of one."""
+        chain = self.kernel.source.choice(self._chains)
+        return chain.leading(1 + self.kernel.source.randrange(len(chain)))
+
+    def whole_chain(self) -> Chain:
+        """The first prompt."""
+        return self._chains[0]
+
+    def payload(self, chain: Chain, index: int) -> list[memoryview]:
+        """The sections of a chunk as one writer computes them: never twice the same bytes."""
+        return self._payload(chain.addresses[index], LAYOUT.section_bytes, LAYOUT.section_count)
+
+    def buffer(self) -> list[memoryview]:
+        """Where a chunk is read to."""
+        return [memoryview(bytearray(LAYOUT.section_bytes)) for _ in range(LAYOUT.section_count)]
+
+    def check_read(self, chain: Chain, index: int, sections: list[memoryview]) -> None:
+        """I4 of a chunk."""
+        self._check_bytes(chain.addresses[index], b"".join(sections))
+
+    def block_keys(self) -> list[bytes]:
+        """Some engine's block hashes."""
+        return self.kernel.source.sample(BLOCK_KEYS, 2)
+
+    def block_payload(self, key: bytes) -> list[memoryview]:
+        """A block's bytes."""
+        return self._payload(block_address(NAMESPACE, key), self.block_bytes, 1)
+
+    def check_block(self, key: bytes, content: bytes) -> None:
+        """I4 of a block."""
+        self._check_bytes(block_address(NAMESPACE, key), content)
+
+    def _payload(self, address: bytes, size_bytes: int, count: int) -> list[memoryview]:
+        self._publications += 1
+        sections = [struct.pack("<IHH", self._publications, at, 7).ljust(size_bytes, b".") for at in range(count)]
+        self._written.setdefault(address, set()).add(b"".join(sections))
+        return [memoryview(section) for section in sections]
+
+    def _check_bytes(self, address: bytes, content: bytes) -> None:
+        if content not in self._written.get(address, ()):
+            self.kernel.fail(f"I4: {content.hex()} was read for {address.hex()}, which nobody wrote")
+
+    # Setting up.
+
+    def _first_generation(self) -> None:
+        clock = Process(self.kernel, "first")
+        standing = join_generation(
+            MemoryMeta(self.store), self.keys, self.ids,
+            read_root=lambda: read_newest(self.root),
+            publish_root=lambda mine: publish(self.root, mine, ids=self.ids, clock=clock),
+        )  # fmt: skip
+        assert isinstance(standing, Agreed)
+
+    def _host(self) -> Host:
+        self._made += 1
+        return Host(self, f"n{self._made}", self.profile.workers)
+
+    def _collector(self) -> Collector:
+        self._made += 1
+        return Collector(self, f"g{self._made}", threads=self.kernel.random() < 0.3).start()
+
+    def _was_put(self, put: Put) -> None:
+        if self.keys.parse_condemned(put.key) is not None:
+            self.oracle.condemned(Condemned.from_bytes(put.value))
+
+    def _plan_of(self, record: Condemned) -> list[bytes]:
+        victims = read_victims(self.root, record.sweep, record.plan_checksum)
+        return [one.incarnation for one in victims or ()]
+
+    # The saboteur.
+
+    def _turn(self) -> None:
+        kernel = self.kernel
+        if kernel.random() < 0.02:
+            kernel.advance(3.0 * kernel.random() ** 3)
+        if kernel.random() < self.profile.mishap:
+            mishap = self.choose(self._mishaps)
+            if getattr(self, f"_{mishap}")() is not False:
+                kernel.note(f"MISHAP {mishap}")
+                self.count(f"mishap: {mishap}")
+
+    def _kill(self) -> None:
+        victims: list[Host | Collector] = [*self.hosts, *self.collectors]
+        victim = self.kernel.source.choice(victims)
+        self._bury(victim)
+        if isinstance(victim, Host):
+            self.hosts.append(self._host())
+        else:
+            self.collectors.append(self._collector())
+
+    def _bury(self, victim: Host | Collector) -> None:
+        effects = self.kernel.kill(victim.process)
+        self.faults.late += [effect for effect in effects if self.kernel.random() < 0.5]
+        if isinstance(victim, Host):
+            self.hosts.remove(victim)
+        else:
+            self.collectors.remove(victim)
+
+    def _stop(self) -> None:
+        processes = [one.process for one in (*self.hosts, *self.collectors)]
+        self.kernel.stop(self.kernel.source.choice(processes), int(600 ** self.kernel.random()))
+
+    def _leave(self) -> None:
+        host = self.kernel.source.choice(self.hosts)
+        host.leave()
+        self.hosts.remove(host)
+        self.hosts.append(self._host())
+
+    def _land(self) -> bool:
+        late = self.faults.late
+        if late:
+            self.faults.land(self.kernel.source.randrange(len(late)))
+        return bool(late)
+
+    def _cut_watches(self) -> bool:
+        watches = self.store.watches
+        if watches:
+            self.kernel.source.choice(watches).cut()
+        return bool(watches)
+
+    def _compact(self) -> None:
+        self.store.compact(self.store._revision)
+        self.store.stir()
+
+    def _expire(self) -> None:
+        self.kernel.advance(self.kernel.source.choice((6.0, 16.0, 40.0)))
+
+    def _etcd_down(self) -> None:
+        self.faults.meta_down_until_s = self.kernel.now_s + 20 * self.kernel.random()
+
+    def _full(self) -> None:
+        lease = self.store.grant(1 + self.kernel.source.randrange(4))
+        self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
+
+    def _snapshot(self) -> None:
+        self._saved = self.store.snapshot()
+
+    def _restore(self) -> bool:
+        if self._saved is None:
+            return False
+        lost = self.store.restore(self._saved, bump=self.kernel.random() < 0.3)
+        sessions = {self.keys.parse_session(key) for key in lost}
+        self.oracle.void_sessions |= {session for session in sessions if session is not None}
+        self.oracle.restored = True
+        self.count("sessions lost by a restore", len(sessions - {None}))
+        self._mishaps = {name: weight for name, weight in self._mishaps.items() if name not in ("snapshot", "restore")}
+        return True
+
+    def _damage(self) -> bool:
+        if not self.oracle.names:
+            return False
+        name = Name(self.kernel.source.choice(self.oracle.names))
+        file = self.root.files.find(name)
+        assert file is not None
+        self.oracle.damages(name, incarnation_at(file.content))
+        if self.kernel.random() < 0.3 or len(file.content) <= FIXED_BYTES:
+            content = file.content[: int(self.kernel.random() * len(file.content))]
+        else:
+            at = self.kernel.source.randrange(FIXED_BYTES, len(file.content))
+            content = file.content[:at] + bytes([file.content[at] ^ 0xFF]) + file.content[at + 1 :]
+        self.root.files.write(name, MemoryFile(content, file.mtime_ns))
+        return True
+
+    # The end.
+
+    def _wind_up(self) -> None:
+        """Faults stop; whoever lives goes on; a fresh collector has to leave nothing behind (I5)."""
+        kernel = self.kernel
+        kernel.note("WINDING UP")
+        self.winding_up = True
+        self.faults.rates = Rates()
+        self.faults.meta_down_until_s = 0.0
+        while self.faults.late:
+            if kernel.random() < 0.5:
+                self.faults.land(0)
+            else:
+                self.faults.late.pop(0)
+        if kernel.random() < 0.4:
+            for host in list(self.hosts):
+                self._bury(host)
+        if kernel.random() < 0.5:
+            for collector in list(self.collectors):
+                self._bury(collector)
+        self.faults.late.clear()
+        kernel.resume_all()
+        kernel.even()
+        kernel.coarse_s = COARSE_S
+        janitor = Collector(self, "janitor", threads=False)
+        kernel.spawn(janitor.process, "main", lambda: self._tidy(janitor))
+        kernel.run(steps=WIND_UP_STEPS, each=lambda: None, until=lambda: self.is_done)
+        if not self.is_done:
+            kernel.fail(f"I5: not tidy after {WIND_UP_STEPS} steps: {self._untidy()}")
+
+    def _tidy(self, janitor: Collector) -> None:
+        kernel = self.kernel
+        kernel.sleep(70.0)  # the last pins end
+        shards = range(1 << self.profile.shard_bits)
+        for number in range(ROUNDS_MAX):
+            self._try(janitor.sweeper.adopt)
+            self._try(janitor.sweeper.lift_unnamed)
+            self._try(janitor.orphans.remove)
+            if number > 1:
+                self._try(lambda: janitor.sweeper.sweep([janitor.plan(shard, 1.0) for shard in shards]))
+            if not self._untidy() and not self.oracle.names:
+                break
+            kernel.sleep(20.0)
+        else:
+            kernel.fail(f"I5: {self._untidy()} {self.oracle.names} after {ROUNDS_MAX} rounds")
+        for host in self.hosts:
+            host.prove_well()
+        kernel.sleep(1.0)
+        while any(not host.is_proven for host in self.hosts):
+            kernel.sleep(2.0)
+        self.is_done = True
+
+    def _try(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except KVStoreError as error:
+            self.kernel.note(f"janitor: {error}")
+            return False
+        return True
+
+    def _untidy(self) -> list[str]:
+        """What should not be there once everything has calmed down."""
+        live = {key.rpartition("/")[2] for key in self.store.keys_under(self.keys.sessions)}
+        left = [f"key {key}" for key in self.store.keys_under(self.keys.condemned)]
+        for folder in (places.TRASH, places.PLANS, places.QUARANTINE, places.PINS):
+            left += [f"{folder}/{entry.name}" for entry in self.root.list(folder) if folder != places.PINS or self._has(entry.name)]
+        left += [f"staging/{entry.name}" for entry in self.root.list(places.STAGING) if entry.name not in live]
+        return left
+
+    def _has(self, owner: str) -> bool:
+        return any(True for _ in self.root.list(Name(f"{places.PINS}/{owner}")))
+
+
+@lru_cache
+def chains(shard_bits: int, prompts: int, chunks: int) -> tuple[Chain, ...]:
+    """Prompts whose first chunks are spread over the shards."""
+    found: list[Chain] = []
+    number = 0
+    while len(found) < prompts:
+        tokens = np.arange(number, number + chunks * LAYOUT.chunk_tokens, dtype="<u4")
+        chain = Chain.of(NAMESPACE, tokens)
+        if places.shard(chain.addresses[0], shard_bits) == len(found) % (1 << shard_bits):
+            found.append(chain)
+        number += 1
+    return tuple(found)
