@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo test chaos check fast lint types contracts bench proto proto-check compat lock format clean
+.PHONY: help setup demo test chaos model check fast lint types contracts bench proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -51,6 +51,9 @@ contracts: $(READY) ## which package may import which
 # One after the other: they fill two cores by themselves.
 chaos: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
 	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s -m "not real_fs" tests/chaos $(ARGS)
+
+model: $(READY) ## every world and mutation of the protocol's model: about ten minutes (ARGS="--trace hold/no_grace" for some)
+	@$(BIN)/python -m tests.model $(ARGS)
 
 fast: $(READY) ## the tests that need no servers
 	@echo "== fast tests"

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from kvstore_gc.policy import Order, Uses, ranks
 
 from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.recency import USES_MAX
+from kvstore_gc.policy import Order, Uses, ranks
 
 QUANTUM_S = 60
 NEVER = 1 << 40

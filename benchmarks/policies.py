@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from kvstore_gc.policy import Order
 
 from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
+from kvstore_gc.policy import Order
 
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 PER_INSERT = {"high": 1.0, "low": 0.99}

@@ -22,13 +22,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore_gc.grace import Pinned
-from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
-from kvstore_gc.taken import Taken
-from kvstore_gc.threads import inline
-from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation
-
 from kvstore.address import Address
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Incarnation
@@ -42,6 +35,12 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.grace import Pinned
+from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
+from kvstore_gc.taken import Taken
+from kvstore_gc.threads import inline
+from kvstore_gc.trash import Trash
+from kvstore_gc.victims import Condemnation
 
 EVENT_OVERHEAD_BYTES = 60
 """Revisions, lease and framing around a key and its value in a watch response."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
@@ -15,7 +15,7 @@ from kvstore.namespace import NamespaceId
 from kvstore_gc.policy import Order
 
 GROUPS_MAX = 256
-"""Of namespaces that the same quotas apply to; so much fits into a survey that collectors share."""
+"""Of namespaces that the same quotas apply to: each has a histogram of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ class Goals:
         if self.quantum_s < 2:
             raise InvalidRequest(f"quantum_s={self.quantum_s}: expected what the nodes have, 60 by default")
         self._group()
+
+    def of_share(self, share: float) -> Goals:
+        """What a collector that looks after this share of all shards wants of them."""
+        if share == 1:
+            return self
+        quotas = tuple(replace(quota, max_bytes=round(quota.max_bytes * share)) for quota in self.quotas)
+        max_bytes = None if self.max_bytes is None else round(self.max_bytes * share)
+        return replace(self, max_bytes=max_bytes, quotas=quotas)
 
     def _group(self) -> None:
         numbers: dict[frozenset[int], int] = {frozenset(): 0}

@@ -7,23 +7,16 @@ can be added without splitting a bin, and what is said of whole bins stays exact
 
 from __future__ import annotations
 
-import base64
-import binascii
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from kvstore.errors import RootMismatch
 
 Column = npt.NDArray[np.int64]
 
 BINS_MAX = 4096
 """In memory, 32 bytes each."""
 RANK_BITS = 62
-
-_BIN = np.dtype([("start", "<i8"), ("level", "u1"), ("count", "<i8"), ("bytes", "<i8")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +119,6 @@ class Histogram:
         levels = np.where(wide, level, self.levels)
         return _folded(starts, levels, self.counts, self.bytes)
 
-    def to_text(self, bins_max: int) -> str:
-        """At most ``bins_max`` bins as text: compressed, base64."""
-        bins = self.coarsened(bins_max)
-        packed = np.empty(len(bins), _BIN)
-        packed["start"], packed["level"], packed["count"], packed["bytes"] = (
-            bins.starts,
-            bins.levels,
-            bins.counts,
-            bins.bytes,
-        )
-        return base64.b64encode(zlib.compress(packed.tobytes())).decode()
-
-    @classmethod
-    def from_text(cls, text: str) -> Histogram:
-        """The inverse of ``to_text``. Raises RootMismatch for anything else."""
-        try:
-            packed = np.frombuffer(_inflated(base64.b64decode(text, validate=True)), _BIN)
-        except (binascii.Error, zlib.error, ValueError) as cause:
-            raise RootMismatch(f"not a histogram of a survey: {cause}") from cause
-        bins = cls(*(packed[name].astype(np.int64) for name in ("start", "level", "count", "bytes")))
-        if (bins.levels > RANK_BITS).any() or (bins.starts[1:] < bins.ends[:-1]).any():
-            raise RootMismatch("not a histogram of a survey: its bins are in no order")
-        return bins
-
 
 def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column) -> Histogram:
     """Bins in order, the wider first, where some hold others: those become one."""
@@ -163,15 +132,6 @@ def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column)
         np.add.reduceat(counts, heads),
         np.add.reduceat(sizes_bytes, heads),
     )
-
-
-def _inflated(content: bytes) -> bytes:
-    """Decompressed, as far as it is no larger than any histogram."""
-    inflate = zlib.decompressobj()
-    found = inflate.decompress(content, BINS_MAX * _BIN.itemsize)
-    if not inflate.eof:
-        raise ValueError(f"cut short, or more than {BINS_MAX} bins")
-    return found
 
 
 EMPTY = Histogram(*(np.zeros(0, np.int64) for _ in range(4)))

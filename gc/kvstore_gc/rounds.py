@@ -44,6 +44,10 @@ BATCH_VICTIMS_MAX = 131_072
 """Of one batch of sweeps, which share one grace: their plans are in memory until it is over."""
 BATCH_SHARDS_MAX = 256
 EXAMPLES_MAX = 10
+SHARE_CHUNKS_MIN = 100_000
+"""In its own shards, for a collector among others to look only at those, and to want only their share of the room.
+Addresses are hashes, so every shard has its share of everything; the cut-offs of two collectors then differ by chance
+alone, and by that little a chunk may outlive its parent."""
 
 
 class Rounds:
@@ -103,7 +107,7 @@ class Rounds:
         summary.swept(self._sweeper.adopt(mine))
         with self._timed(summary, "orphans"):
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
-        decision = self._decided(summary)
+        decision = self._decided(summary, mine)
         left = list(mine) if decision.condemned.count else []
         while left:
             left = self._sweep(left, decision, summary)
@@ -120,7 +124,7 @@ class Rounds:
         with self._timed(summary, "check"):
             self._compare()
         summary.shards_mine_count = summary.shards_count
-        decision = self._decided(summary)
+        decision = self._decided(summary, range(summary.shards_count))
         examples: list[Victim] = []
         for start in range(0, summary.shards_count if decision.condemned.count else 0, PLANNED_AT_ONCE):
             for plan in self._plans(range(summary.shards_count)[start : start + PLANNED_AT_ONCE], decision, summary):
@@ -155,23 +159,27 @@ class Rounds:
                 "cluster's. Nothing can be said until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run"
             )
 
-    def _decided(self, summary: Summary) -> Decision:
-        """Lists all shards, and decides where to cut."""
+    def _decided(self, summary: Summary, mine: Sequence[int]) -> Decision:
+        """Lists the shards, only its own ones where they are many chunks, and decides where to cut."""
         namespaces = Namespaces(self._meta, self._keys).list(self._timings.meta_timeout_s)
         goals = self._config.goals(namespaces, None)
         pinned = marks_of(self._sweeper.pinned().addresses)
         with self._timed(summary, "survey"):
             space = self._root.space()
-            found = survey(
+            look = partial(
+                survey,
                 self._root,
                 self._identity.shard_bits,
-                range(summary.shards_count),
-                self._listing,
-                self._clock.now_s(),
-                goals,
-                pinned,
+                each=self._listing,
+                now_s=self._clock.now_s(),
+                goals=goals,
+                pinned=pinned,
             )
-        self._watermarks.surveyed(found.used.bytes, space)
+            found = look(shards=mine)
+            if len(mine) < summary.shards_count and found.used.count < SHARE_CHUNKS_MIN:
+                found += look(shards=sorted(set(range(summary.shards_count)) - set(mine)))
+        share = found.shards_count / summary.shards_count
+        self._watermarks.surveyed(round(found.used.bytes / share), space)
         level = self._watermarks.level
         goals = replace(goals, max_bytes=level.capacity_bytes if level else None)
         self._warn(goals)
@@ -179,8 +187,8 @@ class Rounds:
             summary.capacity_bytes = level.capacity_bytes
             summary.high_bytes = int(goals.high * level.capacity_bytes)
             summary.low_bytes = int(goals.low * level.capacity_bytes)
-        summary.surveyed(found, namespaces)
-        decision = decide(found, goals, pinned)
+        summary.surveyed(found, round(found.used.bytes / share), namespaces)
+        decision = decide(found, goals.of_share(share), pinned)
         summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
         return decision
 

@@ -93,10 +93,10 @@ class Summary:
     explained: list[Explained] = field(default_factory=list)
     """Of a dry run: what was asked for by address."""
 
-    def surveyed(self, found: Survey, namespaces: Sequence[Namespace]) -> None:
-        """Notes what was found; ``namespaces`` are those whose names are known."""
+    def surveyed(self, found: Survey, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
+        """Notes what was found, and all that is used; ``namespaces`` are those whose names are known."""
         self.scanned = found.used
-        self.used_before_bytes = self.used_after_bytes = found.used.bytes
+        self.used_before_bytes = self.used_after_bytes = used_bytes
         known = {each.id: each for each in namespaces}
         for namespace, tally in found.namespaces.items():
             record = known.get(namespace)

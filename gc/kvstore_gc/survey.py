@@ -1,22 +1,19 @@
 """What lies on a root, seen in one streaming pass: enough to say where to cut, and small enough to be shared.
 
-Its size depends on limits alone, not on how many chunks there are.  Collectors that share the shards each make one of
-theirs and add them up.
+Its size depends on limits alone, not on how many chunks there are.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.errors import InvalidRequest
 from kvstore.format import places
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Root
@@ -29,8 +26,6 @@ from kvstore_gc.threads import Each
 
 NAMESPACES_MAX = 512
 """Named in a survey, the largest ones; beyond that they are counted together."""
-SHARED_BINS_MAX = 2_000
-"""Of all histograms of a survey that is shared, so that it stays below 100 KB."""
 _FOLD_COUNT = 65_536
 """Chunks to gather before they go into histograms: folding costs by the histogram."""
 
@@ -83,43 +78,6 @@ class Survey:
             kept,
             self.unnamed + other.unnamed + beyond,
         )
-
-    def to_json(self) -> bytes:
-        """At most about 100 KB; histograms lose resolution where they have to, but no bytes."""
-        bins_max = max(4, SHARED_BINS_MAX // len(self.groups))
-        return json.dumps(
-            {
-                "now_s": self.now_s,
-                "shard_bits": self.shard_bits,
-                "shards": self.shards_count,
-                "expired": _pair(self.expired),
-                "foreign": _pair(self.foreign),
-                "unnamed": _pair(self.unnamed),
-                "namespaces": {namespace.hex(): _pair(tally) for namespace, tally in self.namespaces.items()},
-                "groups": [group.to_text(bins_max) for group in self.groups],
-                "pinned": [_pair(tally) for tally in self.pinned],
-            },
-            separators=(",", ":"),
-        ).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Survey:
-        """The inverse of to_json, at that resolution. Raises RootMismatch for anything else."""
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            return cls(
-                int(fields["now_s"]),
-                int(fields["shard_bits"]),
-                int(fields["shards"]),
-                Tally(*map(int, fields["expired"])),
-                Tally(*map(int, fields["foreign"])),
-                tuple(Histogram.from_text(group) for group in fields["groups"]),
-                tuple(Tally(*map(int, pair)) for pair in fields["pinned"]),
-                {NamespaceId(bytes.fromhex(key)): Tally(*map(int, pair)) for key, pair in fields["namespaces"].items()},
-                Tally(*map(int, fields["unnamed"])),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-            raise RootMismatch(f"not a survey: {cause}") from cause
 
 
 def survey(
@@ -224,7 +182,3 @@ def _largest(namespaces: Mapping[NamespaceId, Tally]) -> tuple[dict[NamespaceId,
     order = sorted(namespaces, key=lambda one: (-namespaces[one].bytes, one))
     beyond = sum((namespaces[one] for one in order[NAMESPACES_MAX:]), Tally())
     return {one: namespaces[one] for one in order[:NAMESPACES_MAX]}, beyond
-
-
-def _pair(tally: Tally) -> tuple[int, int]:
-    return tally.count, tally.bytes

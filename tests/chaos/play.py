@@ -8,11 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_gc.execute import Sweeper
-from kvstore_gc.orphans import Orphans
-from kvstore_gc.safety import Timings
-from kvstore_gc.threads import inline
-
 import kvstore
 from kvstore.format import places
 from kvstore.fsck import fsck
@@ -21,6 +16,10 @@ from kvstore.meta.keys import Keys
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import inline
 from tests.chaos.cast import SHARD_BITS, Cast, cast
 from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
@@ -74,10 +73,10 @@ def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, wea
     with cast(roots, folder, weak=weak) as players:
         limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
         nodes = [players.node(f"node{number}", PROMPTS) for number in range(NODES)]
-        pauses_s = dict.fromkeys((node.name for node in nodes), 15.0)
-        pauses_s |= {players.collector(name, "--interval", "1s", *limits).name: 6.0 for name in ("gc0", "gc1")}
+        pauses_s = dict.fromkeys((node.name for node in nodes), 20.0)
+        pauses_s |= {players.collector(name, "--interval", "1s", *limits).name: 10.0 for name in ("gc0", "gc1")}
         # Whatever nobody uses at this very moment: so that sweeps meet holds and pins, and not only what is forgotten.
-        pauses_s |= {players.collector("cron", "--once", "--ttl", "0s").name: 4.0, "etcd": 10.0}
+        pauses_s |= {players.collector("cron", "--once", "--ttl", "0s").name: 5.0, "etcd": 15.0}
         auditor = players.auditor()
         gauge = Gauge(roots[0], 0.5)
         saboteur = Saboteur(players, seed, pauses_s)

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvstore_gc.watch import TICK_S
 
 import kvstore
+from kvstore_gc.watch import TICK_S
 from tests.chaos.cast import SHARD_BITS, Part, cast
 from tests.chaos.gauge import Gauge, Sample, used_bytes
 from tests.chaos.writer import PROMPT_BYTES

@@ -1,4 +1,4 @@
-"""A cluster for tests of garbage collection: nodes and collectors over one root and one metadata store, in one process."""
+"""A cluster for tests of garbage collection: nodes and collectors on one root and one store, in one process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from kvstore_gc.execute import Sweeper
-from kvstore_gc.plan import Reason, SweepPlan, Victim
-from kvstore_gc.safety import Timings
-from kvstore_gc.threads import inline
 
 from kvstore.address import Address, Chain
 from kvstore.client.local import LocalPort
@@ -29,6 +25,10 @@ from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import inline
 from tests.node.stores import TINY, kv_of
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
@@ -113,8 +113,8 @@ class Cluster:
     def leftovers(self) -> list[str]:
         """What sweeps have left in ``trash/`` and ``plans/``, and in etcd."""
         keys = [kv.key for kv in self.store.list(f"/kv/{self.identity.root.hex()}/gc/condemned/").items]
-        names = [f"{folder}/{entry.name}" for folder in (places.TRASH, places.PLANS) for entry in self.root.list(folder)]
-        return keys + names
+        folders = (places.TRASH, places.PLANS)
+        return keys + [f"{folder}/{entry.name}" for folder in folders for entry in self.root.list(folder)]
 
 
 @contextmanager

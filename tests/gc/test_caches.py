@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from kvstore_gc.policy import Order
 
 from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
+from kvstore_gc.policy import Order
 
 LEAF_FIRST: dict[str, Callable[[Blocks, int], Cache]] = {
     "lru": Lru,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_gc.capacity import SIGN_AGAIN_S, FullSign, Level, Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors
 
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.root.interface import Space
+from kvstore_gc.capacity import SIGN_AGAIN_S, FullSign, Level, Watermarks
+from kvstore_gc.collectors import TTL_S, Collectors
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))

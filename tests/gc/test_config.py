@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvstore_gc.config import Config, Share, read_config
-from kvstore_gc.policy import Order
 
 from kvstore import Layout
 from kvstore.cli.kinds import DURATION, SIZE
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
+from kvstore_gc.config import Config, Share, read_config
+from kvstore_gc.policy import Order
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 ALL = """

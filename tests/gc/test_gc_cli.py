@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from kvstore_gc.cli import command
 
 import kvstore
 from kvstore.meta.etcd import EtcdMeta
+from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.etcd_fixture import frozen, running_etcd
 

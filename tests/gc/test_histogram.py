@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import zlib
 from functools import reduce
 from operator import add
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvstore_gc.histogram import BINS_MAX, EMPTY, Histogram, Tally
 
-from kvstore.errors import RootMismatch
-
 RANKS = st.integers(0, (1 << 61) - 1) | st.integers(0, 50) | st.integers((1 << 60) - 20, (1 << 60) + 20)
-
-
-def _packed(content: bytes) -> str:
-    return base64.b64encode(zlib.compress(content)).decode()
 
 
 CHUNKS = st.lists(st.tuples(RANKS, st.integers(0, 1000)), max_size=60)
@@ -71,24 +63,3 @@ def test_bins_are_as_fine_as_their_content_is_heavy() -> None:
     bins = Histogram.of(ranks, np.full(len(ranks), 1000))
     assert 500 <= len(bins) <= BINS_MAX
     assert bins.bytes.max() < bins.total.bytes / 500
-
-
-def test_a_histogram_as_text_comes_back_with_its_bytes() -> None:
-    bins = histogram([(7 * number % 1009, number) for number in range(1000)])
-    again = Histogram.from_text(bins.to_text(BINS_MAX))
-    assert [(one == other).all() for one, other in zip(_columns(again), _columns(bins), strict=True)] == [True] * 4
-    small = Histogram.from_text(bins.to_text(20))
-    assert len(small) <= 20 and small.total == bins.total
-    assert len(Histogram.from_text(EMPTY.to_text(20))) == 0
-
-
-@pytest.mark.parametrize(
-    "text", ["", "?", "AAAA", _packed(b"x"), _packed(bytes(2 * 25)), _packed(bytes(25 * (BINS_MAX + 1))), "ü"]
-)
-def test_text_that_is_no_histogram_is_refused(text: str) -> None:
-    with pytest.raises(RootMismatch, match="survey"):
-        Histogram.from_text(text)
-
-
-def _columns(bins: Histogram) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    return bins.starts, bins.levels, bins.counts, bins.bytes

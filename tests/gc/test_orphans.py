@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_gc.orphans import Orphans
-from kvstore_gc.safety import Timings
 
 from kvstore.errors import RootMismatch
 from kvstore.format import places
@@ -19,6 +17,8 @@ from kvstore.root.faulty import EIO, Delay, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
+from kvstore_gc.orphans import Orphans
+from kvstore_gc.safety import Timings
 from tests.fsck.damage import NOW_S, Filled, fill, read, write
 from tests.meta.fakes import CountingIds
 

@@ -8,6 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvstore.address import Address
+from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
+from kvstore.meta.sweeps import VICTIMS_MAX
+from kvstore.namespace import NamespaceId
+from kvstore.root.interface import Entry
 from kvstore_gc.goals import GROUPS_MAX, Goals, Quota
 from kvstore_gc.histogram import Tally
 from kvstore_gc.judged import NO_MARKS
@@ -16,13 +23,6 @@ from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_s
 from kvstore_gc.policy import Order
 from kvstore_gc.survey import survey
 from kvstore_gc.threads import inline
-
-from kvstore.address import Address
-from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints
-from kvstore.meta.sweeps import VICTIMS_MAX
-from kvstore.namespace import NamespaceId
-from kvstore.root.interface import Entry
 from tests.gc.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
 
 

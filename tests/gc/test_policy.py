@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
 
 from kvstore.hints import TTL_CLASSES_S, Hints
 from kvstore.recency import DEPTH_MAX, NS_PER_S, decode, stamp_ns
+from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
 from tests.gc.chains import NOW_S, QUANTUM_S, Chunk, forests, stamp
 
 HOUR_S = 3600

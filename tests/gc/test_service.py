@@ -11,16 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kvstore_gc.capacity import FullSign, Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors, owner
-from kvstore_gc.config import Config, Share
-from kvstore_gc.rounds import Rounds
-from kvstore_gc.safety import Timings
-from kvstore_gc.service import BACKOFF_S_MIN, Service
-from kvstore_gc.serving import Collector, Opened
-from kvstore_gc.summary import Summary
-from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
-from kvstore_gc.watch import Watch
 
 from kvstore.address import Chain
 from kvstore.errors import RootMismatch, Unavailable
@@ -36,6 +26,16 @@ from kvstore.root.faulty import EIO, FaultyRoot, Hang, Rule
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.capacity import FullSign, Watermarks
+from kvstore_gc.collectors import TTL_S, Collectors, owner
+from kvstore_gc.config import Config, Share
+from kvstore_gc.rounds import Rounds
+from kvstore_gc.safety import Timings
+from kvstore_gc.service import BACKOFF_S_MIN, Service
+from kvstore_gc.serving import Collector, Opened
+from kvstore_gc.summary import Summary
+from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
+from kvstore_gc.watch import Watch
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.meta.fakes import CountingIds, FakeClock
 
@@ -149,6 +149,26 @@ def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: P
     assert place.cluster.present(chain) == 5
     assert summary.to_json()["kept"]["pinned"]["chunks"] == 5
     assert [said for said in summary.unfinished if "over the high watermark" in said]
+
+
+def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_gc.rounds.SHARE_CHUNKS_MIN", 10)
+    node, chains = place.cluster.node(), [prompt(number, 1) for number in range(200)]
+    for number, chain in enumerate(chains):
+        put(node, chain)
+        place.age(chain, LONG_S + 60 * number)
+    used = sum(map(place.bytes_of, chains))
+    collectors = [
+        place.rounds(Config(max_bytes=used), shards=lambda count, odd=odd: range(odd, count, 2))  # type: ignore[misc]
+        for odd in (0, 1)
+    ]
+    summaries = [each.run() for each in collectors]
+    assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
+    left = sum(map(place.bytes_of, chains))
+    assert 0.75 * used < left < 0.85 * used
+    assert all(summary.reaped.count > 10 for summary in summaries)
 
 
 def test_a_quota_counts_for_its_namespaces(place: Place) -> None:

@@ -136,12 +136,13 @@ def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[
         sweeps = tuple(sweep for sweep in run.sweeps if sweep in over or sweep.inc == UNKNOWN)
         yield from _grace_over(s, i, run, sweeps, k, dropped)
     if k.abandoning:
-        yield f"g{i}.abandon", with_run(s, i, Run(CLOSE if "abandon_keeps_fence" in dropped else ABANDON, tuple(ours), 0, ()))
+        yield (
+            f"g{i}.abandon",
+            with_run(s, i, Run(CLOSE if "abandon_keeps_fence" in dropped else ABANDON, tuple(ours), 0, ())),
+        )
 
 
-def _grace_over(
-    s: State, i: int, run: Run, sweeps: tuple[Sweep, ...], k: Config, dropped: Dropped
-) -> Iterator[Step]:
+def _grace_over(s: State, i: int, run: Run, sweeps: tuple[Sweep, ...], k: Config, dropped: Dropped) -> Iterator[Step]:
     early = dropped & {"refs_before_condemn", "refs_before_grace"}
     pinned = run.memo == (1,) if early else _any_pin(s)
     run = run._replace(sweeps=sweeps, memo=())
@@ -187,7 +188,7 @@ def _is_ours(s: State, sweep: Sweep) -> bool:
 
 
 def _any_pin(s: State) -> bool:
-    return any([n.ref > 0 for n in s.nodes])
+    return any(n.ref > 0 for n in s.nodes)
 
 
 def _announced(s: State, dropped: Dropped) -> list[int]:

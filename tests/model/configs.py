@@ -1,7 +1,6 @@
-"""The worlds that are searched, and the rules whose loss must be found."""
+"""The worlds that are searched, each named after what it adds."""
 
 from __future__ import annotations
-
 
 from tests.model.config import Config
 
@@ -45,3 +44,6 @@ CONFIGS: dict[str, Config] = {
     "resur": Config(nodes=1, pins=True, resurrects=True, final_list=True),
     "c13r": Config(nodes=1, sweeps=1, incs=1, rollback=True, resurrects=True, final_list=True),
 }
+
+BROKEN = {"c13r": "I1"}
+"""Worlds in which an invariant does not hold: resurrecting what is condemned, and a rollback. It must not be built."""

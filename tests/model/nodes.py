@@ -189,4 +189,7 @@ def _announce(s: State, i: int, n: Node, dropped: Dropped) -> Iterator[Step]:
     if n.announced < announced:
         due = any(key is not None and n.announced < key.stamp <= announced for key in s.condemned)
         # One that frees no sweep is made by no node; it is allowed here, and does not count for liveness.
-        yield f"n{i}.announce" if due else f"n{i}.early_announce", with_node(s, i, n._replace(announced=announced, written=1))
+        yield (
+            f"n{i}.announce" if due else f"n{i}.early_announce",
+            with_node(s, i, n._replace(announced=announced, written=1)),
+        )

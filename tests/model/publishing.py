@@ -18,7 +18,7 @@ def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
         published = s._replace(files=put(s.files, address, inc), next_inc=put(s.next_inc, address, inc + 1))
         if s.files[address] == 0:
             yield f"link(i{inc})", published
-        elif "publish_replaces" in dropped:
+        elif k.replaces or "publish_replaces" in dropped:
             yield f"rename_over(i{inc})", published
     if k.menders and not s.damaged and s.files[0]:
         yield f"damage(i{s.files[0]})", s._replace(damaged=frozenset({s.files[0]}))

@@ -96,7 +96,10 @@ def _drain(s: State, i: int, run: Run, dropped: Dropped) -> Iterator[Step]:
             label = f"g{i}.see(t{entry.run}:i{entry.inc}=condemned)"
             yield label, with_run(s, i, run._replace(pc=UNLINK, memo=(entry.run,)))
         else:
-            yield f"g{i}.see(t{entry.run}:i{entry.inc})", with_run(s, i, run._replace(pc=RESTORE, memo=(entry.run, entry.inc)))
+            yield (
+                f"g{i}.see(t{entry.run}:i{entry.inc})",
+                with_run(s, i, run._replace(pc=RESTORE, memo=(entry.run, entry.inc))),
+            )
     if not found:
         yield f"g{i}.drained", with_run(s, i, run._replace(pc=LIFT))
 
@@ -111,10 +114,12 @@ def _restore(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Step:
     if entry is not None:
         address = address_of(entry.inc)
         there = s.files[address]
-        if there == 0 or "restore_overwrites" in dropped:
+        if there == 0 or k.replaces or "restore_overwrites" in dropped:
             if there not in (0, entry.inc) and not k.replaces:
                 raise Violation("I3", "a restore replaced a newer publication", f"g{i}.restore")
-            return f"g{i}.restore(i{entry.inc})", with_run(s._replace(files=put(s.files, address, entry.inc)), i, unlinks)
+            return f"g{i}.restore(i{entry.inc})", with_run(
+                s._replace(files=put(s.files, address, entry.inc)), i, unlinks
+            )
     return f"g{i}.restore_exists", with_run(s, i, unlinks)
 
 

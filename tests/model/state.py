@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# What a node is: not there yet, its session's key is put, it lifts the fences it found (C4), it serves, its session is over.
+# What a node is: not there yet, its session's key is put, it lifts the fences it found (C4), it serves, it is over.
 OUT, JOINING, FENCING, UP, DEAD = range(5)
 LIVE = (JOINING, FENCING, UP)
 
-# How far a hold is: none, taken, the file was seen, and (only in the mutation stat_before_hold) seen before it was taken.
+# How far a hold is: none, taken, the file was seen; and in a mutation, the file was seen before the hold was taken.
 NOT_HELD, TAKEN, SEEN, SEEN_EARLY = range(4)
 NEVER = 99
 BEFORE_ALL = -1
@@ -169,4 +169,4 @@ def address_of(inc: int) -> int:
 
 def put(parts: tuple[T, ...], at: int, part: T) -> tuple[T, ...]:
     """The same tuple with another part at one place."""
-    return parts[:at] + (part,) + parts[at + 1 :]
+    return (*parts[:at], part, *parts[at + 1 :])

@@ -81,9 +81,9 @@ def broken_invariant(s: State, k: Config) -> tuple[str, str] | None:
             for address, hold in enumerate(n.holds):
                 if hold.stage == SEEN and not _is_kept(s, k, address, hold.inc):
                     return "I1", "a held chunk is not readable"
-        if n.ref and n.pinned and (n.status == UP or (n.status == DEAD and k.persistent_pins)):
-            if not _is_kept(s, k, 0, n.pinned):
-                return "I2", "a pinned chunk is not readable"
+        counts = n.ref and n.pinned and (n.status == UP or (n.status == DEAD and k.persistent_pins))
+        if counts and not _is_kept(s, k, 0, n.pinned):
+            return "I2", "a pinned chunk is not readable"
     return None
 
 

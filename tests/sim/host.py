@@ -72,7 +72,7 @@ class Host:
                 try:
                     stored = self.member.node.put(chain, 0, lambda index: self.world.payload(chain, index))
                     hold = self.member.node.hold(chain)
-                    self._read(hold, self.session)
+                    self._read(hold)
                 except KVStoreError as error:
                     self.kernel.note(f"not well yet: {error}")
                     continue
@@ -113,28 +113,27 @@ class Host:
 
     def _hold(self) -> None:
         world, node, kernel = self.world, self._member.node, self.kernel
-        session = self.session
         hold = node.hold(world.chain(), kernel.source.choice(HOLD_TTLS_S))
         try:
             if hold.count:
                 world.count("holds of something")
-                self._claim(hold, session)
+                self._claim(hold)
                 for _ in range(kernel.source.randrange(3)):
                     kernel.sleep(world.profile.dwell_s * kernel.random())
-                    self._read(hold, session)
+                    self._read(hold)
         finally:
             node.release(hold)
 
-    def _read(self, hold: Hold, session: Session | None) -> None:
+    def _read(self, hold: Hold) -> None:
         world, node = self.world, self._member.node
         buffers = [world.buffer() for _ in range(hold.count)]
-        was_live, excuses = self._is_live(hold, session), self._excuses()
+        was_live, excuses = self._is_live(hold), self._excuses()
         count = node.read(hold, lambda index: buffers[index])
         for index in range(count):
             world.check_read(hold.chain, index, buffers[index])
         world.count("chunks read", count)
         is_whole = not any(self.name(hold.chain, index) in world.oracle.weak for index in range(hold.count))
-        undisturbed = is_whole and excuses == self._excuses() and was_live and self._is_live(hold, session)
+        undisturbed = is_whole and excuses == self._excuses() and was_live and self._is_live(hold)
         if count < hold.count and undisturbed:
             self.kernel.fail(f"I1: {self.process.name} read {count} chunks of {hold.count} that it holds")
 
@@ -186,17 +185,16 @@ class Host:
         """P(address)."""
         return places.chunk(chain.addresses[index], chain.namespace.id, self.world.identity.shard_bits)
 
-    def _claim(self, hold: Hold, session: Session | None) -> None:
-        if session is None:
-            return
+    def _claim(self, hold: Hold) -> None:
         names = [self.name(hold.chain, index) for index in range(hold.count)]
-        self.world.oracle.holds(self.process, hold, names, lambda: self._is_live(hold, session))
+        self.world.oracle.holds(self.process, hold, names, lambda: self._is_live(hold))
 
-    def _is_live(self, hold: Hold, session: Session | None) -> bool:
+    def _is_live(self, hold: Hold) -> bool:
         """Whether the node believes that the hold protects. Asked without the side effects of asking."""
-        node, now_s = self._member.node, self.process.monotonic_s()
+        node, session, now_s = self._member.node, self.session, self.process.monotonic_s()
         return (
             session is not None
+            and node.gc_view._is_alive is not None
             and not node._closed
             and session.id not in self.world.oracle.void_sessions
             and hold.born is not None

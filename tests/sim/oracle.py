@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.address import Address, Chain
+from kvstore.address import Chain
 from kvstore.format.header import incarnation_at
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys

@@ -1,0 +1,46 @@
+"""``python -m tests.model [--trace] [name ...]``: searches worlds (``hold``) and mutations (``hold/no_grace``).
+
+Without names all of them, which takes some minutes; a line each, exit code 1 where one is not as expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.model.check import Checked, check
+from tests.model.configs import CONFIGS
+from tests.model.mutations import MUTATIONS
+
+
+def main() -> int:
+    """Runs what is named."""
+    parser = argparse.ArgumentParser(prog="python -m tests.model", description="Checks the protocol's model.")
+    parser.add_argument("names", nargs="*", help="worlds and mutations; all of them by default")
+    parser.add_argument("--trace", action="store_true", help="print counterexamples")
+    arguments = parser.parse_args()
+    known = [*CONFIGS, *(mutation.name for mutation in MUTATIONS)]
+    if unknown := set(arguments.names) - set(known):
+        parser.error(f"no such world or mutation: {', '.join(sorted(unknown))}. Known: {' '.join(known)}")
+    began_s, failed_count = time.perf_counter(), 0
+    for name in arguments.names or known:
+        checked = check(name)
+        failed_count += not checked.is_expected
+        _print(checked, arguments.trace)
+    print(f"{failed_count} not as expected, {time.perf_counter() - began_s:.0f} s")
+    return 1 if failed_count else 0
+
+
+def _print(checked: Checked, with_trace: bool) -> None:
+    verdict = checked.broken or "OK"
+    ending = "" if checked.is_expected else f"  EXPECTED {checked.expected or 'OK'}"
+    steps = f"{len(checked.trace)} steps" if checked.trace else ""
+    counted = f"{checked.states_count:>9,} states {checked.seconds:7.1f} s"
+    print(f"{checked.name:40s} {counted}  {verdict:4s} {steps}{ending}", flush=True)
+    if checked.broken and (with_trace or not checked.is_expected):
+        print(f"    {checked.why}\n    {' > '.join(checked.trace)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
