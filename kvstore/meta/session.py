@@ -294,13 +294,15 @@ class Session:
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause_s()):
+            before_s = self._acknowledged_s
             try:
                 self.beat()
             except KVStoreError:
-                # Whatever the reason, only time decides: the session lives until its ttl is over without an answer.
-                self._ended.wait(min(1.0, self.ttl_s / 15))
+                pass  # whatever the reason, only time decides: the session lives until its ttl is over without an answer
             if not self.alive:
                 break
+            if self._acknowledged_s == before_s:
+                self._ended.wait(min(1.0, self.ttl_s / 15))  # not answered, or not sent because this node lags
         if self._lost != _CLOSED and self._on_lost is not None:
             self._on_lost(self)
 

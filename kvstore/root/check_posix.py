@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 
 from kvstore.root.check import Probe
 from kvstore.root.contender import Contender, create_names, link_names, prepare_links
+from kvstore.root.posix import file_system_type
 
 NAMES_COUNT = 100
 SOON_S = 0.2
 FENCE_S = 2.0
 VISIBLE_MAX_S = 10.0
 NAME_BYTES_MIN = 100
+WEAK_FENCES = frozenset({"fuse.glusterfs"})
 
 _NO_LINKS = "publishing is impossible: use another file system, or an object store"
 _WEAK_FENCE = (
@@ -130,12 +132,13 @@ class _PosixTries:
         finally:
             _write(f"{self._folder}/fence-stop", b"")
             got_in = self._rival.receive()
-        ok = not late and not risen
+        # Where it is a matter of chance, two seconds may not show it: what was seen elsewhere counts too.
+        kind = file_system_type(self._folder)
+        ok = not late and not risen and kind not in WEAK_FENCES
+        seen = f"{fences} fences, {got_in} renames before them, {late} after, {risen} folders came back"
+        known = f"; {kind} is known for late ones" if kind in WEAK_FENCES else ""
         yield Probe(
-            "a removed folder takes no renames",
-            ok,
-            f"{self._between}: {fences} fences, {got_in} renames before them, {late} after, {risen} folders came back",
-            "" if ok else _WEAK_FENCE,
+            "a removed folder takes no renames", ok, f"{self._between}: {seen}{known}", "" if ok else _WEAK_FENCE
         )
 
     def _one_fence(self, fence: str) -> tuple[int, int]:

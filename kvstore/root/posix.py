@@ -57,7 +57,7 @@ class PosixRoot:
         self._step = step or _no_step
         self._format = _content(f"{self.path}/{FORMAT}")
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
-        self._never_blocks = _file_system_type(self.path) in MEMORY_FILE_SYSTEMS
+        self._never_blocks = file_system_type(self.path) in MEMORY_FILE_SYSTEMS
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         path = self._at(name)
@@ -398,7 +398,7 @@ def _scratch_buffer() -> bytearray:
     return buffer
 
 
-def _file_system_type(path: str) -> str:
+def file_system_type(path: str) -> str:
     """The type of the file system that holds ``path``, as /proc/self/mountinfo names it; empty if unknown."""
     try:
         device = os.stat(path).st_dev

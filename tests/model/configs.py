@@ -34,7 +34,7 @@ CONFIGS: dict[str, Config] = {
     "two13v": Config(nodes=1, shards=2, incs=1, rollback=True, lost_watch=True),
     "twoa": Config(nodes=1, shards=2, sweeps=3, incs=1, abandoning=True),
     "twoa3": Config(nodes=1, shards=2, runs=3, sweeps=3, incs=1, abandoning=True),
-    "twon": Config(nodes=2, shards=2, incs=1, runs=1),
+    "twon": Config(shards=2, incs=1),
     # Damaged files.
     "aside": Config(nodes=1, runs=1, sweeps=1, incs=3, menders=2, restorers=1),
     "aside2": Config(nodes=1, sweeps=1, incs=3, menders=1, restorers=1),

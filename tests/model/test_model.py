@@ -11,7 +11,7 @@ from tests.model.check import EXPECTED, check
 from tests.model.configs import BROKEN, CONFIGS
 from tests.model.mutations import MUTATIONS
 
-QUICK_WORLDS = ("hold", "join", "unpin", "two", "twon")
+QUICK_WORLDS = ("hold", "join", "unpin", "two")
 SLOWER_WORLDS = ("pins", "cache", "twoa")
 SLOWER_MUTATIONS = {
     *("cache/cache_not_evicted", "cache/cache_unchecked", "looks/look_outlives_event", "looks/forgets_condemned_only"),

@@ -118,8 +118,8 @@ class Host:
             if hold.count:
                 world.count("holds of something")
                 self._claim(hold)
-                for _ in range(kernel.source.randrange(3)):
-                    kernel.sleep(world.profile.dwell_s * kernel.random())
+                for _ in range(1 + kernel.source.randrange(2)):
+                    kernel.sleep(world.dwell_s())
                     self._read(hold)
         finally:
             node.release(hold)

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 5.0
 BUMP = 1_000
+LAG_S_MAX = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,12 @@ class MetaPort:
         self._inner.close()
 
     def _read(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], T]) -> T:
-        self._faults.maybe_linger(hot=False)
         self._kernel.point()
         if self._is_down or self._faults.strikes(self._faults.rates.meta_fails):
             self._time_out(operation, timeout_s)
         result = call()
         self._kernel.note(f"{operation} {_short(key)}")
+        self._faults.maybe_linger(hot=False)
         self._kernel.point()
         return result
 
@@ -219,6 +220,7 @@ class WatchPort:
         self._cut = False
         self._closed = False
         self._waiting: Actor | None = None
+        self._held_until_s = 0.0
         store.watches.append(self)
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
@@ -231,12 +233,17 @@ class WatchPort:
                 raise WatchLost("the watch was cut")
             # Pulled at once, so that they are on their way although the store be restored; told when they arrive.
             self._events += self._inner.next(0.0) or ()
-            if self._events and kernel.now_s >= self._faults.meta_down_until_s:
-                if not self._faults.strikes(self._faults.rates.lag):
+            if self._events:
+                if self._faults.strikes(self._faults.rates.lag):
+                    self._held_until_s = kernel.now_s + LAG_S_MAX * kernel.random() ** 3
+                arrives_s = max(self._held_until_s, self._faults.meta_down_until_s)
+                if kernel.now_s >= arrives_s:
                     return self._told()
-                ends_s = kernel.now_s + min(timeout_s, ends_s - kernel.now_s) * kernel.random()
-                kernel.sleep(max(0.0, ends_s - kernel.now_s))
-                return None
+                if arrives_s >= ends_s:
+                    kernel.sleep(max(0.0, ends_s - kernel.now_s))
+                    return None
+                kernel.sleep(arrives_s - kernel.now_s)
+                return self._told()
             if kernel.now_s >= ends_s:
                 return None
             self._waiting = kernel.current

@@ -109,13 +109,13 @@ class RootPort:
         return self._read(operation, name, call)
 
     def _read(self, operation: str, name: str, call: Callable[[], T]) -> T:
-        self._faults.maybe_linger(hot=False)
         self._kernel.point()
         if self._faults.strikes(self._faults.rates.root_fails):
             self._fault(operation, name)
             raise EIO.make(operation, name)
         result = call()
         self._kernel.note(f"{operation} {short(name)}{_outcome(result)}")
+        self._faults.maybe_linger(hot=False)
         self._kernel.point()
         return result
 

@@ -52,7 +52,8 @@ class _Waiters:
         ends_s = math.inf if timeout_s is None else at.now_s + max(0.0, timeout_s)
         while not holds():
             if at.now_s >= ends_s:
-                return False
+                at.give_way()  # who asks again and again must not keep everybody else from running
+                return holds()
             actor = at.current
             if actor is not None:
                 self._actors.append(actor)

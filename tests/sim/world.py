@@ -40,7 +40,7 @@ LAYOUT = Layout(layers=1, kv_heads=1, head_dim=2, dtype="float16", chunk_tokens=
 NAMESPACE = Namespace("model", LAYOUT)
 ROOT = RootId(bytes(range(16)))
 BLOCK_KEYS = [bytes([number]) * 16 for number in range(3)]
-COARSE_S = 2.0
+COARSE_S = 4.5
 WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
@@ -90,13 +90,13 @@ class World:
         self.root = MemoryRoot(SimFiles(self.oracle), objects=profile.objects)
         self.store = SimStore(EtcdClock(kernel), self._was_put)
         self.oracle.read_plan = self._plan_of
-        self.pace_s = source.choice((0.02, 0.3, 2.0))
+        self.pace_s = source.choice((0.05, 0.3, 1.0))
         self.limits = Limits(
             lanes=2, width=2, known_max=64, quantum_s=source.choice((5, 30)), hold_max_s=20.0, announce_s=0.05,
             announce_lag_max_s=30.0, follow_s=source.choice((0.1, 0.5, 1.0)), gap_check_s=source.choice((1.0, 5.0)),
             stall_s=10.0, read_deadline_s=10.0,
         )  # fmt: skip
-        self.timings = TIMINGS
+        self.timings = replace(TIMINGS, poll_s_min=source.choice((0.1, 0.5)))
         self.winding_up = False
         self.is_done = False
         self._chains = chains(profile.shard_bits, profile.prompts, profile.chunks)
@@ -129,6 +129,11 @@ class World:
     def weight(self) -> float:
         """How often an actor gets its turn: some are very slow."""
         return self.kernel.source.choice((1.0, 1.0, 1.0, 0.3, 0.03))
+
+    def dwell_s(self) -> float:
+        """How long somebody keeps a hold before the next read: mostly a moment, sometimes as long as it lasts."""
+        random = self.kernel.random
+        return self.limits.hold_max_s * random() if random() < self.profile.dwell_long else 1.5 * random()
 
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
@@ -275,7 +280,11 @@ class World:
     def _restore(self) -> bool:
         if self._saved is None:
             return False
-        lost = self.store.restore(self._saved, bump=self.kernel.random() < 0.3)
+        how = self.kernel.random()
+        lost = self.store.restore(self._saved, bump=how < 0.3)
+        if how > 0.7:
+            for watch in list(self.store.watches):
+                watch.cut()
         sessions = {self.keys.parse_session(key) for key in lost}
         self.oracle.void_sessions |= {session for session in sessions if session is not None}
         self.oracle.restored = True
