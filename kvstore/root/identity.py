@@ -157,6 +157,8 @@ def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
     with reader:
         content = bytearray(min(reader.stat.size_bytes, bytes_max + 1))
         count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
+    if count < max(1, len(content)) and root.stat(name) is None:
+        return None  # removed while it was read, which GlusterFS shows as a file without bytes
     return bytes(content[:count])
 
 

@@ -37,6 +37,7 @@ CONFIGS: dict[str, Config] = {
     "twon": Config(shards=2, incs=1),
     # Damaged files.
     "aside": Config(nodes=1, runs=1, sweeps=1, incs=3, menders=2, restorers=1),
+    "asidep": Config(nodes=1, runs=1, sweeps=1, incs=3, menders=2, restorers=1, pins=True),
     "aside2": Config(nodes=1, sweeps=1, incs=3, menders=1, restorers=1),
     # Other roots, and what must not be built.
     "s3": Config(nodes=1, runs=3, incs=3, pins=True, final_list=True, objects=True),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root.faulty import ENOSPC, FaultyRoot, Missing, Rule
-from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity
+from kvstore.root.faulty import ENOSPC, FaultyRoot, Lost, Missing, Rule
+from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity, read_small
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import open_object_root
@@ -221,3 +221,10 @@ def test_a_root_that_cannot_be_made_leaves_nothing_behind(operation: str) -> Non
         create_or_open(root, RandomIds())
     assert names(inner, "staging") == set()
     assert inner.stat(places.FORMAT) is None
+
+
+def test_a_small_file_that_is_removed_while_it_is_read_is_gone_and_not_empty() -> None:
+    root = FaultyRoot(with_format(b"all of it"), [Rule("read", Missing())])
+    assert read_small(root, places.FORMAT, 100) == b"", "it is there, and damaged"
+    root.set_rules([Rule("read", Missing()), Rule("stat", Lost())])
+    assert read_small(root, places.FORMAT, 100) is None

@@ -88,7 +88,9 @@ class RootPort:
         return self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), hot=True)
 
     def make_folder(self, name: Name) -> None:
-        self._change("make_folder", name, lambda: self._inner.make_folder(name))
+        self._change(
+            "make_folder", name, lambda: self._inner.make_folder(name), hot=name.startswith("trash")
+        )
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         return self._change(

@@ -1,0 +1,70 @@
+"""What etcd says of sweeps: records that survive damage by refusing it, and filters that never miss a victim."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.address import Address
+from kvstore.errors import RootMismatch
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, VICTIMS_MAX, Condemned, Seq
+
+SWEEP, CHECKSUM = SweepId(b"s" * 16), b"c" * 16
+
+
+def addresses(count: int, seed: int = 1) -> list[Address]:
+    source = random.Random(seed)
+    return [Address(source.randbytes(16)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, EXACT_MAX, EXACT_MAX + 1, 5_000, VICTIMS_MAX])
+def test_every_victim_is_condemned_exactly_or_by_a_filter(count: int) -> None:
+    victims = addresses(count)
+    record = Condemned.from_bytes(Condemned.of_victims(SWEEP, CHECKSUM, victims).to_bytes())
+    assert record.is_filter == (count > EXACT_MAX) and record.victims_count == count
+    assert record.condemns_each(b"".join(victims)).all()
+    assert len(record.to_bytes()) < 64 * 1024, "etcd's keys stay small"
+
+
+def test_a_filter_condemns_few_others_and_an_exact_list_none() -> None:
+    others = b"".join(addresses(100_000, seed=2))
+    assert not Condemned.of_victims(SWEEP, CHECKSUM, addresses(EXACT_MAX)).condemns_each(others).any()
+    share = Condemned.of_victims(SWEEP, CHECKSUM, addresses(VICTIMS_MAX)).condemns_each(others).mean()
+    assert 0 < share < 0.006
+
+
+@given(st.binary(max_size=120))
+def test_bytes_that_are_no_record_are_refused(content: bytes) -> None:
+    with pytest.raises(RootMismatch):
+        Condemned.from_bytes(content)
+
+
+@given(st.integers(0, 200), st.binary(max_size=40))
+def test_a_record_that_was_cut_or_lengthened_is_refused(cut: int, more: bytes) -> None:
+    whole = Condemned.of_victims(SWEEP, CHECKSUM, addresses(5)).to_bytes()
+    content = whole[: max(0, len(whole) - cut)] + more
+    if content != whole:
+        with pytest.raises(RootMismatch):
+            found = Condemned.from_bytes(content)
+            assert found.to_bytes() != whole, "only the addresses may differ"
+            raise RootMismatch("same length")
+
+
+def test_links_of_the_chain_are_read_back_or_refused() -> None:
+    link = Seq(b"n" * 16, NO_NONCE, 2.5)
+    assert Seq.from_json(link.to_json()) == link
+    for wrong in (b"", b"{}", b"[]", b'{"nonce":"aa","prev":"bb","pace_s":0}', link.to_json()[:-2]):
+        with pytest.raises(RootMismatch):
+            Seq.from_json(wrong)
+
+
+def test_keys_of_shards_parse_back_and_others_do_not() -> None:
+    keys = Keys(b"r" * 16)
+    assert [keys.parse_condemned(keys.condemned_in(shard)) for shard in (0, 255, 65535)] == [0, 255, 65535]
+    for wrong in ("", "1", "zzzz", "00FF", "00000", " 0ff"):
+        assert keys.parse_condemned(f"{keys.condemned}{wrong}") is None
+    assert keys.parse_condemned(keys.gc_seq) is None

@@ -1,0 +1,132 @@
+"""A node's view: what one watch says, in order, and what it does to what the node remembers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.address import Address
+from kvstore.errors import Overloaded
+from kvstore.format import places
+from kvstore.meta.interface import NO_LEASE, Event, KeyValue, Snapshot
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.node.counters import Counters
+from kvstore.node.known import Known
+from kvstore.node.view import ChainBroken, View
+
+KEYS, BITS, QUANTUM = Keys(b"r" * 16), 4, 1_000_020
+
+
+def address_in(shard: int, number: int = 0) -> Address:
+    source = random.Random(f"{shard} {number}")
+    return Address(bytes([shard << 4 | source.randrange(16)]) + source.randbytes(15))
+
+
+def link(revision: int, nonce: int, prev: int) -> Event:
+    value = Seq(bytes([nonce]) * 16, bytes([prev]) * 16 if prev else NO_NONCE).to_json()
+    return Event(KEYS.gc_seq, KeyValue(KEYS.gc_seq, value, 1, revision, NO_LEASE), revision)
+
+
+def condemned(revision: int, shard: int, victims: Sequence[Address]) -> Event:
+    value = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, victims).to_bytes()
+    key = KEYS.condemned_in(shard)
+    return Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision)
+
+
+def closed(revision: int, shard: int) -> Event:
+    return Event(KEYS.condemned_in(shard), None, revision)
+
+
+class Seen:
+    """A view that has begun on an empty store, and its memory."""
+
+    def __init__(self) -> None:
+        self.known = Known(1 << 10, 60)
+        self.view = View(KEYS, BITS, self.known, Counters())
+        self.view.begin(Snapshot((), 10), lambda: True)
+
+    def remember(self, *addresses: Address) -> None:
+        for address in addresses:
+            self.known.add(address, QUANTUM, renewed=False, epoch=self.known.epoch)
+
+
+def test_h1_the_lead_ends_at_the_first_condemned_address() -> None:
+    seen, chain = Seen(), [address_in(shard, number) for number in range(3) for shard in range(8)]
+    assert seen.view.leading(chain) == len(chain)
+    seen.view.apply([link(11, 1, 0), condemned(11, 5, [chain[13], chain[21]])])
+    assert seen.view.leading(chain) == 13 and seen.view.revision == 11
+    seen.view.apply([link(12, 2, 1), condemned(12, 3, [chain[3]])])
+    assert seen.view.leading(chain) == 3
+    seen.view.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
+    assert seen.view.leading(chain) == len(chain)
+
+
+def test_h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten() -> None:
+    seen, victim, beside, other = Seen(), address_in(5, 1), address_in(5, 2), address_in(6)
+    seen.remember(victim, beside, other)
+    seen.view.apply([link(11, 1, 0), condemned(11, 5, [victim])])
+    assert [seen.known.is_present(each, QUANTUM) for each in (victim, beside, other)] == [False, False, True]
+    seen.remember(beside)
+    seen.view.apply([link(12, 2, 1), closed(12, 5)])
+    assert not seen.known.is_present(beside, QUANTUM), "it may have been found while the sweep was about to take it"
+
+
+def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> None:
+    seen, address = Seen(), address_in(7)
+    epoch = seen.known.epoch
+    seen.view.apply([link(11, 1, 0), condemned(11, 2, [address_in(2)])])
+    seen.known.add(address, QUANTUM, renewed=False, epoch=epoch)
+    assert not seen.known.is_present(address, QUANTUM)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [link(11, 2, 1)],
+        [condemned(11, 5, [address_in(5)])],
+        [link(11, 1, 0), condemned(11, 16, [address_in(5)])],
+        [Event(KEYS.gc_seq, None, 11)],
+        [link(11, 1, 0), Event(KEYS.condemned_in(1), KeyValue(KEYS.condemned_in(1), b"?", 11, 11, NO_LEASE), 11)],
+    ],
+    ids=["another chain", "no link", "no shard of the root", "the chain deleted", "not a record"],
+)
+def test_c1_what_does_not_continue_the_chain_is_not_applied(events: list[Event]) -> None:
+    seen = Seen()
+    with pytest.raises(ChainBroken):
+        seen.view.apply(events)
+    assert seen.view.revision == 10
+
+
+def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
+    seen, victim = Seen(), address_in(5)
+    seen.view.apply([link(11, 1, 0), condemned(11, 5, [victim])])
+    seen.remember(address_in(1))
+    seen.view.end()
+    assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0
+
+
+def test_the_full_sign_sheds_puts_while_it_is_up() -> None:
+    seen = Seen()
+    seen.view.apply([Event(KEYS.gc_full, KeyValue(KEYS.gc_full, b"x", 11, 11, NO_LEASE), 11)])
+    with pytest.raises(Overloaded, match="full"):
+        seen.view.check_room()
+    seen.view.apply([Event(KEYS.gc_full, None, 12)])
+    seen.view.check_room()
+
+
+@given(st.integers(0, 16), st.lists(st.binary(min_size=16, max_size=16), unique=True, max_size=40), st.data())
+def test_forgetting_shards_takes_all_of_them_and_nothing_else(bits: int, raw: list[bytes], draw: st.DataObject) -> None:
+    known, addresses = Known(1 << 12, 60), [Address(each) for each in raw]
+    for address in addresses:
+        known.add(address, QUANTUM, renewed=False, epoch=known.epoch)
+    before = [known.is_present(address, QUANTUM) for address in addresses]
+    shards = sorted({places.shard(address, bits) for address in addresses})
+    gone = draw.draw(st.lists(st.sampled_from(shards), unique=True)) if shards else []
+    known.forget_shards(gone, bits)
+    for address, was in zip(addresses, before, strict=True):
+        assert known.is_present(address, QUANTUM) == (was and places.shard(address, bits) not in gone)
