@@ -236,6 +236,8 @@ class Sweeper:
         closing = []
         for sweep in sweeps:
             victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
+            if victims is None and not self._is_named(sweep.sweep):
+                continue  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             spared = [one for one in victims or () if one.address in pinned.addresses]
