@@ -202,7 +202,7 @@ def _on_files(folder: Path) -> tuple[float, float, float]:
     trash.open(sweep)
     began_s = time.perf_counter()
     in_flight = InFlight(0, 1, 1, Condemned.of_victims(sweep, bytes(16), []))
-    assert trash.reap(in_flight, victims, Pinned(frozenset()), taken)
+    assert trash.reap(in_flight, victims, Pinned.of([]), taken)
     reap_s = (time.perf_counter() - began_s) / count
     assert len(taken.reaped) == count
     return list_s, look_s, reap_s

@@ -135,13 +135,13 @@ class FullSign:
         if self._put_by != mine[0]:
             self._put_by = None  # what was put under an older lease has ended with it
         if level.over(watermarks.stop) and self._put_by is None:
-            self._put(*mine)
+            self._put(*mine, level)
         elif self._put_by is not None and not level.over(watermarks.high):
             self._meta.txn((ValueIs(self._key, self._put_by),), (Delete(self._key),), self._timeout_s)
             self._put_by = None
             log.warning("gc.full_over used_bytes=%d capacity_bytes=%d", level.used_bytes, level.capacity_bytes)
 
-    def _put(self, collector: bytes, lease: LeaseId) -> None:
+    def _put(self, collector: bytes, lease: LeaseId, level: Level) -> None:
         if self._clock.monotonic_s() < self._again_s:
             return
         try:
@@ -153,6 +153,11 @@ class FullSign:
             won = found is not None and found.value == collector  # ours, whose reply was lost
         if won:
             self._put_by = collector
-            log.warning("gc.full nodes shed puts until the root is below its high watermark")
+            log.warning(
+                "gc.full nodes shed puts until the root is below its high watermark: used_bytes=%d capacity_bytes=%d, "
+                "as far as free space tells",
+                level.used_bytes,
+                level.capacity_bytes,
+            )
         else:
             self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S

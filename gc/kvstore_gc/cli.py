@@ -92,6 +92,18 @@ def command(
     pinned), 2 wrong use or could not run.
 
     \b
+    A policy file:
+      ttl = "7d"                  # nothing stays unused for longer
+      max_bytes = "2TiB"          # also high = 0.9, low = 0.8
+      order = "uses"              # what goes first; or "lru"
+      [[quota]]
+      tenant = "acme"             # all namespaces of a tenant together
+      max_bytes = "200GiB"
+      [[quota]]
+      namespace = "llama-3.1-8b"  # of any tenant unless one is named
+      max_bytes = "50GiB"
+
+    \b
     Examples:
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --interval 60s --max-bytes 2TiB --ttl 7d
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --dry-run --ttl 1d

@@ -72,10 +72,13 @@ class Collectors:
 
         Raises Unavailable where that is unknown, or this collector is not there itself.
         """
-        items = self._meta.list(self._keys.collectors, self._timeout_s).items
-        live = [found for kv in items if (found := self._keys.parse_session(kv.key)) is not None]
         mine = self.me
+        items = self._meta.list(self._keys.collectors, self._timeout_s).items
+        live = [found for kv in items if kv.lease and (found := self._keys.parse_session(kv.key)) is not None]
         if mine is None or mine[0] not in live:
+            if mine is not None and mine == self.me:
+                self._forget()  # its key was deleted though its lease lives: ``beat`` joins anew
+                self._revoke(mine[1])
             raise Unavailable("this collector is not listed in etcd at the moment: it joins again")
         return [shard for shard in range(count) if owner(shard, live) == mine[0]]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.meta.interface import LeaseId, Meta
@@ -27,6 +27,7 @@ from kvstore_gc.grace import Grace, Pinned
 from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
 from kvstore_gc.objects import Deleting
 from kvstore_gc.plan import SweepPlan, Victim
+from kvstore_gc.reserve import Reserve
 from kvstore_gc.safety import Timings
 from kvstore_gc.taken import Taken
 from kvstore_gc.threads import Each, Stopped
@@ -106,9 +107,10 @@ class Sweeper:
         self._check = check
         keys = Keys(identity.root)
         self._ledger = Ledger(meta, keys, ids, timings.meta_timeout_s)
-        self._grace = Grace(meta, keys, self._ledger, self._twins, timings.meta_timeout_s)
+        self._grace = Grace(meta, keys, self._ledger, self._twins, timings.meta_timeout_s, timings.refs_timeout_s)
         self._trash = Trash(root, identity.shard_bits, ids, each)
         self._deleting = Deleting(root, self._ledger, identity.shard_bits, ids, clock, each)
+        self._reserve = Reserve(root, ids)
         self._twins_seen: dict[str, bytes] = {}
 
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
@@ -117,6 +119,7 @@ class Sweeper:
         Raises Unavailable, the root's errors and Stopped; what is in flight then is adopted by the next run.
         """
         report, started_s = SweepReport(), self._clock.monotonic_s()
+        self._reserve.keep()
         sweeps: list[InFlight] = []
         # Spared by G4 anyway; but what is condemned is a miss until the sweep ends, which pinned chunks should not be.
         pinned = self._grace.pinned()
@@ -159,19 +162,23 @@ class Sweeper:
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
         records: dict[int, Condemned] = {}
-        for plan in plans:
-            victims = self._look(plan.victims, report)
-            if not victims:
-                continue
-            sweep = SweepId(self._ids.fresh())
-            checksum = write_victims(self._root, sweep, victims, self._ids, self._clock)
-            if self._root.traits.fenced:
-                self._trash.open(sweep)
-            records[plan.shard] = Condemned.of_victims(sweep, checksum, [one.address for one in victims])
-            report.condemned_count += len(victims)
-            report.condemned_bytes += sum(one.size_bytes for one in victims)
+        # All looks first: a folder that no key names yet is lifted by any node that joins meanwhile.
+        seen = [(plan.shard, victims) for plan in plans if (victims := self._look(plan.victims, report))]
+        for shard, victims in seen:
+            try:
+                records[shard] = self._prepare(victims)
+            except Overloaded:
+                if not self._reserve.spend():
+                    if records:
+                        break  # what there was room for makes room
+                    raise
+                records[shard] = self._prepare(victims)
         begun = self._ledger.condemn(records) if records else []
         report.sweeps_count += len(begun)
+        sizes_bytes = {shard: sum(one.size_bytes for one in victims) for shard, victims in seen}
+        for one in begun:
+            report.condemned_count += one.record.victims_count
+            report.condemned_bytes += sizes_bytes[one.shard]
         for shard in records.keys() - {one.shard for one in begun}:
             # Another collector sweeps this shard. Nobody knows of our folder, so it only has to go.
             record = records[shard]
@@ -179,19 +186,46 @@ class Sweeper:
             self._drop(record)
         return begun
 
+    def _prepare(self, victims: Sequence[Condemnation]) -> Condemned:
+        """Rule G1: the plan and the folder of a new sweep. Leaves neither where it raises the root's errors."""
+        sweep = SweepId(self._ids.fresh())
+        checksum = write_victims(self._root, sweep, victims, self._ids, self._clock)
+        record = Condemned.of_victims(sweep, checksum, [one.address for one in victims])
+        try:
+            if self._root.traits.fenced:
+                self._trash.open(sweep)
+        except KVStoreError:
+            self._drop(record)
+            raise
+        return record
+
     def _look(self, victims: Sequence[Victim], report: SweepReport) -> list[Condemnation]:
         """Which publication each victim is, leaving out those that were used since they were listed."""
         found: list[Condemnation | None] = [None] * len(victims)
+        failed: list[KVStoreError] = []
+        gone: list[Victim] = []
 
         def look(index: int) -> None:
             victim = victims[index]
-            seen = self._root.look(victim.name, FIXED_BYTES)
-            if seen is not None and seen.stat.mtime_ns <= victim.mtime_ns:
+            try:
+                seen = self._root.look(victim.name, FIXED_BYTES)
+            except KVStoreError as error:
+                failed.append(error)  # one bad file must not keep all others from being collected
+                return
+            if seen is None:
+                gone.append(victim)
+            elif seen.stat.mtime_ns <= victim.mtime_ns:
                 incarnation = incarnation_at(seen.prefix)
                 found[index] = Condemnation(victim.address, victim.namespace, incarnation, seen.stat.size_bytes)
 
         self._each(len(victims), look)
-        report.kept["used since it was listed"] += found.count(None)
+        if failed:
+            log.warning("sweep.unreadable count=%d such as: %s", len(failed), failed[0])
+            if len(failed) == len(victims):
+                raise failed[0]
+        report.kept["cannot be read"] += len(failed)
+        report.kept["gone already"] += len(gone)
+        report.kept["used since it was listed"] += found.count(None) - len(failed) - len(gone)
         return [one for one in found if one is not None]
 
     # G4 to G7
@@ -240,13 +274,20 @@ class Sweeper:
                 continue  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            spared = [one for one in victims or () if one.address in pinned.addresses]
+            spared = [one for one in victims or () if one.address in pinned]
             report.kept["pinned"] += len(spared)
             taken = Taken()
-            if self._root.traits.fenced:
-                ended = self._trash.reap(sweep, victims or (), pinned, taken)
-            else:
-                ended = self._deleting.reap(sweep, victims, pinned, taken)
+            try:
+                if self._root.traits.fenced:
+                    ended = self._trash.reap(sweep, victims or (), pinned, taken)
+                else:
+                    ended = self._deleting.reap(sweep, victims, pinned, taken)
+            except KVStoreError as error:
+                log.warning("sweep.left shard=%04x sweep=%s: %s", sweep.shard, sweep.sweep.hex(), error)
+                ended = False
+            if taken.failed_count:
+                log.warning("sweep.refused count=%d such as: %s", taken.failed_count, taken.failure)
+                report.kept["cannot be taken"] += taken.failed_count
             report.reaped_count += len(taken.reaped)
             report.reaped_bytes += sum(one.size_bytes for one in taken.reaped)
             report.kept["published anew"] += taken.restored_count
@@ -258,9 +299,12 @@ class Sweeper:
         self._close(closing, report)
 
     def _close(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
+        self._end(sweeps, self._ledger.close, report)
+
+    def _end(self, sweeps: Sequence[InFlight], end: Callable[[Sequence[InFlight]], None], report: SweepReport) -> None:
         began_s = self._clock.monotonic_s()
         for start in range(0, len(sweeps), GROUP_MAX):
-            self._ledger.close(sweeps[start : start + GROUP_MAX])
+            end(sweeps[start : start + GROUP_MAX])
         for sweep in sweeps:
             self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
         self._spent(report, "close", began_s)
@@ -279,7 +323,7 @@ class Sweeper:
         log.warning("sweep.abandoned count=%d: nodes did not announce in time", len(closing))
         report.abandoned_count += len(closing)
         report.left_count += len(sweeps) - len(closing)
-        self._close(closing, report)
+        self._end(closing, self._ledger.abandon, report)
 
     def _drop(self, record: Condemned) -> None:
         """Takes back what was made for a sweep that did not begin."""
@@ -298,6 +342,8 @@ class Sweeper:
             if packed is None:
                 content = read_twin(self._root, name)
                 if content is None:
+                    if name in list_twins(self._root):
+                        raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
                     continue  # removed meanwhile: its pin is gone
                 packed = PinRecord.from_bytes(content, name).packed
             found[name] = packed
@@ -310,6 +356,6 @@ class Sweeper:
 
 def _without(plan: SweepPlan, pinned: Pinned, report: SweepReport) -> SweepPlan:
     """A plan without what is pinned."""
-    free = tuple(victim for victim in plan.victims if victim.address not in pinned.addresses)
+    free = tuple(victim for victim in plan.victims if victim.address not in pinned)
     report.kept["pinned"] += len(plan.victims) - len(free)
     return plan if len(free) == len(plan.victims) else replace(plan, victims=free)

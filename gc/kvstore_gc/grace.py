@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.address import ADDRESS_BYTES
 from kvstore.errors import InvalidRequest
 from kvstore.meta.interface import KeyValue, LeaseId, Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import SessionRecord
 from kvstore_gc.ledger import InFlight, Ledger
+from kvstore_gc.listing import Marks, are_among, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +24,23 @@ Twins = Callable[[], Sequence[bytes]]
 """Packed addresses of all pins that have a twin on the root (rule C5). Raises where one cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pinned:
-    """The addresses that some pin protects."""
+    """The addresses that some pin protects, 8 bytes of memory each: there may be millions.
 
-    addresses: frozenset[bytes]
+    Told apart by their marks: that another address shares one spares it, by a chance of 2 ** -64.
+    """
+
+    marks: Marks
 
     @classmethod
     def of(cls, packed: Sequence[bytes]) -> Pinned:
         """From packed addresses of 16 bytes each."""
-        return cls(
-            frozenset(each[at : at + ADDRESS_BYTES] for each in packed for at in range(0, len(each), ADDRESS_BYTES))
-        )
+        return cls(marks_of(packed))
+
+    def __contains__(self, address: bytes) -> bool:
+        """Whether an address must be spared."""
+        return bool(are_among(marks_of([address]), self.marks)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +64,20 @@ class Look:
 class Grace:
     """Looks at sessions, refs and keys."""
 
-    def __init__(self, meta: Meta, keys: Keys, ledger: Ledger, twins: Twins, timeout_s: float) -> None:
+    def __init__(
+        self, meta: Meta, keys: Keys, ledger: Ledger, twins: Twins, timeout_s: float, refs_timeout_s: float
+    ) -> None:
         self._meta = meta
         self._keys = keys
         self._ledger = ledger
         self._twins = twins
         self._timeout_s = timeout_s
+        self._refs_timeout_s = refs_timeout_s
 
     def look(self, sweeps: Sequence[InFlight]) -> Look:
         """How far the sweeps are. A cheap look at the keys and the sessions, which decides nothing."""
         found = self._ledger.in_flight()
-        sessions = self._meta.list(self._keys.sessions, self._timeout_s).items
+        sessions = self._sessions(self._meta.list(self._keys.sessions, self._timeout_s).items)
         self._ledger.sessions_count = len(sessions)
         waiting: list[InFlight] = []
         due: list[InFlight] = []
@@ -88,7 +96,7 @@ class Grace:
 
         Raises Unavailable, RootMismatch where a ref or a twin cannot be understood: nobody knows what it protects.
         """
-        items = self._meta.list(self._keys.prefix, self._timeout_s).items
+        items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
         pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
         ready = self._ready(sweeps, items)
         if ready:
@@ -102,7 +110,7 @@ class Grace:
 
     def pinned(self) -> Pinned:
         """What is pinned now; only ``decide`` proves anything. Raises as it does."""
-        refs = self._meta.list(self._keys.refs, self._timeout_s).items
+        refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
         return Pinned.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
 
     def revoke(self, laggards: Sequence[Laggard]) -> None:
@@ -111,9 +119,13 @@ class Grace:
             log.warning("session.revoked %s announced=%d", one.key, one.announced)
             self._meta.revoke(one.lease, self._timeout_s)
 
+    def _sessions(self, items: Sequence[KeyValue]) -> list[KeyValue]:
+        """The sessions among what was read. A key that no node writes is nobody to wait for."""
+        return [kv for kv in items if kv.key.startswith(self._keys.sessions) and self._keys.parse_session(kv.key)]
+
     def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> list[InFlight]:
         found = self._ledger.parse(items)
-        sessions = [kv for kv in items if kv.key.startswith(self._keys.sessions)]
+        sessions = self._sessions(items)
         ready = []
         for one in sweeps:
             now = found.get(one.shard)

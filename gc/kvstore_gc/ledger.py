@@ -6,7 +6,7 @@ its compares broken or names a sweep that anybody can finish (rules G2, G6, C1).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch, Unavailable
@@ -59,7 +59,10 @@ class Ledger:
         for kv in items:
             shard = self._keys.parse_condemned(kv.key)
             if shard is not None:
-                record = Condemned.from_bytes(kv.value)
+                try:
+                    record = Condemned.from_bytes(kv.value)
+                except RootMismatch as error:
+                    raise RootMismatch(f"{kv.key}: {error}; kvstore fsck --adopt puts it right") from error
                 found[shard] = InFlight(shard, kv.create_revision, kv.mod_revision, record)
         return found
 
@@ -74,18 +77,21 @@ class Ledger:
             link, compare = self._next_link()
             free = [Absent(self._keys.condemned_in(shard)) for shard in wanted]
             puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in wanted.items()]
+            unknown = False
             try:
-                if wanted:
-                    self._meta.txn((*free, compare), (*puts, link), self._timeout_s)
+                result = self._meta.txn((*free, compare), (*puts, link), self._timeout_s)
+                if result.succeeded:
+                    return [InFlight(shard, result.revision, result.revision, each) for shard, each in wanted.items()]
             except Unavailable:
-                # It may have landed, or land later. Read back: what is there with our sweep is ours.
-                pass
+                unknown = True  # it may have landed, or land later: what is there with our sweep is ours
             found = self.in_flight()
             ours = [one for shard, one in found.items() if shard in records and one.sweep == records[shard].sweep]
+            if ours or unknown:
+                # Never again under these ids: what has landed may have been finished by others already (rule G1).
+                return ours
             wanted = {shard: record for shard, record in wanted.items() if shard not in found}
             if not wanted:
-                return ours
-            assert not ours, "one transaction condemns all of a group or none"
+                return []
         raise Unavailable(
             f"{len(records)} shards could not be condemned: others write to the chain of sweeps all the time"
         )
@@ -113,17 +119,28 @@ class Ledger:
 
     def close(self, sweeps: Sequence[InFlight]) -> None:
         """Rule G6: ends sweeps whose fence has been lifted, as far as they are still those. Raises Unavailable."""
+        self._end(sweeps, lambda now: True)
+
+    def abandon(self, sweeps: Sequence[InFlight]) -> None:
+        """Rule G8: ends sweeps that have taken nothing, but those whose list another run has made final (rule O1).
+
+        Raises Unavailable.
+        """
+        self._end(sweeps, lambda now: not now.record.is_final)
+
+    def _end(self, sweeps: Sequence[InFlight], may_end: Callable[[InFlight], bool]) -> None:
         assert len(sweeps) <= GROUP_MAX
         for _ in range(TRIES_MAX):
             found = self.in_flight()
             left = [
                 now
                 for one in sweeps
-                if (now := found.get(one.shard)) and (now.sweep, now.stamp) == (one.sweep, one.stamp)
+                if (now := found.get(one.shard)) and (now.sweep, now.stamp) == (one.sweep, one.stamp) and may_end(now)
             ]
             if not left:
                 return
             link, compare = self._next_link()
+            # As it was read just now: a list that becomes final in between fails this.
             same = [ModifiedAt(self._keys.condemned_in(one.shard), one.revision) for one in left]
             deletes = [Delete(self._keys.condemned_in(one.shard)) for one in left]
             try:

@@ -39,7 +39,7 @@ class Deleting:
         what a run that was paused may still delete (``kvstore fsck --adopt`` ends it).
         """
         if not sweep.record.is_final:
-            settled = self._settle(sweep, [one for one in victims or () if one.address not in pinned.addresses])
+            settled = self._settle(sweep, [one for one in victims or () if one.address not in pinned])
             if settled is None:
                 return False  # closed by another run
             victims = read_victims(self._root, sweep.sweep, settled.record.plan_checksum)

@@ -24,7 +24,7 @@ from kvstore.recency import NS_PER_S
 from kvstore.root.identity import RootIdentity
 from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.interface import Entry, Root
-from kvstore.root.twins import list_twins, read_twin, remove_twin
+from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import Clock
 from kvstore_gc.safety import Timings
 
@@ -171,7 +171,7 @@ class Orphans:
                     continue
                 known_s = record.expires_s
                 if known_s + self._timings.twin_margin_s < now_s and not self._has_key(record):
-                    done["twins"] += remove_twin(self._root, record.owner, record.id)
+                    done["twins"] += self._root.remove(name)
                     continue
             if len(ends_s) < REMEMBERED_MAX:
                 ends_s[name] = known_s

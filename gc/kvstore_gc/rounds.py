@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvstore.address import Address
-from kvstore.errors import RootMismatch
+from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, join_generation, read_generation
 from kvstore.meta.interface import Meta
@@ -29,7 +29,6 @@ from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.goals import Goals
-from kvstore_gc.listing import marks_of
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
 from kvstore_gc.safety import Timings
@@ -132,6 +131,8 @@ class Rounds:
         summary.used_after_bytes -= sum(tally.bytes for tally in summary.chosen.values())
         summary.examples = [_example(victim, decision.now_s) for victim in examples]
         summary.explained = [found for address in explain for found in self._explained(address, decision)]
+        missing = {address.hex() for address in explain} - {each.address for each in summary.explained}
+        summary.unfinished += [f"{address} is not stored" for address in sorted(missing)]
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
@@ -155,15 +156,17 @@ class Rounds:
         in_meta = read_generation(self._meta, self._keys, self._timings.meta_timeout_s)
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(
-                f"the root is of generation {on_root}, etcd of {in_meta}: etcd was wiped, restored, or is another "
-                "cluster's. Nothing can be said until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run"
+                f"the root is of generation {on_root}, etcd "
+                + (f"of {in_meta}" if in_meta else "has none")
+                + ": etcd was wiped, restored, or is another cluster's. Nothing can be said until "
+                "`kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
             )
 
     def _decided(self, summary: Summary, mine: Sequence[int]) -> Decision:
         """Lists the shards, only its own ones where they are many chunks, and decides where to cut."""
         namespaces = Namespaces(self._meta, self._keys).list(self._timings.meta_timeout_s)
         goals = self._config.goals(namespaces, None)
-        pinned = marks_of(self._sweeper.pinned().addresses)
+        pinned = self._sweeper.pinned().marks
         with self._timed(summary, "survey"):
             space = self._root.space()
             look = partial(
@@ -228,16 +231,18 @@ class Rounds:
 
     def _plans(self, shards: Sequence[int], decision: Decision, summary: Summary) -> list[SweepPlan]:
         """The plans of some shards, counted."""
-        plans: list[SweepPlan | None] = [None] * len(shards)
+        plans = [SweepPlan(shard, ()) for shard in shards]
 
         def plan(at: int) -> None:
-            plans[at] = plan_shard(shards[at], self._root.list(places.shard_folder(shards[at])), decision)
+            try:
+                plans[at] = plan_shard(shards[at], self._root.list(places.shard_folder(shards[at])), decision)
+            except (Unavailable, PermissionDenied) as error:
+                log.warning("gc.shard_failed shard=%04x %s", shards[at], error)  # the others can be swept
 
         self._each(len(shards), plan)
-        found = [each for each in plans if each is not None]
-        for each in found:
+        for each in plans:
             summary.planned(each)
-        return found
+        return plans
 
     def _explained(self, address: Address, decision: Decision) -> Iterator[Explained]:
         """Why the chunks of an address are kept or condemned."""
@@ -265,7 +270,9 @@ class Rounds:
             summary.unfinished.append(f"{left} sweeps are still in flight")
         if summary.orphans["failed"]:
             summary.unfinished.append("some leftovers could not be removed")
-        is_alone = summary.shards_mine_count == summary.shards_count
+        # Where others sweep at the same moment, what is left is for them to judge.
+        others = summary.spared["swept by another collector"] + summary.spared["gone already"]
+        is_alone = summary.shards_mine_count == summary.shards_count and not others
         if is_alone and summary.high_bytes is not None and summary.used_after_bytes > summary.high_bytes:
             summary.unfinished.append(
                 f"chunks still take {summary.used_after_bytes} bytes, over the high watermark of {summary.high_bytes}: "

@@ -20,6 +20,8 @@ class Timings:
 
     meta_timeout_s: float = 5.0
     """A call to etcd."""
+    refs_timeout_s: float = 120.0
+    """The read of all keys with all pins, which may be a gigabyte."""
     poll_s_min: float = 0.05
     """Between two looks at what nodes have announced, at first."""
     poll_s_max: float = 1.0

@@ -5,6 +5,7 @@ Its size depends on limits alone, not on how many chunks there are.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from operator import add
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Root
@@ -23,6 +24,8 @@ from kvstore_gc.judged import NO_MARKS, judge, tally_of
 from kvstore_gc.listing import Listed, Marks, id_of, listed
 from kvstore_gc.policy import Column
 from kvstore_gc.threads import Each
+
+log = logging.getLogger(__name__)
 
 NAMESPACES_MAX = 512
 """Named in a survey, the largest ones; beyond that they are counted together."""
@@ -89,11 +92,14 @@ def survey(
     goals: Goals,
     pinned: Marks = NO_MARKS,
 ) -> Survey:
-    """Lists these shards once. Raises the root's errors, and what ``each`` raises.
+    """Lists these shards once. One that cannot be listed is said and left out.
+
+    Raises the root's errors where none can be, and what ``each`` raises.
 
     ``pinned`` is advice: it keeps chunks out of the plan that the sweep would spare, so that others go instead.
     """
     idle: deque[_Surveyor] = deque()
+    failed: list[KVStoreError] = []
 
     def look(place: int) -> None:
         shard = shards[place]
@@ -101,11 +107,17 @@ def survey(
             surveyor = idle.pop()  # atomic: each is used by one thread at a time
         except IndexError:
             surveyor = _Surveyor(int(now_s), goals, pinned)
-        for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
-            surveyor.see(batch)
+        try:
+            for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
+                surveyor.see(batch)
+        except (Unavailable, PermissionDenied) as error:
+            log.warning("gc.shard_failed shard=%04x %s", shard, error)
+            failed.append(error)
         idle.append(surveyor)
 
     each(len(shards), look)
+    if failed and len(failed) == len(shards):
+        raise failed[0]
     nothing = _Surveyor(int(now_s), goals, pinned).done(shard_bits, len(shards))
     return reduce(add, (surveyor.done(shard_bits, 0) for surveyor in idle), nothing)
 

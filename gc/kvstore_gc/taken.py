@@ -14,6 +14,8 @@ class Taken:
         self._lock = threading.Lock()
         self.reaped: list[Condemnation] = []
         self.restored_count = 0
+        self.failed_count = 0
+        self.failure = ""
 
     def reap(self, victim: Condemnation) -> None:
         """It was deleted."""
@@ -24,3 +26,9 @@ class Taken:
         """It was another publication than the condemned one, and went back."""
         with self._lock:
             self.restored_count += 1
+
+    def fail(self, error: Exception) -> None:
+        """It could not be taken, or not be deleted; the others can."""
+        with self._lock:
+            self.failed_count += 1
+            self.failure = str(error)

@@ -7,12 +7,14 @@ can change it any more (rule G5).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
-from kvstore.root.fence import restore
+from kvstore.root.fence import put_aside, restore
 from kvstore.root.interface import Root
 from kvstore.sources import Ids
 from kvstore_gc.grace import Pinned
@@ -20,6 +22,8 @@ from kvstore_gc.ledger import InFlight
 from kvstore_gc.taken import Taken
 from kvstore_gc.threads import Each
 from kvstore_gc.victims import Condemnation
+
+log = logging.getLogger(__name__)
 
 ROUNDS_MAX = 100
 """Of emptying the folder: runs that were paused fill it again, each once."""
@@ -43,7 +47,7 @@ class Trash:
 
         Only after the sweep's grace (``Grace.decide``), of which ``pinned`` is the proof.
         """
-        self._take(sweep, [one for one in victims if one.address not in pinned.addresses], taken)
+        self._take(sweep, [one for one in victims if one.address not in pinned], taken)
         return self._fence(sweep, victims, taken)
 
     def _take(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> None:
@@ -53,8 +57,11 @@ class Trash:
         def take(index: int) -> None:
             name = victims[index].name(self._shard_bits)
             entry = places.trashed(sweep.sweep, name, run)
-            if self._root.move(name, entry, make_folder=False):
-                self._settle(entry, victims[index], taken)
+            try:
+                if self._root.move(name, entry, make_folder=False):
+                    self._settle(entry, victims[index], taken)
+            except KVStoreError as error:
+                taken.fail(error)
 
         self._each(len(victims), take)
 
@@ -65,22 +72,44 @@ class Trash:
         """
         folder = places.trash_folder(sweep.sweep)
         condemned = {victim.address: victim for victim in victims}
+        unseen: set[Name] = set()
         for _ in range(ROUNDS_MAX):
             if self._root.remove_folder(folder, durable=True):
                 return True
+            failed: KVStoreError | None = None
             for listed in list(self._root.list(folder)):
-                found = places.parse_trashed(listed.name)
-                victim = condemned.get(found[0]) if found else None
-                self._settle(Name(f"{folder}/{listed.name}"), victim, taken)
+                name, found = Name(f"{folder}/{listed.name}"), places.parse_trashed(listed.name)
+                try:
+                    if found is None or listed.stat is None or name in unseen:
+                        put_aside(self._root, name)
+                    elif not self._settle(name, condemned.get(found[0]), taken):
+                        unseen.add(name)  # settled by another run, or nothing that can be looked at
+                except KVStoreError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
         return False
 
-    def _settle(self, entry: Name, victim: Condemnation | None, taken: Taken) -> None:
-        """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name."""
+    def _settle(self, entry: Name, victim: Condemnation | None, taken: Taken) -> bool:
+        """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name.
+
+        False where there is no such file.
+        """
         seen = self._root.look(entry, FIXED_BYTES)
         if seen is None:
-            return  # another run has settled it
+            return False
         if victim is not None and incarnation_at(seen.prefix) == victim.incarnation:
-            if self._root.remove(entry):
+            if self._remove(entry, victim):
                 taken.reap(victim)
         elif restore(self._root, entry, self._shard_bits):
             taken.put_back()
+        return True
+
+    def _remove(self, entry: Name, victim: Condemnation) -> bool:
+        """Deletes a condemned entry; one that cannot be deleted is set aside, so that its sweep can end."""
+        try:
+            return self._root.remove(entry)
+        except KVStoreError as error:
+            log.warning("sweep.undeletable %s: %s", entry, error)
+            aside = places.quarantined(victim.address, self._ids.fresh(), 0)
+            return self._root.move(entry, aside)

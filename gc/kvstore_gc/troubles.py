@@ -25,7 +25,7 @@ class Trouble:
 
     def failed(self, error: Exception | str) -> None:
         """Says so, unless it failed in the same way the last time."""
-        kind = error if isinstance(error, str) else type(error).__name__
+        kind = str(error)
         if self._since_s is None:
             self._since_s = self._clock.monotonic_s()
         if kind != self._kind:

@@ -16,7 +16,7 @@ from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stop, Stopped
 from kvstore_gc.troubles import Trouble
 
-TICK_S = 1.0
+TICK_S = 0.25
 
 
 class Watch:

@@ -81,6 +81,8 @@ def _namespaces(access: Access, as_json: bool) -> None:
 
 
 def _pins(access: Access, as_json: bool) -> None:
+    if access.root is not None and access.etcd is None:
+        raise InvalidRequest("pins are in etcd: give --etcd ENDPOINTS beside --root, or --connect HOST:PORT")
     with access.open() as store:
         found = store.pins()
     if as_json:

@@ -24,6 +24,7 @@ TRASH = Name("trash")
 PLANS = Name("plans")
 PINS = Name("pins")
 GENERATIONS = Name("generations")
+RESERVE = Name("reserve")
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8

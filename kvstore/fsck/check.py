@@ -110,7 +110,7 @@ class _Walk:
         ours = {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, *_GC_FOLDERS}
         for entry in list(self._root.list(TOP)):
             name = Name(entry.name)
-            if entry.name == places.FORMAT or entry.name in FILE_SYSTEMS_OWN:
+            if entry.name in (places.FORMAT, places.RESERVE) or entry.name in FILE_SYSTEMS_OWN:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))

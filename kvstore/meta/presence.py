@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0
+BACKOFF_S_MAX_UNREADY = 30.0
+"""Between sessions that cannot be used, such as while the root does not answer."""
 
 SessionCall = Callable[[Session], None]
 
@@ -37,8 +39,9 @@ class Presence:
 
     Whatever hangs on the session is attached.  ``on_new`` runs for every new session before ``current`` hands it out
     (rule V1: first the session, then the view, only then answers); where it raises one of ``kvstore.errors`` it leaves
-    nothing behind and is called again.  ``on_lost`` runs once for every session that ``on_new`` returned for and that
-    died, before the lease is revoked and the next session begins; it must not raise.  One thread runs them all.
+    nothing behind, and the session ends; the next one begins after a while.  ``on_lost`` runs once for every session
+    that ``on_new`` returned for and that died, before the lease is revoked and the next session begins; it must not
+    raise.  One thread runs them all.
     """
 
     def __init__(
@@ -111,16 +114,21 @@ class Presence:
                 self._pause(backoff_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
                 continue
-            backoff_s = BACKOFF_S_MIN
             log.debug("session.new %s", session.id.hex())
             with self._changed:
                 self._session = session
             session.start(on_lost=self._wake)
-            self._live(session)
+            lived = self._live(session)
             self._leave(session)
+            backoff_s = BACKOFF_S_MIN if lived else min(2 * backoff_s, BACKOFF_S_MAX_UNREADY)
+            if not lived:
+                self._pause(backoff_s)
 
-    def _live(self, session: Session) -> None:
-        """Tells the hooks of ``session`` and waits until it ends."""
+    def _live(self, session: Session) -> bool:
+        """Tells the hooks of ``session`` and waits until it ends; False where a hook failed.
+
+        A session that is not ready must not stay: collectors would wait for it, and it announces nothing.
+        """
         while session.alive and not self._closed:
             with self._changed:
                 untold = [hook for hook in self._hooks if hook not in self._told]
@@ -137,9 +145,9 @@ class Presence:
                     hook.on_new(session)
                 except (KVStoreError, WatchLost, LeaseGone) as error:
                     self._note(error)
-                    self._pause(BACKOFF_S_MAX / 2)
-                    break
+                    return False
                 self._told.append(hook)
+        return True
 
     def _leave(self, session: Session) -> None:
         with self._changed:

@@ -45,7 +45,7 @@ class SessionRecord:
         try:
             fields = json.loads(value)
             return cls(int(fields["announced"]), int(fields["write"]))
-        except (ValueError, KeyError, TypeError) as cause:
+        except (ValueError, KeyError, TypeError, RecursionError) as cause:
             raise InvalidRequest(f"not a session record: {cause}") from cause
 
 
@@ -298,7 +298,7 @@ class Session:
             try:
                 self.beat()
             except KVStoreError:
-                pass  # whatever the reason, only time decides: the session lives until its ttl is over without an answer
+                pass  # whatever the reason, only time decides: the session lives until its ttl is over
             if not self.alive:
                 break
             if self._acknowledged_s == before_s:

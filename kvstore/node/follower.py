@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.errors import KVStoreError, RootMismatch, Unavailable
+from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, Standing
 from kvstore.meta.interface import Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
-from kvstore.meta.session import Session
+from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Holds
@@ -87,8 +87,7 @@ class Follower:
         if self._standing is not None:
             standing = self._standing()
             if isinstance(standing, Foreign):
-                # Without a view nothing is protected, and pins are refused; chunks are served all the same (rule C6).
-                log.error("generation.foreign %s", standing.why)
+                self._stand_aside(session, f"generation.foreign {standing.why}")
                 return
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
@@ -97,25 +96,32 @@ class Follower:
                 self._on_root(self._fence_unnamed)
             now_s = self._clock.monotonic_s()
             self._holds.drop_all()  # taken while there was no session: they protect nothing
+            following = _Following(session, watch, now_s, now_s, {})
             try:
-                self._view.begin(snapshot, lambda: session.alive)
+                with self._view.lock:
+                    self._following = following
+                    self._view.begin(snapshot, lambda: session.alive)
             except ChainBroken as broken:
-                self._view.end()
+                self.end(session)
                 raise Unavailable(f"what etcd says of garbage collection cannot be read: {broken}") from broken
+        except PermissionDenied as refused:
+            watch.close()
+            self._stand_aside(session, f"fence.refused this node cannot fence old sweeps: {refused}")
+            return
         except BaseException:
             watch.close()
             raise
         self._stepped_s = now_s
         self._ended.clear()
         # What is in flight has waited for this session ever since its key was put.
-        owed = dict.fromkeys(self._view.stamps(after=session.announced), session.opened_s)
-        self._following = _Following(session, watch, now_s, now_s, owed)
+        following.owed = dict.fromkeys(self._view.stamps(after=session.announced), session.opened_s)
         session.only_while(self.keeps_up)
 
     def end(self, session: Session) -> None:
         """Rule V2: what this node believed because of the session, it believes no longer. Idempotent."""
-        following, self._following = self._following, None
-        self._view.end()
+        with self._view.lock:
+            following, self._following = self._following, None
+            self._view.end()
         self._holds.drop_all()
         self._ended.set()
         if following is not None:
@@ -123,9 +129,10 @@ class Follower:
 
     def run(self, session: Session) -> None:
         """Steps until the session ends: for a thread."""
-        while (following := self._following) is not None and following.session is session and session.alive:
+        following = self._following
+        while following is not None and self._following is following and session.alive:
             try:
-                self.step(self._limits.follow_s)
+                self._step(following, self._limits.follow_s)
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)
@@ -135,12 +142,14 @@ class Follower:
 
         Raises Unavailable where etcd did not answer, SessionLost where the session's chain is broken.
         """
-        following = self._following
-        if following is None:
-            return
+        if self._following is not None:
+            self._step(self._following, wait_s)
+
+    def _step(self, following: _Following, wait_s: float) -> None:
+        """A step for one session; one whose session has been followed by another changes nothing any more."""
         try:
             events = following.watch.next(wait_s)
-        except WatchLost as lost:
+        except (WatchLost, PermissionDenied) as lost:
             if self._following is not following or not following.session.alive:
                 return  # closed by ``end``, or with the metadata
             self._reread(following, str(lost))
@@ -149,7 +158,10 @@ class Follower:
         if events:
             following.heard_s, following.suspects_gap = now_s, False
             try:
-                self._view.apply(events)
+                with self._view.lock:
+                    if self._following is not following:
+                        return
+                    self._view.apply(events)
             except ChainBroken as broken:
                 following.session.give_up(str(broken))
                 return
@@ -172,7 +184,8 @@ class Follower:
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
         revision = self._holds.announceable()
-        if not owed or min(owed) > revision or now_s - following.announced_s < max(self._limits.announce_s, self._view.pace_s):
+        pace_s = max(self._limits.announce_s, self._view.pace_s)
+        if not owed or min(owed) > revision or now_s - following.announced_s < pace_s:
             return
         compare = self._view.seq_is_seen
         result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
@@ -205,15 +218,24 @@ class Follower:
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         # After that read, never before: a store that was restored has lost our last write, or has lost none of ours.
         following.session.check_chain(self._limits.meta_deadline_s)
-        following.watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
-        log.warning("view.reread %s", why)
-        self._counters.add("watches_lost")
+        watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
         try:
             with self._view.lock:
+                if self._following is not following:
+                    watch.close()
+                    return
+                following.watch = watch
                 self._holds.age_all()
                 self._view.reread(snapshot)
         except ChainBroken as broken:
             following.session.give_up(str(broken))
+        log.warning("view.reread %s", why)
+        self._counters.add("watches_lost")
+
+    def _stand_aside(self, session: Session, why: str) -> None:
+        """This session will protect nothing: chunks are served all the same, pins are refused, nobody waits for it."""
+        log.error("%s: this node protects nothing", why)
+        session.txn((), announced=ANNOUNCED_MAX, timeout_s=self._limits.meta_deadline_s)
 
     def _fence_unnamed(self) -> int:
         """Rule C4: trash folders that no condemned key names belong to sweeps that etcd has forgotten."""

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-import numpy as np
-
-from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.address import Address
 from kvstore.errors import Overloaded, RootMismatch
-from kvstore.meta.interface import Absent, Compare, Event, Snapshot, ValueIs
+from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
-from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 
@@ -34,7 +32,7 @@ class _Open:
     """A sweep in flight: at which revision it condemned, and whom."""
 
     stamp: int
-    record: Condemned
+    members: Members
 
 
 class View:
@@ -75,15 +73,12 @@ class View:
         """How many leading addresses are not condemned; take ``lock`` where it must stay true."""
         if not self._open or not addresses:
             return len(addresses)
-        packed = b"".join(addresses)
-        shards = np.frombuffer(packed, ">u2")[:: ADDRESS_BYTES // 2] >> (16 - self._shard_bits)
-        first = len(addresses)
-        for shard, sweep in list(self._open.items()):
-            at: list[int] = np.flatnonzero(shards[:first] == shard).tolist()
-            if at:
-                members = sweep.record.condemns_each(b"".join([addresses[index] for index in at]))
-                first = min([first, *(index for index, member in zip(at, members, strict=True) if member)])
-        return first
+        open_, shift = self._open, 16 - self._shard_bits
+        for index, address in enumerate(addresses):
+            sweep = open_.get((address[0] << 8 | address[1]) >> shift)
+            if sweep is not None and address in sweep.members:
+                return index
+        return len(addresses)
 
     def condemns(self, address: Address) -> bool:
         """Whether an address counts as absent (rule H1)."""
@@ -99,33 +94,30 @@ class View:
         """Of the sweeps in flight, those that condemned after revision ``after``."""
         return [sweep.stamp for sweep in list(self._open.values()) if sweep.stamp > after]
 
-    # Changing it: called by whoever follows the watch.
+    # Changing it: called under ``lock``, by whoever follows the watch and has seen there that it is still the one.
 
     def begin(self, snapshot: Snapshot, is_alive: Callable[[], bool]) -> None:
         """From here on the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
-        with self.lock:
-            self._read(snapshot)
-            self._is_alive = is_alive
+        self._read(snapshot)
+        self._is_alive = is_alive
 
     def reread(self, snapshot: Snapshot) -> None:
         """After a lost watch (rule V3). Holds must be marked as older than everything, under the same lock."""
-        assert self.lock.locked()
         self._read(snapshot)
 
     def end(self) -> None:
         """The session is over: nothing is protected any more, nothing remembered (rule V2)."""
-        with self.lock:
-            self._is_alive = None
-            self._open.clear()
-            self._full = False
-            self._known.clear()
+        self._is_alive = None
+        self._open = {}
+        self._full = False
+        self._known.clear()
 
     def apply(self, events: Iterable[Event]) -> None:
         """Applies what the watch said, revision by revision. Raises ChainBroken, having applied what came before."""
+        assert self.lock.locked()
         for revision, together in groupby(events, key=lambda event: event.revision):
-            with self.lock:
-                self._apply(list(together))
-                self.revision = revision
+            self._apply(list(together))
+            self.revision = revision
 
     def _apply(self, events: list[Event]) -> None:
         """The events of one revision."""
@@ -143,8 +135,7 @@ class View:
                 changed.append(shard)
                 self._open.pop(shard, None)
                 if event.kv is not None:
-                    record = _decoded(Condemned.from_bytes, event.kv.value)
-                    self._open[shard] = _Open(event.kv.create_revision, record)
+                    self._open[shard] = _open(event.kv)
         if changed:
             # All of their shards, not only the victims: the memory has no room for whole addresses (rule H3).  When a
             # sweep ends too: a look that began during it may have found what it was about to take.
@@ -164,7 +155,7 @@ class View:
         for kv in snapshot.items:
             shard = self._keys.parse_condemned(kv.key)
             if shard is not None:
-                found[shard] = _Open(kv.create_revision, _decoded(Condemned.from_bytes, kv.value))
+                found[shard] = _open(kv)
             elif kv.key == self._keys.gc_seq:
                 link = _decoded(Seq.from_json, kv.value)
                 seq, self._nonce, self.pace_s = kv.value, link.nonce, link.pace_s
@@ -172,6 +163,10 @@ class View:
                 self._full = True
         self._seq, self._open, self.revision = seq, found, snapshot.revision
         self._known.clear()
+
+
+def _open(kv: KeyValue) -> _Open:
+    return _Open(kv.create_revision, Members(_decoded(Condemned.from_bytes, kv.value)))
 
 
 def _decoded(decode: Callable[[bytes], T], value: bytes) -> T:

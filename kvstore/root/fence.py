@@ -6,11 +6,15 @@ so stops collectors that etcd has forgotten.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from kvstore.errors import Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
+
+log = logging.getLogger(__name__)
 
 ROUNDS_MAX = 100
 """A folder that is still filled after so many rounds belongs to a sweep that somebody else works on."""
@@ -26,22 +30,41 @@ def lift(root: Root, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]
     """
     folder = places.trash_folder(sweep)
     for _ in range(ROUNDS_MAX):
+        if is_named():
+            return False
         if root.remove_folder(folder, durable=True):
             return True
         if is_named():
             return False
         for entry in list(root.list(folder)):
-            restore(root, Name(f"{folder}/{entry.name}"), shard_bits)
+            name = Name(f"{folder}/{entry.name}")
+            if entry.stat is None or places.parse_trashed(entry.name) is None:
+                put_aside(root, name)
+            else:
+                restore(root, name, shard_bits)
     return False
+
+
+def put_aside(root: Root, entry: Name) -> None:
+    """Takes something that is none of ours out of a trash folder, which could never be lifted otherwise.
+
+    Not deleted: whoever put it there may want it. Raises the root's errors.
+    """
+    _, sweep, name = entry.rsplit("/", 2)
+    log.warning("trash.foreign %s: set aside in quarantine/", entry)
+    root.move(entry, Name(f"{places.QUARANTINE}/foreign.{sweep}.{name}"))
 
 
 def restore(root: Root, entry: Name, shard_bits: int) -> bool:
     """Puts an entry of the trash back under its chunk's name, unless that is taken by a newer one (rule G5).
 
-    True when it is back. What is no chunk of ours is deleted: only this protocol writes there.
+    True when it is back.
     """
     found = places.parse_trashed(entry.rpartition("/")[2])
-    if found is None:
-        root.remove(entry)
-        return False
-    return root.publish(entry, places.chunk(*found, shard_bits), durable=False)
+    assert found is not None, "what is no entry of ours is put aside"
+    try:
+        return root.publish(entry, places.chunk(*found, shard_bits), durable=False)
+    except Unavailable:
+        if root.stat(entry) is not None:
+            raise
+        return False  # somebody else has put it back at the same moment

@@ -44,6 +44,7 @@ _OURS = frozenset(
         places.PLANS,
         places.PINS,
         places.GENERATIONS,
+        places.RESERVE,
     }
 )
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})

@@ -100,7 +100,8 @@ class PosixRoot:
         path, fd = self._at(name), -1
         try:
             # O_NONBLOCK: something else than a file under a chunk's name must not stop us.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            # O_NOFOLLOW: nothing of ours is a link, and what one leads to is not ours.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             status = os.fstat(fd)
         except OSError as cause:
             if fd >= 0:
@@ -116,7 +117,7 @@ class PosixRoot:
     def stat(self, name: Name) -> Stat | None:
         path = self._at(name)
         try:
-            status = os.stat(path)
+            status = os.lstat(path)
         except OSError as cause:
             if cause.errno in MISSING_ERRORS:
                 return None
@@ -187,6 +188,8 @@ class PosixRoot:
                     return False
                 if cause.errno not in MISSING_ERRORS:
                     raise
+                if durable:
+                    self._check_mounted()
             if durable:
                 with suppress(FileNotFoundError):
                     _sync_folder(os.path.dirname(path))
@@ -195,10 +198,13 @@ class PosixRoot:
     def list(self, folder: Name) -> Iterator[Entry]:
         path = self._at(folder)
         with _translated("list", path):
+            if folder and os.path.islink(path):
+                raise Unavailable(f"{path} is a symbolic link: the folders of a root must be its own")
             try:
                 entries = os.scandir(path)
             except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
+                # Not every error that means a missing file: what a mount loses for a moment is not an empty folder.
+                if cause.errno in (errno.ENOENT, errno.ENOTDIR):
                     return
                 raise
             with entries:
@@ -252,15 +258,20 @@ class PosixRoot:
     def _make_folder(self, path: str) -> None:
         """Makes the folder of a file, unless the root is not there any more.
 
-        When a file system is unmounted under us, the bare mount point has none of our folders: so this is where a
-        write would begin to fill it, and whoever mounts again would lose what was acknowledged meanwhile.
+        On the bare mount point this is where a write would begin to fill it, and whoever mounts again would lose what
+        was acknowledged meanwhile.
         """
+        self._check_mounted()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def _check_mounted(self) -> None:
+        """Raises Unavailable where this is not the root that was opened: an unmounted one has none of our folders, and
+        what is missing there says nothing (a fence that seems lifted is not)."""
         found = _content(f"{self.path}/{FORMAT}")
         if self._format is None:
             self._format = found
         elif found != self._format:
             raise Unavailable(f"{self.path} is not the root that was opened: is its file system still mounted?")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
 
     def _at(self, name: Name) -> str:
         return f"{self.path}/{name}"

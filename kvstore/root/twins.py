@@ -43,13 +43,18 @@ def remove_twin(root: Root, owner: str, pin: bytes) -> bool:
 
 
 def list_twins(root: Root) -> Iterator[Name]:
-    """The names of all twins, in no order; a twin's content never changes under its name. Raises the root's errors."""
+    """The names of all twins, in no order; a twin's content never changes under its name. Raises the root's errors.
+
+    What should be an owner's folder and is none counts as one: it may be a link to twins, which is not followed.
+    """
     for owner in root.list(places.PINS):
+        folder = Name(f"{places.PINS}/{owner.name}")
         if owner.stat is not None:
+            yield folder
             continue
-        for entry in root.list(Name(f"{places.PINS}/{owner.name}")):
-            if entry.stat is not None and places.parse_twin(entry.name) is not None:
-                yield Name(f"{places.PINS}/{owner.name}/{entry.name}")
+        for entry in root.list(folder):
+            if places.parse_twin(entry.name) is not None:
+                yield Name(f"{folder}/{entry.name}")
 
 
 def read_twin(root: Root, name: Name) -> bytes | None:

@@ -133,7 +133,7 @@ def test_v2_a_node_whose_session_died_holds_nothing(c: Cluster) -> None:
     eventually(lambda: node.node.counters.snapshot()["sessions_lost"] == 1)
     with pytest.raises(HoldBroken):
         node.node.read(hold, lambda index: [])
-    eventually(lambda: node.node.gc_view.protects)
+    eventually(lambda: node.node.gc_view.protects and node.stats()["session_alive"])
     assert node.presence.current().id != lost.id
     assert c.collector().sweep(c.plans(chain)).reaped_count == 8
 

@@ -50,6 +50,10 @@ class Seen:
         self.view = View(KEYS, BITS, self.known, Counters())
         self.view.begin(Snapshot((), 10), lambda: True)
 
+    def apply(self, events: list[Event]) -> None:
+        with self.view.lock:
+            self.view.apply(events)
+
     def remember(self, *addresses: Address) -> None:
         for address in addresses:
             self.known.add(address, QUANTUM, renewed=False, epoch=self.known.epoch)
@@ -58,28 +62,28 @@ class Seen:
 def test_h1_the_lead_ends_at_the_first_condemned_address() -> None:
     seen, chain = Seen(), [address_in(shard, number) for number in range(3) for shard in range(8)]
     assert seen.view.leading(chain) == len(chain)
-    seen.view.apply([link(11, 1, 0), condemned(11, 5, [chain[13], chain[21]])])
+    seen.apply([link(11, 1, 0), condemned(11, 5, [chain[13], chain[21]])])
     assert seen.view.leading(chain) == 13 and seen.view.revision == 11
-    seen.view.apply([link(12, 2, 1), condemned(12, 3, [chain[3]])])
+    seen.apply([link(12, 2, 1), condemned(12, 3, [chain[3]])])
     assert seen.view.leading(chain) == 3
-    seen.view.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
+    seen.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
     assert seen.view.leading(chain) == len(chain)
 
 
 def test_h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten() -> None:
     seen, victim, beside, other = Seen(), address_in(5, 1), address_in(5, 2), address_in(6)
     seen.remember(victim, beside, other)
-    seen.view.apply([link(11, 1, 0), condemned(11, 5, [victim])])
+    seen.apply([link(11, 1, 0), condemned(11, 5, [victim])])
     assert [seen.known.is_present(each, QUANTUM) for each in (victim, beside, other)] == [False, False, True]
     seen.remember(beside)
-    seen.view.apply([link(12, 2, 1), closed(12, 5)])
+    seen.apply([link(12, 2, 1), closed(12, 5)])
     assert not seen.known.is_present(beside, QUANTUM), "it may have been found while the sweep was about to take it"
 
 
 def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> None:
     seen, address = Seen(), address_in(7)
     epoch = seen.known.epoch
-    seen.view.apply([link(11, 1, 0), condemned(11, 2, [address_in(2)])])
+    seen.apply([link(11, 1, 0), condemned(11, 2, [address_in(2)])])
     seen.known.add(address, QUANTUM, renewed=False, epoch=epoch)
     assert not seen.known.is_present(address, QUANTUM)
 
@@ -98,13 +102,13 @@ def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> No
 def test_c1_what_does_not_continue_the_chain_is_not_applied(events: list[Event]) -> None:
     seen = Seen()
     with pytest.raises(ChainBroken):
-        seen.view.apply(events)
+        seen.apply(events)
     assert seen.view.revision == 10
 
 
 def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
     seen, victim = Seen(), address_in(5)
-    seen.view.apply([link(11, 1, 0), condemned(11, 5, [victim])])
+    seen.apply([link(11, 1, 0), condemned(11, 5, [victim])])
     seen.remember(address_in(1))
     seen.view.end()
     assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0
@@ -112,10 +116,10 @@ def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
 
 def test_the_full_sign_sheds_puts_while_it_is_up() -> None:
     seen = Seen()
-    seen.view.apply([Event(KEYS.gc_full, KeyValue(KEYS.gc_full, b"x", 11, 11, NO_LEASE), 11)])
+    seen.apply([Event(KEYS.gc_full, KeyValue(KEYS.gc_full, b"x", 11, 11, NO_LEASE), 11)])
     with pytest.raises(Overloaded, match="full"):
         seen.view.check_room()
-    seen.view.apply([Event(KEYS.gc_full, None, 12)])
+    seen.apply([Event(KEYS.gc_full, None, 12)])
     seen.view.check_room()
 
 

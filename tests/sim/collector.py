@@ -25,7 +25,7 @@ class Collector:
     def __init__(self, world: World, name: str, *, threads: bool) -> None:
         self.world = world
         self.kernel = world.kernel
-        self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1)
+        self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1, is_collector=True)
         self.root = RootPort(world.root, world.faults)
         meta = MetaPort(world.store, world.faults)
         stop = Stop()
@@ -44,7 +44,7 @@ class Collector:
     def _work(self) -> None:
         world, kernel = self.world, self.kernel
         while not world.winding_up:
-            kernel.sleep(2 * world.pace_s * kernel.random())
+            kernel.sleep(world.pace_s * kernel.random())
             work = world.choose(world.profile.collect)
             kernel.note(f"begins {work}")
             try:

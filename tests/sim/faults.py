@@ -1,10 +1,44 @@
-"""What goes wrong in one run, and how likely: the rates, and the dice that the ports throw."""
+"""What goes wrong in one run, and how likely: the rates, and the dice that the ports throw.
+
+A pause is what breaks protocols, and at random steps it hardly ever lasts from one interesting moment to the next.  So
+an actor may also stand still until something happens that rules are about: another one takes a chunk, closes a sweep,
+publishes, hands out a hold.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
-from tests.sim.kernel import Effect, Kernel
+from tests.sim.kernel import Effect, Kernel, Process
+
+
+class Call(Enum):
+    """A call at which an actor may stand still: after a look, before the others."""
+
+    LOOK = "look"
+    PUBLISH = "publish"
+    TAKE = "take"
+    """A collector takes a chunk."""
+    SETTLE = "settle"
+    """It has taken one, and deletes it or puts it back."""
+    FENCE = "fence"
+    TXN = "txn"
+    OTHER = "other"
+
+
+WAITS: dict[Call, tuple[str, ...]] = {
+    Call.LOOK: ("", "condemned", "take", "closed"),
+    Call.PUBLISH: ("", "condemned", "take", "taken", "closed"),
+    Call.TAKE: ("", "published", "published", "claimed", "claimed", "closed"),
+    Call.SETTLE: ("", "published", "taken", "closed"),
+    Call.FENCE: ("", "condemned", "taken", "claimed", "closed"),
+    Call.TXN: ("", "condemned", "take", "taken", "closed"),
+}
+"""What an actor may wait for at each; the empty one is only a number of steps."""
+AWAIT_STEPS = 150
+"""Most of the time that is not going to happen."""
 
 
 @dataclass(slots=True)
@@ -13,12 +47,21 @@ class Rates:
 
     root_fails: float = 0.0
     meta_fails: float = 0.0
-    linger: float = 0.0
-    linger_hot: float = 0.0
-    """The same before calls that take, publish or condemn."""
+    look: float = 0.0
+    """That a node stands still after a look."""
+    publish: float = 0.0
+    """That anybody does before a chunk is published ..."""
+    take: float = 0.0
+    """... taken,"""
+    settle: float = 0.0
+    fence: float = 0.0
+    txn: float = 0.0
+    dies: float = 0.0
+    """That a process is killed before one of the last five."""
     lag: float = 0.0
     """That a watch has nothing yet of what has happened."""
-    lingers_steps: int = 400
+    pause_steps: int = 400
+    """The longest pause is twice as long."""
 
 
 class Faults:
@@ -28,6 +71,8 @@ class Faults:
         self.kernel = kernel
         self.rates = rates
         self.late: list[Effect] = []
+        self.doomed: list[Process] = []
+        self.before_txn: Callable[[str], object] = lambda keys: None
         self.meta_down_until_s = 0.0
         self.counts: dict[str, int] = {}
 
@@ -39,12 +84,34 @@ class Faults:
         """Throws a die."""
         return rate > 0 and self.kernel.random() < rate
 
-    def maybe_linger(self, hot: bool) -> None:
-        """Perhaps a long pause, longer ones being rarer."""
-        rates = self.rates
-        if self.strikes(rates.linger_hot if hot else rates.linger):
-            self.count("lingers")
-            self.kernel.linger(int(rates.lingers_steps ** self.kernel.random()) * 2)
+    def maybe_pause(self, call: Call) -> None:
+        """Perhaps the actor stands still here, perhaps its process dies."""
+        if call is Call.OTHER:
+            return
+        rates, actor = self.rates, self.kernel.current
+        assert actor is not None
+        if call is Call.TAKE:
+            self.kernel.happened("take")
+        if call is not Call.LOOK and self.strikes(rates.dies):
+            self.doomed.append(actor.process)
+            self.kernel.give_way()
+        rate: float = getattr(rates, call.value)
+        if call is Call.LOOK and actor.process.is_collector:
+            rate /= 5  # they look all the time
+        if self.strikes(rate):
+            self._pause(call)
+
+    def _pause(self, call: Call) -> None:
+        """For some steps, short pauses being the most frequent, or until something happens."""
+        kernel = self.kernel
+        what = kernel.source.choice(WAITS[call])
+        steps = int(self.rates.pause_steps ** kernel.random()) * 2
+        if what:
+            self.count(f"pauses until {what}")
+            kernel.pause(AWAIT_STEPS, (what, steps // 10))
+        else:
+            self.count("pauses")
+            kernel.pause(steps)
 
     def land(self, index: int) -> None:
         """One call that nobody waits for any more takes effect."""

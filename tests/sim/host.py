@@ -106,7 +106,9 @@ class Host:
 
     def _put(self) -> None:
         chain = self.world.chain()
-        self._member.node.put(chain, 0, lambda index: self.world.payload(chain, index))
+        stored = self._member.node.put(chain, 0, lambda index: self.world.payload(chain, index))
+        if not stored.tokens_present:
+            self.kernel.sleep(0.5)
 
     def _match(self) -> None:
         self._member.node.match(self.world.chain())
@@ -114,6 +116,8 @@ class Host:
     def _hold(self) -> None:
         world, node, kernel = self.world, self._member.node, self.kernel
         hold = node.hold(world.chain(), kernel.source.choice(HOLD_TTLS_S))
+        if not hold.count:
+            kernel.sleep(0.5)
         try:
             if hold.count:
                 world.count("holds of something")

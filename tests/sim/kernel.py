@@ -24,8 +24,9 @@ WALL_S = 1_700_000_000.0
 class Process:
     """A program on a host: its actors die together, and its clocks are its own."""
 
-    def __init__(self, kernel: Kernel, name: str, *, ahead_s: float = 0.0) -> None:
+    def __init__(self, kernel: Kernel, name: str, *, ahead_s: float = 0.0, is_collector: bool = False) -> None:
         self.name = name
+        self.is_collector = is_collector
         self.alive = True
         self.actors: list[Actor] = []
         self.faults_count = 0
@@ -45,11 +46,11 @@ class Process:
 class Actor:
     """One thread of a process."""
 
-    __slots__ = ("ended", "greenlet", "name", "paused_until", "pending", "process", "queued", "thread", "wake_s", "weight")
+    __slots__ = (
+        "awaits", "ended", "greenlet", "name", "paused_until", "pending", "process", "queued", "thread", "wake_s", "weight",
+    )  # fmt: skip
 
-    def __init__(
-        self, process: Process, name: str, work: Callable[[], object], weight: float, hub: greenlet
-    ) -> None:
+    def __init__(self, process: Process, name: str, work: Callable[[], object], weight: float, hub: greenlet) -> None:
         self.process = process
         self.name = f"{process.name}.{name}"
         self.weight = weight
@@ -58,6 +59,7 @@ class Actor:
         self.queued: list[Actor] | None = None
         self.wake_s = math.inf
         self.paused_until = 0
+        self.awaits: tuple[str, int] | None = None
         self.pending: Effect | None = None
         """What is on its way to the root or the metadata, and may arrive although its sender dies."""
         self.thread: object = None
@@ -127,12 +129,13 @@ class Kernel:
         while self.now_s < wake_s:
             self.block(wake_s)
 
-    def linger(self, steps: int) -> None:
-        """The actor stands still while the others make that many steps."""
+    def pause(self, steps: int, until: tuple[str, int] | None = None) -> None:
+        """The actor stands still while the others make that many steps, or until so many after something happened."""
         actor = self.current
         if self.over or actor is None:
             raise GreenletExit
         actor.paused_until = self.steps + steps
+        actor.awaits = until
         self._queue(actor, self._paused)
         self._hub.switch()
         if self.over:
@@ -204,6 +207,13 @@ class Kernel:
         for actor in [one for one in self._waiting if one.wake_s <= self.now_s]:
             actor.wake_s = math.inf
             self._make_ready(actor)
+
+    def happened(self, what: str) -> None:
+        """Those who pause until then go on soon."""
+        for actor in self._paused:
+            if actor.awaits is not None and actor.awaits[0] == what:
+                actor.paused_until = self.steps + actor.awaits[1]
+                actor.awaits = None
 
     def note(self, what: str) -> None:
         """Part of the trace, whose digest tells whether two runs are the same."""

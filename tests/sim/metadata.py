@@ -22,14 +22,14 @@ from kvstore.meta.interface import (
 from kvstore.meta.memory import MemoryMeta, MemoryWatch
 from kvstore.meta.memory_store import MemoryStore, _Lease
 from kvstore.sources import Clock
-from tests.sim.faults import Faults
+from tests.sim.faults import Call, Faults
 from tests.sim.kernel import Actor
 
 T = TypeVar("T")
 
 TIMEOUT_S = 5.0
 BUMP = 1_000
-LAG_S_MAX = 8.0
+LAG_S_MAX = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,11 @@ class Saved:
 class SimStore(MemoryStore):
     """The store that all processes share. ``on_put`` hears of every key that was put."""
 
-    def __init__(self, clock: Clock, on_put: Callable[[Put], object]) -> None:
+    def __init__(self, clock: Clock, on_put: Callable[[Put], object], on_closed: Callable[[], object]) -> None:
         super().__init__(clock)
         self.watches: list[WatchPort] = []
         self._on_put = on_put
+        self._on_closed = on_closed
 
     def snapshot(self) -> Saved:
         """As ``etcdctl snapshot save``."""
@@ -90,6 +91,8 @@ class SimStore(MemoryStore):
         for operation in operations:
             if isinstance(operation, Put):
                 self._on_put(operation)
+            elif "/gc/condemned/" in operation.key:
+                self._on_closed()
         self.stir()
 
 
@@ -161,17 +164,19 @@ class MetaPort:
             self._time_out(operation, timeout_s)
         result = call()
         self._kernel.note(f"{operation} {_short(key)}")
-        self._faults.maybe_linger(hot=False)
+        self._faults.maybe_pause(Call.LOOK)
         self._kernel.point()
         return result
 
     def _change(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], T]) -> T:
         kernel, actor = self._kernel, self._kernel.current
         assert actor is not None
-        self._faults.maybe_linger(hot=operation == "txn")
         actor.pending = call
+        self._faults.maybe_pause(Call.TXN if operation == "txn" else Call.OTHER)
         kernel.point()
         actor.pending = None
+        if operation == "txn":
+            self._faults.before_txn(key)
         if self._is_down:
             self._time_out(operation, timeout_s)
         if self._faults.strikes(self._faults.rates.meta_fails):

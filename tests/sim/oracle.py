@@ -72,6 +72,7 @@ class Oracle:
         self._links[incarnation] += 1
         if name.startswith("chunks/"):
             self._name_of.setdefault(incarnation, name)
+            self._kernel.happened("published")
             self._at[name] = incarnation
         if before is not None:
             self._left(name, old)
@@ -92,6 +93,7 @@ class Oracle:
         """A condemned key was put."""
         incarnations = self.read_plan(record)
         self.counts["sweeps condemned"] += 1
+        self._kernel.happened("condemned")
         self._condemned |= {(record.sweep.hex(), one) for one in incarnations}
         self._ever_condemned |= set(incarnations)
 
@@ -123,8 +125,11 @@ class Oracle:
             self.counts["publications reaped"] += 1
             return
         stays = self._at.get(self._name_of.get(incarnation, ""))
-        if stays is None or stays == incarnation:
-            self._kernel.fail(f"I3: {incarnation.hex()[:8]} disappeared from {name}, uncondemned and the last of its address")
+        # In its place something must be that the same sweep does not take; after a restored etcd, something.
+        if stays is None or ((name.split("/")[1], stays) in self._condemned and not self.restored):
+            self._kernel.fail(
+                f"I3: {incarnation.hex()[:8]} disappeared from {name}, uncondemned and the last of its address"
+            )
             return
         self.counts["publications superseded"] += 1
 
@@ -156,6 +161,7 @@ class Oracle:
         if not is_live():
             return
         self.counts[f"claims of {rule}"] += 1
+        self._kernel.happened("claimed")
         for name in names:
             incarnation = self._at.get(name)
             if incarnation is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.sim.faults import Rates
+
+
+WORK = {"put": 3.0, "hold": 4.0, "match": 1.0, "pin": 1.0, "unpin": 1.0, "put_blocks": 0.2, "get_blocks": 0.2}
+COLLECT = {"sweep": 6.0, "adopt": 2.0, "lift": 0.7, "orphans": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +27,17 @@ class Profile:
     rates: Rates = field(default_factory=Rates)
     mishap: float = 0.004
     mishaps: dict[str, float] = field(default_factory=dict)
-    work: dict[str, float] = field(default_factory=dict)
-    collect: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=lambda: WORK)
+    collect: dict[str, float] = field(default_factory=lambda: COLLECT)
     victim: float = 0.8
     """How likely a chunk is chosen to be condemned."""
+    restores: float = 0.0
+    """How likely etcd goes back, soon afterwards, to just before a sweep began or ended."""
+    restore_steps: int = 150
     dwell_long: float = 0.15
     """How likely a worker keeps a hold for long."""
 
 
-WORK = {"put": 3.0, "hold": 4.0, "match": 1.0, "pin": 1.0, "unpin": 1.0, "put_blocks": 0.2, "get_blocks": 0.2}
-COLLECT = {"sweep": 6.0, "adopt": 2.0, "lift": 0.7, "orphans": 0.3}
 MISHAPS = {
     "kill": 1.0,
     "stop": 1.0,
@@ -44,47 +49,51 @@ MISHAPS = {
     "etcd_down": 0.3,
     "full": 0.3,
 }
-WEATHER = Rates(root_fails=0.002, meta_fails=0.006, linger=0.01, linger_hot=0.04, lag=0.3)
-STORM = Rates(root_fails=0.01, meta_fails=0.03, linger=0.01, linger_hot=0.04, lag=0.5)
-CALM = Rates(linger=0.01, linger_hot=0.04, lag=0.3)
-SLOW = Rates(linger=0.03, linger_hot=0.08, lag=0.6)
+PAUSES = Rates(look=0.03, publish=0.1, take=0.3, settle=0.1, fence=0.1, txn=0.05, lag=0.4)
+CALM = Rates(look=0.01, publish=0.04, take=0.1, settle=0.04, fence=0.04, txn=0.04, lag=0.3)
+WEATHER = replace(CALM, root_fails=0.002, meta_fails=0.006, dies=0.002)
+STORM = replace(CALM, root_fails=0.01, meta_fails=0.03, dies=0.004, lag=0.5)
+NARROW = {"shard_bits": 0, "prompts": 1, "chunks": 1, "victim": 1.0, "steps": 1500}
+"""One address, so that everybody meets there."""
 
 PROFILES = (
-    Profile("mixed", rates=WEATHER, mishaps=MISHAPS, work=WORK, collect=COLLECT),
-    Profile("storm", rates=STORM, mishaps=MISHAPS, mishap=0.01, work=WORK, collect=COLLECT),
-    Profile("calm", rates=CALM, mishaps={"cut_watches": 1.0, "stop": 1.0}, mishap=0.002, work=WORK, collect=COLLECT),
+    Profile("mixed", rates=WEATHER, mishaps=MISHAPS),
+    Profile("storm", rates=STORM, mishaps=MISHAPS, mishap=0.01),
+    Profile("calm", rates=CALM, mishaps={"cut_watches": 1.0, "stop": 1.0}, mishap=0.002),
     Profile(
-        "narrow", shard_bits=0, prompts=1, chunks=1, collectors=2, rates=SLOW, mishaps={"stop": 2.0, "kill": 0.5, "cut_watches": 1.0},
-        mishap=0.003, victim=1.0, work={"put": 3.0, "hold": 5.0, "match": 1.0}, collect={"sweep": 6.0, "adopt": 1.0},
-        dwell_long=0.05, steps=1500,
+        "narrow", **NARROW, rates=replace(PAUSES, look=0.1, lag=0.6), mishap=0.003,
+        mishaps={"stop": 2.0, "kill": 0.5, "cut_watches": 1.0}, work={"put": 3.0, "hold": 5.0, "match": 1.0},
+        collect={"sweep": 6.0, "adopt": 1.0}, dwell_long=0.05,
     ),
     Profile(
-        "pinned", shard_bits=0, prompts=1, chunks=1, rates=SLOW, mishaps=MISHAPS, victim=1.0,
-        work={"put": 4.0, "pin": 4.0, "unpin": 3.5}, collect={"sweep": 6.0, "adopt": 1.0}, steps=1500,
+        "pinned", **NARROW, rates=PAUSES, mishaps=MISHAPS, work={"put": 4.0, "pin": 4.0, "unpin": 3.5},
+        collect={"sweep": 6.0, "adopt": 1.0},
     ),
     Profile(
-        "deposed", shard_bits=0, prompts=1, chunks=1, collectors=3, nodes=1, mishaps={"kill": 1.0, "stop": 3.0, "land": 1.0},
-        mishap=0.004, rates=Rates(linger_hot=0.12, lag=0.1, lingers_steps=800), victim=1.0, work={"put": 4.0, "hold": 5.0},
-        collect={"sweep": 5.0, "adopt": 4.0, "lift": 2.0}, steps=1500,
+        "deposed", **NARROW, collectors=3, nodes=1, workers=4, mishap=0.003, mishaps={"kill": 1.0, "stop": 2.0, "land": 1.0},
+        rates=Rates(publish=0.5, take=0.5, settle=0.3, fence=0.25, txn=0.15, dies=0.004, lag=0.1),
+        work={"put": 6.0, "hold": 5.0}, collect={"sweep": 5.0, "adopt": 6.0, "lift": 1.0}, dwell_long=0.1,
     ),
     Profile(
-        "joining", rates=SLOW, mishaps={"kill": 1.0, "expire": 4.0, "leave": 0.3, "land": 1.0}, mishap=0.01, nodes=1,
-        workers=3, work={"put": 3.0, "hold": 6.0, "pin": 1.0}, collect={"sweep": 6.0, "adopt": 1.0}, shard_bits=0, prompts=1,
-        chunks=1, victim=1.0, dwell_long=0.4,
+        "joining", **NARROW, nodes=1, workers=3, mishap=0.01, rates=replace(PAUSES, txn=0.3, take=0.5, lag=0.6),
+        mishaps={"kill": 1.0, "expire": 4.0, "leave": 0.3, "land": 1.0}, work={"put": 3.0, "hold": 6.0, "pin": 1.0},
+        collect={"sweep": 6.0, "adopt": 1.0}, dwell_long=0.4,
     ),
     Profile(
-        "restored", rates=Rates(linger=0.01, linger_hot=0.1, lag=0.3, meta_fails=0.003), shard_bits=1, prompts=2, chunks=1,
-        mishaps={"snapshot": 6.0, "restore": 4.0, "kill": 1.0, "stop": 1.0, "land": 1.0, "compact": 1.0}, mishap=0.01, victim=1.0,
-        work={"put": 4.0, "hold": 5.0, "pin": 2.0, "unpin": 1.0}, collect={"sweep": 6.0, "adopt": 2.0, "lift": 0.3},
+        "restored", prompts=3, chunks=1, rates=replace(PAUSES, take=0.5, meta_fails=0.003, pause_steps=800), mishap=0.006,
+        mishaps={"snapshot": 4.0, "restore": 2.0, "kill": 1.0, "stop": 1.0, "land": 1.0, "compact": 1.0}, victim=0.6,
+        restores=0.2, work={"put": 4.0, "hold": 6.0, "pin": 1.0, "unpin": 1.0},
+        collect={"sweep": 6.0, "adopt": 2.0, "lift": 0.3}, steps=1200, dwell_long=0.3,
     ),
     Profile(
-        "damaged", rates=SLOW, mishaps={"damage": 9.0, "kill": 1.0, "stop": 1.0, "land": 1.0}, mishap=0.03, workers=3,
-        work={"put": 4.0, "hold": 6.0}, collect={"sweep": 1.0, "adopt": 1.0, "lift": 0.5, "orphans": 2.0}, shard_bits=0,
-        prompts=1, chunks=1, collectors=1,
+        "damaged", **NARROW, rates=PAUSES, mishap=0.03, workers=3, collectors=1,
+        mishaps={"damage": 9.0, "kill": 1.0, "stop": 1.0, "land": 1.0}, work={"put": 4.0, "hold": 6.0},
+        collect={"sweep": 1.0, "adopt": 1.0, "lift": 0.5, "orphans": 2.0},
     ),
     Profile(
-        "objects", objects=True, rates=WEATHER, mishaps={**MISHAPS, "stop": 3.0}, work=WORK, collect={"sweep": 6.0, "adopt": 3.0},
-        shard_bits=0, prompts=1, chunks=1, collectors=3, victim=1.0, steps=1500,
+        "objects", **NARROW, objects=True, collectors=3, rates=replace(PAUSES, take=0.5, root_fails=0.001, meta_fails=0.003),
+        mishaps={**MISHAPS, "stop": 3.0}, work={"put": 4.0, "hold": 4.0, "pin": 3.0, "unpin": 3.0},
+        collect={"sweep": 6.0, "adopt": 6.0},
     ),
 )  # fmt: skip
 BY_NAME = {profile.name: profile for profile in PROFILES}

@@ -10,7 +10,7 @@ from kvstore.format.places import Name
 from kvstore.root.faulty import EIO, ENOSPC
 from kvstore.root.interface import Entry, Reader, Seen, Space, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
-from tests.sim.faults import Faults
+from tests.sim.faults import Call, Faults
 from tests.sim.oracle import Oracle
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class RootPort:
 
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
         return self._change(
-            "publish", name, lambda: self._inner.publish(staged, name, durable=durable), hot=name.startswith("chunks")
+            "publish", name, lambda: self._inner.publish(staged, name, durable=durable), _publishing(staged, name)
         )
 
     def discard(self, staged: Name) -> None:
@@ -77,24 +77,26 @@ class RootPort:
         return self._change("touch", name, lambda: self._inner.touch(name, stamp_ns))
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
-        return self._change(
-            "move", f"{source} {name}", lambda: self._inner.move(source, name, make_folder=make_folder), hot=True
+        kind = Call.TAKE if name.startswith("trash/") else Call.SETTLE
+        moved = self._change(
+            "move", f"{source} {name}", lambda: self._inner.move(source, name, make_folder=make_folder), kind
         )
+        if kind is Call.TAKE and moved:
+            self._kernel.happened("taken")
+        return moved
 
     def remove(self, name: Name) -> bool:
-        return self._change("remove", name, lambda: self._inner.remove(name), hot=name.startswith(("chunks", "trash")))
+        return self._change("remove", name, lambda: self._inner.remove(name), _removing(name))
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
-        return self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), hot=True)
+        return self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), Call.TAKE)
 
     def make_folder(self, name: Name) -> None:
-        self._change(
-            "make_folder", name, lambda: self._inner.make_folder(name), hot=name.startswith("trash")
-        )
+        self._change("make_folder", name, lambda: self._inner.make_folder(name), _fencing(name))
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         return self._change(
-            "remove_folder", name, lambda: self._inner.remove_folder(name, durable=durable), hot=name.startswith("trash")
+            "remove_folder", name, lambda: self._inner.remove_folder(name, durable=durable), _fencing(name)
         )
 
     def list(self, folder: Name) -> Iterator[Entry]:
@@ -117,15 +119,15 @@ class RootPort:
             raise EIO.make(operation, name)
         result = call()
         self._kernel.note(f"{operation} {short(name)}{_outcome(result)}")
-        self._faults.maybe_linger(hot=False)
+        self._faults.maybe_pause(Call.LOOK)
         self._kernel.point()
         return result
 
-    def _change(self, operation: str, name: str, call: Callable[[], T], *, hot: bool = False) -> T:
+    def _change(self, operation: str, name: str, call: Callable[[], T], kind: Call = Call.OTHER) -> T:
         kernel, actor = self._kernel, self._kernel.current
         assert actor is not None
-        self._faults.maybe_linger(hot)
         actor.pending = call
+        self._faults.maybe_pause(kind)
         kernel.point()
         actor.pending = None
         if self._faults.strikes(self._faults.rates.root_fails):
@@ -177,9 +179,25 @@ class ReaderPort:
         self.close()
 
 
+def _publishing(staged: Name, name: Name) -> Call:
+    if not name.startswith("chunks/"):
+        return Call.OTHER
+    return Call.PUBLISH if staged.startswith("staging/") else Call.SETTLE
+
+
+def _removing(name: Name) -> Call:
+    return Call.SETTLE if name.startswith(("trash/", "chunks/")) else Call.OTHER
+
+
+def _fencing(name: Name) -> Call:
+    return Call.FENCE if name.startswith("trash/") else Call.OTHER
+
+
 def short(name: str) -> str:
     """A name whose ids are cut to their first digits."""
-    return " ".join("/".join(".".join(bit[:8] for bit in part.split(".")) for part in one.split("/")) for one in name.split(" "))
+    return " ".join(
+        "/".join(".".join(bit[:8] for bit in part.split(".")) for part in one.split("/")) for one in name.split(" ")
+    )
 
 
 def _outcome(result: object) -> str:

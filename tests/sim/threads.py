@@ -231,9 +231,7 @@ class NowClock:
         return kernel().now_s
 
 
-_THREADING = SimpleNamespace(
-    Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread
-)
+_THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread)
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 
 

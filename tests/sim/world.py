@@ -45,7 +45,7 @@ WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
 TIMINGS = Timings(
-    announce_lag_max_s=60.0, grace_max_s=80.0, staging_age_s=40.0, quarantine_age_s=40.0, orphan_age_s=40.0,
+    announce_lag_max_s=90.0, grace_max_s=110.0, staging_age_s=40.0, quarantine_age_s=40.0, orphan_age_s=40.0,
     twin_margin_s=10.0,
 )  # fmt: skip
 
@@ -88,12 +88,12 @@ class World:
         self.namespace = NAMESPACE
         self.block_bytes = 16
         self.root = MemoryRoot(SimFiles(self.oracle), objects=profile.objects)
-        self.store = SimStore(EtcdClock(kernel), self._was_put)
+        self.store = SimStore(EtcdClock(kernel), self._was_put, lambda: kernel.happened("closed"))
         self.oracle.read_plan = self._plan_of
-        self.pace_s = source.choice((0.05, 0.3, 1.0))
+        self.pace_s = source.choice((0.1, 0.3, 1.0))
         self.limits = Limits(
-            lanes=2, width=2, known_max=64, quantum_s=source.choice((5, 30)), hold_max_s=20.0, announce_s=0.05,
-            announce_lag_max_s=30.0, follow_s=source.choice((0.1, 0.5, 1.0)), gap_check_s=source.choice((1.0, 5.0)),
+            lanes=2, width=2, known_max=64, quantum_s=source.choice((5, 30)), hold_max_s=40.0, announce_s=0.05,
+            announce_lag_max_s=50.0, follow_s=source.choice((0.1, 0.3)), gap_check_s=source.choice((1.0, 4.0)),
             stall_s=10.0, read_deadline_s=10.0,
         )  # fmt: skip
         self.timings = replace(TIMINGS, poll_s_min=source.choice((0.1, 0.5)))
@@ -104,6 +104,8 @@ class World:
         self._publications = 0
         self._made = 0
         self._saved: Saved | None = None
+        self._restore_at: int | None = None
+        self.faults.before_txn = self._before_txn
         self._first_generation()
         self.hosts = [self._host() for _ in range(profile.nodes)]
         self.collectors = [self._collector() for _ in range(profile.collectors)]
@@ -128,12 +130,12 @@ class World:
 
     def weight(self) -> float:
         """How often an actor gets its turn: some are very slow."""
-        return self.kernel.source.choice((1.0, 1.0, 1.0, 0.3, 0.03))
+        return self.kernel.source.choice((1.0, 1.0, 1.0, 1.0, 0.3, 0.05))
 
     def dwell_s(self) -> float:
         """How long somebody keeps a hold before the next read: mostly a moment, sometimes as long as it lasts."""
         random = self.kernel.random
-        return self.limits.hold_max_s * random() if random() < self.profile.dwell_long else 1.5 * random()
+        return 10.0 * random() if random() < self.profile.dwell_long else 0.4 * random()
 
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
@@ -215,6 +217,17 @@ class World:
         kernel = self.kernel
         if kernel.random() < 0.02:
             kernel.advance(3.0 * kernel.random() ** 3)
+        while self.faults.doomed:
+            process = self.faults.doomed.pop()
+            for one in (*self.hosts, *self.collectors):
+                if one.process is process:
+                    kernel.note(f"MISHAP {process.name} dies")
+                    self._replace(one)
+        if self._restore_at is not None and kernel.steps >= self._restore_at:
+            self._restore_at = None
+            kernel.note("MISHAP restore")
+            self.count("mishap: restore")
+            self._restore()
         if kernel.random() < self.profile.mishap:
             mishap = self.choose(self._mishaps)
             if getattr(self, f"_{mishap}")() is not False:
@@ -223,7 +236,9 @@ class World:
 
     def _kill(self) -> None:
         victims: list[Host | Collector] = [*self.hosts, *self.collectors]
-        victim = self.kernel.source.choice(victims)
+        self._replace(self.kernel.source.choice(victims))
+
+    def _replace(self, victim: Host | Collector) -> None:
         self._bury(victim)
         if isinstance(victim, Host):
             self.hosts.append(self._host())
@@ -274,6 +289,13 @@ class World:
         lease = self.store.grant(1 + self.kernel.source.randrange(4))
         self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
 
+    def _before_txn(self, keys: str) -> None:
+        """A snapshot just before a sweep begins or ends, to which etcd will go back soon."""
+        if "/condemned/" in keys and self._restore_at is None and not self.oracle.restored:
+            if self.faults.strikes(self.profile.restores):
+                self._snapshot()
+                self._restore_at = self.kernel.steps + int(self.profile.restore_steps * self.kernel.random())
+
     def _snapshot(self) -> None:
         self._saved = self.store.snapshot()
 
@@ -282,7 +304,7 @@ class World:
             return False
         how = self.kernel.random()
         lost = self.store.restore(self._saved, bump=how < 0.3)
-        if how > 0.7:
+        if how > 0.5:
             for watch in list(self.store.watches):
                 watch.cut()
         sessions = {self.keys.parse_session(key) for key in lost}
@@ -314,6 +336,8 @@ class World:
         kernel = self.kernel
         kernel.note("WINDING UP")
         self.winding_up = True
+        self._restore_at = None
+        self.faults.before_txn = lambda keys: None
         self.faults.rates = Rates()
         self.faults.meta_down_until_s = 0.0
         while self.faults.late:
@@ -372,7 +396,11 @@ class World:
         live = {key.rpartition("/")[2] for key in self.store.keys_under(self.keys.sessions)}
         left = [f"key {key}" for key in self.store.keys_under(self.keys.condemned)]
         for folder in (places.TRASH, places.PLANS, places.QUARANTINE, places.PINS):
-            left += [f"{folder}/{entry.name}" for entry in self.root.list(folder) if folder != places.PINS or self._has(entry.name)]
+            left += [
+                f"{folder}/{entry.name}"
+                for entry in self.root.list(folder)
+                if folder != places.PINS or self._has(entry.name)
+            ]
         left += [f"staging/{entry.name}" for entry in self.root.list(places.STAGING) if entry.name not in live]
         return left
 

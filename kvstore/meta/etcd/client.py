@@ -81,14 +81,11 @@ class EtcdMeta:
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
         """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
-        page_keys = PAGE_KEYS_FIRST
         while True:
             try:
-                return self._read(prefix, page_keys, deadline)
+                return self._read(prefix, deadline)
             except Refused as refused:
-                if refused.effect is Effect.TOO_LARGE and page_keys > 1:
-                    page_keys = 1
-                elif refused.effect is not Effect.COMPACTED:
+                if refused.effect is not Effect.COMPACTED:
                     raise
                 # Compacted under our feet: the whole list again, at a newer revision, while there is time.
 
@@ -220,22 +217,27 @@ class EtcdMeta:
             self._operations_count += 1
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
-    def _read(self, prefix: str, page_keys: int, deadline: Deadline) -> Snapshot:
+    def _read(self, prefix: str, deadline: Deadline) -> Snapshot:
         """All pages of ``prefix``, all at the revision of the first."""
         key, range_end = prefix_range(prefix)
         items: list[KeyValue] = []
-        revision = 0
+        revision, page_keys = 0, PAGE_KEYS_FIRST
         while True:
             request = rpc().RangeRequest(key=key, range_end=range_end, limit=page_keys, revision=revision)
-            reply = self._members.call(f"list {prefix}", _range(request), deadline, resend=True)
+            try:
+                reply = self._members.call(f"list {prefix}", _range(request), deadline, resend=True)
+            except Refused as refused:
+                if refused.effect is Effect.TOO_LARGE and page_keys > 1:
+                    page_keys = 1  # large keys after small ones: this page again
+                    continue
+                raise
             revision = revision or reply.header.revision
             items.extend(key_value(kv) for kv in reply.kvs)
             if not reply.more:
                 return Snapshot(tuple(items), revision)
             key = reply.kvs[-1].key + b"\0"
             # Many small keys come in few pages, few large ones in many, so that no answer outgrows the limit.
-            if page_keys > 1:
-                page_keys = max(2, min(PAGE_KEYS_MAX, 2 * page_keys, page_keys * PAGE_BYTES_AIM // reply.ByteSize()))
+            page_keys = max(1, min(PAGE_KEYS_MAX, 2 * page_keys, page_keys * PAGE_BYTES_AIM // reply.ByteSize()))
 
 
 def _range(request: Message) -> Send:

@@ -1,0 +1,44 @@
+"""A little room that a collector keeps on the root, so that it can still make room when nobody else can write.
+
+A sweep needs a plan and a folder before it may delete anything; on a full disk that would be the end of it.
+"""
+
+from __future__ import annotations
+
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.root.interface import Root
+from kvstore.sources import Ids
+
+RESERVE_BYTES = 1 << 20
+
+
+class Reserve:
+    """One file, shared by all collectors of a root that is a file system."""
+
+    def __init__(self, root: Root, ids: Ids) -> None:
+        self._root = root
+        self._ids = ids
+
+    def keep(self) -> None:
+        """Makes it where it is missing and there is room. Raises nothing: a round goes on without."""
+        if not self._root.traits.fenced:
+            return
+        session = self._ids.fresh()
+        staged = places.staged(session, 0)
+        try:
+            if self._root.stat(places.RESERVE) is None:
+                self._root.stage(staged, [memoryview(bytes(RESERVE_BYTES))], stamp_ns=0, durable=False)
+                self._root.publish(staged, places.RESERVE, durable=False)
+        except KVStoreError:
+            pass  # full, or not answering: the next round tries again
+        finally:
+            try:
+                self._root.discard(staged)
+                self._root.remove_folder(places.staging_folder(session))
+            except KVStoreError:
+                pass  # the orphans of a later round
+
+    def spend(self) -> bool:
+        """Gives its room back to the root; False where it was spent before. Raises the root's errors."""
+        return self._root.remove(places.RESERVE)
