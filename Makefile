@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo test chaos model check fast lint types contracts bench proto proto-check compat lock format clean
+.PHONY: help setup demo test chaos model check fast lint types contracts sim bench proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -58,6 +58,9 @@ model: $(READY) ## every world and mutation of the protocol's model: about ten m
 fast: $(READY) ## the tests that need no servers
 	@echo "== fast tests"
 	@$(PYTEST) -q -m "not slow and not real_fs"
+
+sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
+	@$(BIN)/python -m tests.sim $(ARGS)
 
 bench: $(READY) ## throughput against memcpy and the disk
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)

@@ -221,8 +221,6 @@ class Sweeper:
         self._each(len(victims), look)
         if failed:
             log.warning("sweep.unreadable count=%d such as: %s", len(failed), failed[0])
-            if len(failed) == len(victims):
-                raise failed[0]
         report.kept["cannot be read"] += len(failed)
         report.kept["gone already"] += len(gone)
         report.kept["used since it was listed"] += found.count(None) - len(failed) - len(gone)
@@ -299,31 +297,36 @@ class Sweeper:
         self._close(closing, report)
 
     def _close(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
-        self._end(sweeps, self._ledger.close, report)
-
-    def _end(self, sweeps: Sequence[InFlight], end: Callable[[Sequence[InFlight]], None], report: SweepReport) -> None:
         began_s = self._clock.monotonic_s()
         for start in range(0, len(sweeps), GROUP_MAX):
-            end(sweeps[start : start + GROUP_MAX])
-        for sweep in sweeps:
-            self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
+            self._ledger.close(sweeps[start : start + GROUP_MAX])
+        self._remove_plans(sweeps)
         self._spent(report, "close", began_s)
 
     def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
         """Closes sweeps without taking anything, so that what they condemned is in use again.
 
-        One in which another run has taken something already is left to that run.
+        One in which another run has taken something already, or made its list final, is left to that run.
         """
         closing = []
         for sweep in sweeps:
             folder = places.trash_folder(sweep.sweep)
-            # Without a fence nothing is deleted before the list is final, and what is final does not wait for a grace.
             if not self._root.traits.fenced or self._root.remove_folder(folder, durable=True):
                 closing.append(sweep)
-        log.warning("sweep.abandoned count=%d: nodes did not announce in time", len(closing))
-        report.abandoned_count += len(closing)
-        report.left_count += len(sweeps) - len(closing)
-        self._end(closing, self._ledger.abandon, report)
+        for start in range(0, len(closing), GROUP_MAX):
+            self._ledger.abandon(closing[start : start + GROUP_MAX])
+        ended_count = self._remove_plans(closing)
+        log.warning("sweep.abandoned count=%d: nodes did not announce in time", ended_count)
+        report.abandoned_count += ended_count
+        report.left_count += len(sweeps) - ended_count
+
+    def _remove_plans(self, sweeps: Sequence[InFlight]) -> int:
+        """Removes the plans of those of the sweeps that are over; how many are."""
+        named = {one.sweep for one in self._ledger.in_flight().values()} if sweeps else set()
+        over = [one for one in sweeps if one.sweep not in named]
+        for sweep in over:
+            self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
+        return len(over)
 
     def _drop(self, record: Condemned) -> None:
         """Takes back what was made for a sweep that did not begin."""

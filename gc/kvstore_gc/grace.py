@@ -120,8 +120,9 @@ class Grace:
             self._meta.revoke(one.lease, self._timeout_s)
 
     def _sessions(self, items: Sequence[KeyValue]) -> list[KeyValue]:
-        """The sessions among what was read. A key that no node writes is nobody to wait for."""
-        return [kv for kv in items if kv.key.startswith(self._keys.sessions) and self._keys.parse_session(kv.key)]
+        """The sessions among what was read. A key that no node writes, or without a lease, is nobody to wait for."""
+        sessions = (kv for kv in items if kv.key.startswith(self._keys.sessions) and kv.lease)
+        return [kv for kv in sessions if self._keys.parse_session(kv.key)]
 
     def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> list[InFlight]:
         found = self._ledger.parse(items)

@@ -38,7 +38,8 @@ def lift(root: Root, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]
             return False
         for entry in list(root.list(folder)):
             name = Name(f"{folder}/{entry.name}")
-            if entry.stat is None or places.parse_trashed(entry.name) is None:
+            # A link counts as a file when listed, and as nothing when looked at.
+            if entry.stat is None or places.parse_trashed(entry.name) is None or root.stat(name) is None:
                 put_aside(root, name)
             else:
                 restore(root, name, shard_bits)

@@ -212,9 +212,13 @@ class PosixRoot:
                     try:
                         status = None if entry.is_dir(follow_symlinks=False) else entry.stat(follow_symlinks=False)
                     except OSError as cause:
-                        if cause.errno in MISSING_ERRORS:
+                        if cause.errno == errno.ENOENT:
                             continue
-                        raise
+                        if cause.errno not in MISSING_ERRORS:
+                            raise
+                        # Listed, and not to be looked at for the moment: it is there all the same.
+                        yield Entry(entry.name, Stat(0, 0))
+                        continue
                     yield Entry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
 
     def space(self) -> Space:

@@ -13,11 +13,12 @@ from unittest.mock import patch
 
 from kvstore.address import Address, Chain
 from kvstore.errors import Unavailable
+from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.interface import Delete, Meta, Put, Snapshot, TxnResult
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
-from kvstore.meta.sweeps import Condemned
+from kvstore.meta.sweeps import Condemned, Seq
 from kvstore.node import chunks, follower, holds, known, member, node, view
 from kvstore.results import PinRecord
 from kvstore.root import fence, memory
@@ -84,7 +85,7 @@ def view_before_session() -> Iterator[None]:
         real_list = self._meta.list
 
         def listed(prefix: str, timeout_s: float | None = None) -> Snapshot:
-            return session.early if prefix == self._keys.gc else real_list(prefix, timeout_s)  # type: ignore[attr-defined,no-any-return]
+            return session.early if prefix == self._keys.gc else real_list(prefix, timeout_s)  # type: ignore[attr-defined]
 
         with patch.object(self._meta, "list", listed):
             real_begin(self, session)
@@ -163,7 +164,7 @@ def announce_unseen() -> Iterator[None]:
     """A1: a node announces etcd's newest revision, which its view has not reached."""
 
     def announceable(self: holds.Holds) -> int:
-        return self._view.newest if not self._live else real(self)  # type: ignore[attr-defined,no-any-return]
+        return self._view.newest if not self._live else real(self)  # type: ignore[attr-defined]
 
     def announce(self: follower.Follower, following: Any) -> None:
         found = self._meta.list(self._keys.gc)
@@ -315,8 +316,8 @@ def restore_overwrites() -> Iterator[None]:
     """G5: what goes back from the trash replaces what has its name."""
 
     def restore(root: Any, entry: Name, shard_bits: int) -> bool:
-        found = fence.places.parse_trashed(entry.rpartition("/")[2])
-        return bool(found and root.move(entry, fence.places.chunk(*found, shard_bits)))
+        found = places.parse_trashed(entry.rpartition("/")[2])
+        return bool(found and root.move(entry, places.chunk(*found, shard_bits)))
 
     with patch.object(fence, "restore", restore), patch.object(trash, "restore", restore):
         yield
@@ -418,7 +419,7 @@ def no_seq_chain() -> Iterator[None]:
     def follow(self: view.View, link: Any) -> None:
         if link.kv is not None:
             self._seq = link.kv.value
-            self._nonce = view.Seq.from_json(link.kv.value).nonce
+            self._nonce = Seq.from_json(link.kv.value).nonce
 
     def txn(self: Session, compares: Any = (), operations: Any = (), **rest: Any) -> TxnResult:
         return real(self, (), operations, **rest)
@@ -461,7 +462,7 @@ def own_list() -> Iterator[None]:
     """O1: each run deletes from a list of its own."""
 
     def reap(self: objects.Deleting, sweep: ledger.InFlight, victims: Any, pinned: grace.Pinned, taken: Any) -> bool:
-        mine = [one for one in victims or () if one.address not in pinned.addresses]
+        mine = [one for one in victims or () if one.address not in pinned]
         self._each(len(mine), lambda index: self._delete(mine[index], taken))
         return True
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore_gc.execute import Sweeper
+from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
@@ -31,10 +32,23 @@ class Collector:
         stop = Stop()
         each: Each = Threads(2, stop).each if threads else inline
         self.sweeper = Sweeper(
-            self.root, world.identity, meta, clock=self.process, ids=world.ids, timings=world.timings, each=each,
+            self.root,
+            world.identity,
+            meta,
+            clock=self.process,
+            ids=world.ids,
+            timings=world.timings,
+            each=each,
             pause=self.kernel.sleep,
-        )  # fmt: skip
+        )
         self.orphans = Orphans(self.root, world.identity, meta, clock=self.process, timings=world.timings)
+
+        self._works: dict[str, Callable[[], None]] = {
+            "sweep": self._sweep,
+            "adopt": self._adopt,
+            "lift": self._lift,
+            "orphans": self.remove_orphans,
+        }
 
     def start(self) -> Collector:
         """Collects until the run is wound up."""
@@ -48,7 +62,7 @@ class Collector:
             work = world.choose(world.profile.collect)
             kernel.note(f"begins {work}")
             try:
-                getattr(self, f"_{work}")()
+                self._works[work]()
             except (KVStoreError, Stopped) as error:
                 world.count(f"{work} raised {type(error).__name__}")
                 kernel.note(f"{work}: {error}")
@@ -69,7 +83,8 @@ class Collector:
     def _lift(self) -> None:
         self.world.count("fences lifted", self.sweeper.lift_unnamed())
 
-    def _orphans(self) -> None:
+    def remove_orphans(self) -> None:
+        """What nobody will come back for."""
         for kind, count in self.orphans.remove().items():
             self.world.count(f"orphans: {kind}", count)
 
@@ -85,9 +100,11 @@ class Collector:
                 victims.append(Victim(name, *parsed, stat.size_bytes, stat.mtime_ns, next(iter(Reason))))
         return SweepPlan(shard, tuple(victims), {})
 
-    def _add(self, report: object) -> None:
-        world = self.world
-        for name in ("reaped_count", "adopted_count", "abandoned_count", "left_count"):
-            world.count(f"report: {name}", getattr(report, name))
-        for why, count in report.kept.items():  # type: ignore[attr-defined]
-            world.count(f"kept: {why}", count)
+    def _add(self, report: SweepReport) -> None:
+        count = self.world.count
+        count("chunks reaped", report.reaped_count)
+        count("sweeps adopted", report.adopted_count)
+        count("sweeps abandoned", report.abandoned_count)
+        count("sweeps left", report.left_count)
+        for why, times in report.kept.items():
+            count(f"chunks kept: {why}", times)

@@ -25,20 +25,24 @@ class Call(Enum):
     """It has taken one, and deletes it or puts it back."""
     FENCE = "fence"
     TXN = "txn"
+    CONDEMN = "condemn"
+    """A transaction that begins or ends a sweep."""
     OTHER = "other"
 
 
 WAITS: dict[Call, tuple[str, ...]] = {
     Call.LOOK: ("", "condemned", "take", "closed"),
     Call.PUBLISH: ("", "condemned", "take", "taken", "closed"),
-    Call.TAKE: ("", "published", "published", "claimed", "claimed", "closed"),
-    Call.SETTLE: ("", "published", "taken", "closed"),
+    Call.TAKE: ("", "published", "claimed", "claimed", "claimed"),
+    Call.SETTLE: ("", "published", "published", "taken", "taken"),
     Call.FENCE: ("", "condemned", "taken", "claimed", "closed"),
     Call.TXN: ("", "condemned", "take", "taken", "closed"),
+    Call.CONDEMN: ("", "condemned", "taken", "closed"),
 }
 """What an actor may wait for at each; the empty one is only a number of steps."""
-AWAIT_STEPS = 150
-"""Most of the time that is not going to happen."""
+AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250}
+AWAIT_STEPS_DEFAULT = 150
+"""No longer, because often that is not going to happen."""
 
 
 @dataclass(slots=True)
@@ -56,8 +60,9 @@ class Rates:
     settle: float = 0.0
     fence: float = 0.0
     txn: float = 0.0
+    condemn: float = 0.0
     dies: float = 0.0
-    """That a process is killed before one of the last five."""
+    """That a process is killed before one of the last six."""
     lag: float = 0.0
     """That a watch has nothing yet of what has happened."""
     pause_steps: int = 400
@@ -73,6 +78,7 @@ class Faults:
         self.late: list[Effect] = []
         self.doomed: list[Process] = []
         self.before_txn: Callable[[str], object] = lambda keys: None
+        self.before_take: Callable[[], object] = lambda: None
         self.meta_down_until_s = 0.0
         self.counts: dict[str, int] = {}
 
@@ -92,6 +98,7 @@ class Faults:
         assert actor is not None
         if call is Call.TAKE:
             self.kernel.happened("take")
+            self.before_take()
         if call is not Call.LOOK and self.strikes(rates.dies):
             self.doomed.append(actor.process)
             self.kernel.give_way()
@@ -108,7 +115,7 @@ class Faults:
         steps = int(self.rates.pause_steps ** kernel.random()) * 2
         if what:
             self.count(f"pauses until {what}")
-            kernel.pause(AWAIT_STEPS, (what, steps // 10))
+            kernel.pause(AWAIT_STEPS.get(call, AWAIT_STEPS_DEFAULT), (what, steps // 10))
         else:
             self.count("pauses")
             kernel.pause(steps)

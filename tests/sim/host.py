@@ -10,6 +10,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.session import Session
+from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.opening import join
@@ -43,8 +44,15 @@ class Host:
         while self.member is None:
             try:
                 self.member = join(
-                    root, world.identity, meta, durable=False, limits=world.limits, clock=self.process, ids=world.ids, shared=True,
-                )  # fmt: skip
+                    root,
+                    world.identity,
+                    meta,
+                    durable=False,
+                    limits=world.limits,
+                    clock=self.process,
+                    ids=world.ids,
+                    shared=True,
+                )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")
                 self.kernel.sleep(0.5)
@@ -178,9 +186,7 @@ class Host:
             if is_hit:
                 world.check_block(key, bytes(buffer))
 
-    def _deadline(self) -> object:
-        from kvstore.node.deadline import Deadline
-
+    def _deadline(self) -> Deadline:
         return Deadline(self.process, 10.0)
 
     # What it says by that.

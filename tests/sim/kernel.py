@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from zlib import crc32
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 
 Effect = Callable[[], object]
 
@@ -47,8 +47,18 @@ class Actor:
     """One thread of a process."""
 
     __slots__ = (
-        "awaits", "ended", "greenlet", "name", "paused_until", "pending", "process", "queued", "thread", "wake_s", "weight",
-    )  # fmt: skip
+        "awaits",
+        "ended",
+        "greenlet",
+        "name",
+        "paused_until",
+        "pending",
+        "process",
+        "queued",
+        "thread",
+        "wake_s",
+        "weight",
+    )
 
     def __init__(self, process: Process, name: str, work: Callable[[], object], weight: float, hub: greenlet) -> None:
         self.process = process

@@ -172,7 +172,7 @@ class MetaPort:
         kernel, actor = self._kernel, self._kernel.current
         assert actor is not None
         actor.pending = call
-        self._faults.maybe_pause(Call.TXN if operation == "txn" else Call.OTHER)
+        self._faults.maybe_pause(_call(operation, key))
         kernel.point()
         actor.pending = None
         if operation == "txn":
@@ -282,6 +282,12 @@ class WatchPort:
         self._kernel.note(f"watch {' '.join(f'{event.revision}:{_short(event.key)}' for event in told)}")
         self._kernel.point()
         return told
+
+
+def _call(operation: str, keys: str) -> Call:
+    if operation != "txn":
+        return Call.OTHER
+    return Call.CONDEMN if "/gc/condemned/" in keys else Call.TXN
 
 
 def _short(key: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 from tests.sim.kernel import Kernel
 from tests.sim.profiles import PROFILES, Profile
@@ -16,11 +18,15 @@ from tests.sim.world import World
 
 STAYS = (0.0, 0.4, 0.7, 0.9)
 """How likely an actor goes on where others could run: from any interleaving to long runs of one."""
+BATCH = 25
+"""Seeds that a worker process does at once."""
+
+Bug = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one seed."""
+    """What came of one seed. ``digest`` is that of its trace: two runs with the same one were the same run."""
 
     seed: int
     profile: str
@@ -31,26 +37,44 @@ class Outcome:
     log: tuple[str, ...] = ()
 
 
-def run(
-    seed: int,
-    *,
-    profile: Profile | None = None,
-    bug: Callable[[], AbstractContextManager[object]] = nullcontext,
-    trace: bool = False,
-) -> Outcome:
+def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, trace: bool = False) -> Outcome:
     """Runs one seed, in a profile that it chooses unless told; ``bug`` breaks the code meanwhile."""
-    logging.disable(logging.CRITICAL)
     first = random.Random(seed)
-    profile = profile or first.choice(PROFILES)
+    chosen = first.choice(PROFILES)
     kernel = Kernel(seed, stay=first.choice(STAYS), trace=trace)
+    logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
             try:
-                world = World(kernel, profile)
+                world = World(kernel, profile or chosen)
                 world.run()
             finally:
                 kernel.end()
     finally:
         logging.disable(logging.NOTSET)
-    counts = Counter(world.faults.counts) + world.oracle.counts
-    return Outcome(seed, profile.name, kernel.violation, kernel.steps, kernel.digest, counts, tuple(kernel.log or ()))
+    kernel.note(f"ended {kernel.random()}")
+    return Outcome(
+        seed, world.profile.name, kernel.violation, kernel.steps, kernel.digest, world.counts, tuple(kernel.log or ())
+    )
+
+
+def run_many(seeds: Sequence[int], workers: int) -> Iterator[Outcome]:
+    """Runs seeds on so many processes; in order, so that what is printed is the same each time."""
+    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    with get_context("spawn").Pool(workers) as pool:
+        for outcomes in pool.imap(_run_batch, batches):
+            yield from outcomes
+
+
+def first_to_find(bug: Bug, seeds: Sequence[int], profile: Profile | None = None) -> Outcome | None:
+    """The outcome of the first seed in which the bug shows."""
+    for seed in seeds:
+        outcome = run(seed, profile=profile, bug=bug)
+        if outcome.violation is not None:
+            return outcome
+    return None
+
+
+def _run_batch(seeds: Sequence[int]) -> list[Outcome]:
+    gc.freeze()
+    return [run(seed) for seed in seeds]

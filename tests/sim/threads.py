@@ -162,7 +162,7 @@ class Thread:
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._work()  # type: ignore[no-untyped-call]
         finally:
             if self._actor is not None:
                 self._actor.ended = True

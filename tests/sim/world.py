@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -45,9 +46,13 @@ WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
 TIMINGS = Timings(
-    announce_lag_max_s=90.0, grace_max_s=110.0, staging_age_s=40.0, quarantine_age_s=40.0, orphan_age_s=40.0,
+    announce_lag_max_s=90.0,
+    grace_max_s=110.0,
+    staging_age_s=40.0,
+    quarantine_age_s=40.0,
+    orphan_age_s=40.0,
     twin_margin_s=10.0,
-)  # fmt: skip
+)
 
 
 class SimIds:
@@ -92,10 +97,19 @@ class World:
         self.oracle.read_plan = self._plan_of
         self.pace_s = source.choice((0.1, 0.3, 1.0))
         self.limits = Limits(
-            lanes=2, width=2, known_max=64, quantum_s=source.choice((5, 30)), hold_max_s=40.0, announce_s=0.05,
-            announce_lag_max_s=50.0, follow_s=source.choice((0.1, 0.3)), gap_check_s=source.choice((1.0, 4.0)),
-            stall_s=10.0, read_deadline_s=10.0,
-        )  # fmt: skip
+            lanes=2,
+            width=2,
+            known_max=64,
+            quantum_s=source.choice((1, 5, 30)),
+            hold_max_s=40.0,
+            announce_s=0.05,
+            announce_lag_max_s=50.0,
+            follow_s=source.choice((0.1, 0.3)),
+            gap_check_s=source.choice((1.0, 4.0)),
+            stall_s=10.0,
+            read_deadline_s=10.0,
+            match_deadline_s=source.choice((5.0, 60.0)),
+        )
         self.timings = replace(TIMINGS, poll_s_min=source.choice((0.1, 0.5)))
         self.winding_up = False
         self.is_done = False
@@ -105,8 +119,9 @@ class World:
         self._made = 0
         self._saved: Saved | None = None
         self._restore_at: int | None = None
-        self.faults.before_txn = self._before_txn
+        self.faults.before_txn, self.faults.before_take = self._before_txn, self._before_take
         self._first_generation()
+        self._hosts_ever: list[Host] = []
         self.hosts = [self._host() for _ in range(profile.nodes)]
         self.collectors = [self._collector() for _ in range(profile.collectors)]
         self._mishaps: Mapping[str, float] = profile.mishaps
@@ -118,6 +133,10 @@ class World:
             self._wind_up()
 
     # What those who run in it ask.
+
+    @property
+    def _members(self) -> list[Host | Collector]:
+        return [*self.hosts, *self.collectors]
 
     def choose(self, weights: Mapping[str, float]) -> str:
         """One of the names."""
@@ -135,7 +154,7 @@ class World:
     def dwell_s(self) -> float:
         """How long somebody keeps a hold before the next read: mostly a moment, sometimes as long as it lasts."""
         random = self.kernel.random
-        return 10.0 * random() if random() < self.profile.dwell_long else 0.4 * random()
+        return self.profile.dwell_s * random() if random() < self.profile.dwell_long else 0.4 * random()
 
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
@@ -189,15 +208,19 @@ class World:
     def _first_generation(self) -> None:
         clock = Process(self.kernel, "first")
         standing = join_generation(
-            MemoryMeta(self.store), self.keys, self.ids,
+            MemoryMeta(self.store),
+            self.keys,
+            self.ids,
             read_root=lambda: read_newest(self.root),
             publish_root=lambda mine: publish(self.root, mine, ids=self.ids, clock=clock),
-        )  # fmt: skip
+        )
         assert isinstance(standing, Agreed)
 
     def _host(self) -> Host:
         self._made += 1
-        return Host(self, f"n{self._made}", self.profile.workers)
+        host = Host(self, f"n{self._made}", self.profile.workers)
+        self._hosts_ever.append(host)
+        return host
 
     def _collector(self) -> Collector:
         self._made += 1
@@ -219,9 +242,10 @@ class World:
             kernel.advance(3.0 * kernel.random() ** 3)
         while self.faults.doomed:
             process = self.faults.doomed.pop()
-            for one in (*self.hosts, *self.collectors):
+            for one in self._members:
                 if one.process is process:
                     kernel.note(f"MISHAP {process.name} dies")
+                    self.count("processes that died at a call")
                     self._replace(one)
         if self._restore_at is not None and kernel.steps >= self._restore_at:
             self._restore_at = None
@@ -245,6 +269,16 @@ class World:
         else:
             self.collectors.append(self._collector())
 
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened, for the summary."""
+        counts = Counter(self.faults.counts) + self.oracle.counts
+        for host in self._hosts_ever:
+            if host.member is not None:
+                for name, times in host.member.node.counters.snapshot().items():
+                    counts[f"node: {name}"] += times
+        return +counts
+
     def _bury(self, victim: Host | Collector) -> None:
         effects = self.kernel.kill(victim.process)
         self.faults.late += [effect for effect in effects if self.kernel.random() < 0.5]
@@ -254,7 +288,7 @@ class World:
             self.collectors.remove(victim)
 
     def _stop(self) -> None:
-        processes = [one.process for one in (*self.hosts, *self.collectors)]
+        processes = [one.process for one in self._members]
         self.kernel.stop(self.kernel.source.choice(processes), int(600 ** self.kernel.random()))
 
     def _leave(self) -> None:
@@ -291,10 +325,16 @@ class World:
 
     def _before_txn(self, keys: str) -> None:
         """A snapshot just before a sweep begins or ends, to which etcd will go back soon."""
-        if "/condemned/" in keys and self._restore_at is None and not self.oracle.restored:
-            if self.faults.strikes(self.profile.restores):
-                self._snapshot()
-                self._restore_at = self.kernel.steps + int(self.profile.restore_steps * self.kernel.random())
+        if "/condemned/" not in keys or self._restore_at is not None or self.oracle.restored:
+            return
+        if self.faults.strikes(self.profile.restores):
+            self._snapshot()
+            self._restore_at = self.kernel.steps + int(self.profile.restore_steps * self.kernel.random())
+
+    def _before_take(self) -> None:
+        """What decided this taking may be lost at this moment."""
+        if self._restore_at is not None and self.kernel.random() < 0.5:
+            self._restore_at = self.kernel.steps
 
     def _snapshot(self) -> None:
         self._saved = self.store.snapshot()
@@ -324,7 +364,9 @@ class World:
         if self.kernel.random() < 0.3 or len(file.content) <= FIXED_BYTES:
             content = file.content[: int(self.kernel.random() * len(file.content))]
         else:
-            at = self.kernel.source.randrange(FIXED_BYTES, len(file.content))
+            # The payload is small next to the header, and it must be damaged as often.
+            start = FIXED_BYTES if self.kernel.random() < 0.5 else len(file.content) - LAYOUT.chunk_bytes
+            at = self.kernel.source.randrange(start, len(file.content))
             content = file.content[:at] + bytes([file.content[at] ^ 0xFF]) + file.content[at + 1 :]
         self.root.files.write(name, MemoryFile(content, file.mtime_ns))
         return True
@@ -337,7 +379,7 @@ class World:
         kernel.note("WINDING UP")
         self.winding_up = True
         self._restore_at = None
-        self.faults.before_txn = lambda keys: None
+        self.faults.before_txn, self.faults.before_take = (lambda keys: None), (lambda: None)
         self.faults.rates = Rates()
         self.faults.meta_down_until_s = 0.0
         while self.faults.late:
@@ -368,7 +410,7 @@ class World:
         for number in range(ROUNDS_MAX):
             self._try(janitor.sweeper.adopt)
             self._try(janitor.sweeper.lift_unnamed)
-            self._try(janitor.orphans.remove)
+            self._try(janitor.remove_orphans)
             if number > 1:
                 self._try(lambda: janitor.sweeper.sweep([janitor.plan(shard, 1.0) for shard in shards]))
             if not self._untidy() and not self.oracle.names:

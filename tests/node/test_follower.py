@@ -1,0 +1,255 @@
+"""The follower: what a node does with one session, and what it must leave to the next one.
+
+Separate from the view, which only applies what it is given: here is who gives it, and when somebody may not any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.errors import Overloaded, PermissionDenied, Unavailable
+from kvstore.format import places
+from kvstore.format.generation import Generation
+from kvstore.format.places import Name
+from kvstore.meta.generation import Agreed, Standing
+from kvstore.meta.interface import Event, Watch, WatchLost
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.presence import Presence
+from kvstore.meta.session import ANNOUNCED_MAX, Session, SessionRecord
+from kvstore.node.follower import Follower
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.node import Node
+from kvstore.node.opening import join
+from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Rule
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from tests.gc.cluster import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.node.stores import TINY, kv_of, same
+
+READ_ONLY = [Rule(each, EROFS) for each in "stage publish discard move make_folder remove remove_folder".split()]
+SWEEP = b"s" * 16
+
+
+class Hooked:
+    """A watch that does something with what it has fetched before it hands it out."""
+
+    def __init__(self, inner: Watch, fetched: Callable[[], None]) -> None:
+        self._inner = inner
+        self._fetched = fetched
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        events = self._inner.next(timeout_s)
+        self._fetched()
+        return events
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class HookedMeta(MemoryMeta):
+    """Metadata whose watches do that, and that do something before they open one; both may be replaced at any time."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.fetched: Callable[[], None] = _nothing
+        self.opening: Callable[[], None] = _nothing
+
+    def watch(self, prefix: str, from_revision: int) -> Hooked:  # type: ignore[override]
+        self.opening()
+        return Hooked(super().watch(prefix, from_revision), self._has_fetched)
+
+    def _has_fetched(self) -> None:
+        self.fetched()
+
+
+def _nothing() -> None:
+    pass
+
+
+class Alone:
+    """A follower without threads, on a root and a store of its own."""
+
+    def __init__(self, root: Root | None = None, standing: Callable[[], Standing] | None = None) -> None:
+        root, clock, ids = root or MemoryRoot(MemoryFiles()), SystemClock(), RandomIds()
+        identity = create_or_open(root, ids)
+        self.meta = HookedMeta(MemoryStore(clock))
+        self.keys = Keys(identity.root)
+        self.node = Node(
+            root, identity, session=lambda: bytes(16), durable=False, limits=Limits(lanes=1, width=1), clock=clock,
+            ids=ids,
+        )  # fmt: skip
+        self.view = self.node.gc_view
+        self.follower = Follower(
+            self.meta, self.keys, root, identity.shard_bits, self.view, self.node.holds, self.node.counters,
+            self.node.limits, clock, lambda work: work(), standing,
+        )  # fmt: skip
+
+    def session(self) -> Session:
+        return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    made = Alone()
+    yield made
+    made.node.close()
+
+
+def test_v2_what_an_old_session_has_fetched_is_not_applied_in_the_next_one(alone: Alone) -> None:
+    old, new = alone.session(), alone.session()
+    alone.follower.begin(old)
+    alone.meta.put(alone.keys.gc_full, b"x")
+
+    def meanwhile() -> None:
+        alone.meta.fetched = _nothing
+        alone.follower.end(old)
+        alone.meta.delete(alone.keys.gc_full)
+        alone.follower.begin(new)
+
+    alone.meta.fetched = meanwhile
+    alone.follower.step(0.0)
+    assert alone.view.protects and alone.view.revision == alone.meta.list(alone.keys.gc).revision
+    alone.view.check_room()
+    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.follower.step(0.0)
+    assert alone.view.revision == alone.meta.list(alone.keys.gc).revision, "the new session's events are"
+
+
+def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: Alone) -> None:
+    old, new, chain = alone.session(), alone.session(), prompt(1, 1)
+    alone.follower.begin(old)
+    holds = []
+
+    def lost() -> None:
+        alone.meta.fetched = _nothing
+        alone.meta.opening = meanwhile
+        raise WatchLost("compacted")
+
+    def meanwhile() -> None:
+        alone.meta.opening = _nothing
+        alone.follower.end(old)
+        alone.meta.put(alone.keys.gc_full, b"x")
+        alone.follower.begin(new)
+        holds.append(alone.node.hold(chain))
+
+    alone.meta.fetched = lost
+    alone.follower.step(0.0)
+    assert alone.view.protects and alone.view.revision == alone.meta.list(alone.keys.gc).revision
+    assert holds[0].born == alone.view.revision, "not older than everything"
+    with pytest.raises(Overloaded):
+        alone.view.check_room()
+
+
+def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    alone.meta.put(alone.keys.gc_full, b"x")
+
+    def refuse() -> None:
+        alone.meta.fetched = _nothing
+        raise PermissionDenied("the token has expired")
+
+    alone.meta.fetched = refuse
+    alone.follower.step(0.0)
+    assert session.alive and alone.view.protects
+    assert alone.node.counters.snapshot()["watches_lost"] == 1
+    assert alone.view.revision == alone.meta.list(alone.keys.gc).revision
+    alone.meta.delete(alone.keys.gc_full)
+    alone.follower.step(0.0)
+    alone.view.check_room()
+
+
+@pytest.mark.parametrize("value", [b"[" * 100_000, b"{}", b"\xff"])
+def test_c1_a_session_does_not_begin_on_a_chain_that_is_garbage(alone: Alone, value: bytes) -> None:
+    alone.meta.put(alone.keys.gc_seq, value)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        alone.follower.begin(alone.session())
+    assert not alone.view.protects
+    alone.meta.delete(alone.keys.gc_seq)
+    alone.follower.begin(alone.session())
+    assert alone.view.protects
+
+
+def test_a_session_whose_start_fails_does_not_stay() -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    alone = Alone(root, lambda: Agreed(Generation(1, bytes(16))))
+    root.set_rules([Rule("list", EIO, places.TRASH.__eq__)])
+    presence = Presence(alone.meta, alone.keys)
+    presence.attach(alone.follower.begin, alone.follower.end)
+    presence.start()
+    try:
+        eventually(lambda: root.struck and not alone.meta.list(alone.keys.sessions).items, 2.0)
+        assert not alone.view.protects
+        root.set_rules(())
+        eventually(lambda: alone.view.protects)
+        assert len(alone.meta.list(alone.keys.sessions).items) == 1
+    finally:
+        presence.close()
+        alone.node.close()
+
+
+# Nodes that cannot protect
+
+
+@contextmanager
+def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
+    """A node that joins, though it is not known whether it will protect anything."""
+    member = join(
+        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=NODE_LIMITS, clock=SystemClock(),
+        ids=RandomIds(), shared=True,
+    )  # fmt: skip
+    try:
+        yield member
+    finally:
+        member.close()
+
+
+def assert_stands_aside(c: Cluster, member: Member) -> None:
+    """It serves, protects nothing, refuses to pin, and no sweep waits for it."""
+    chain = prompt(1, 8)
+    member.claim_namespace(SPACE)
+    count, kv = Store(LocalPort(member)).namespace(SPACE.name, TINY).get(chain.tokens)
+    assert count == len(chain.tokens) and same(kv, kv_of(TINY, chain.tokens))
+    assert not member.node.gc_view.protects and member.stats()["protected"] == 0
+    with pytest.raises(Unavailable, match="protects nothing"):
+        member.pin(chain, 60.0, "me")
+    found = c.store.get(member.presence.current().key)
+    assert found is not None and SessionRecord.from_json(found.value).announced == ANNOUNCED_MAX
+    session = member.presence.current()
+    assert member.node.hold(chain).count == 8, "which keeps nobody away"
+    timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
+    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped_count == 8
+    assert member.presence.current() is session, "it was not revoked to get on"
+
+
+def test_c6_a_node_of_another_generation_stands_aside() -> None:
+    with cluster() as c:
+        first = c.node()
+        put(first, prompt(1, 8))
+        other = Generation(2, b"o" * 16).to_json()
+        MemoryMeta(c.store).put(Keys(c.identity.root).generation, other)
+        with aside(c) as member:
+            assert_stands_aside(c, member)
+
+
+def test_c4_a_node_that_cannot_fence_because_its_root_is_read_only_stands_aside() -> None:
+    with cluster() as c:
+        first = c.node()
+        put(first, prompt(1, 8))
+        c.root.make_folder(places.trash_folder(SWEEP))
+        with aside(c, FaultyRoot(c.root, READ_ONLY)) as member:
+            assert_stands_aside(c, member)
+        assert Name(f"{places.TRASH}/{SWEEP.hex()}") in c.leftovers()
+        c.node()
+        assert c.leftovers() == [], "a node that can fence does it"

@@ -1,0 +1,110 @@
+"""``python -m tests.sim SEED`` replays one run; ``python -m tests.sim --seeds N`` searches, and says what happened."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+
+from tests.sim.bugs import BUGS
+from tests.sim.profiles import BY_NAME
+from tests.sim.run import run, run_many
+
+PROGRESS = 500
+
+MUST_HAPPEN = (
+    "claims of I1",
+    "claims of I2",
+    "chunks read",
+    "sweeps condemned",
+    "sweeps adopted",
+    "sweeps abandoned",
+    "chunks reaped",
+    "chunks kept: pinned",
+    "chunks kept: published anew",
+    "chunks kept: swept by another collector",
+    "chunks kept: used since it was listed",
+    "publications superseded",
+    "fences lifted",
+    "late effects landed",
+    "replies lost",
+    "metadata calls failed",
+    "root calls failed",
+    "sessions lost by a restore",
+    "chunks damaged",
+    "orphans: staging",
+    "orphans: plans",
+    "orphans: twins",
+    "orphans: restored",
+    "orphans: quarantine",
+    "processes that died at a call",
+    "mishap: kill",
+    "mishap: stop",
+    "mishap: restore",
+    "mishap: expire",
+    "mishap: full",
+    "node: announcements",
+    "node: watches_lost",
+    "node: sessions_lost",
+    "node: holds_expired",
+    "node: chunks_condemned",
+    "node: chunks_lost_race",
+    "node: quarantined",
+    "node: quarantine_restored",
+    "node: put_refused_full",
+    "node: miss_deadline",
+)
+"""What a search must have met to be one; the numbers are in the summary."""
+
+
+def main() -> int:
+    """Returns the exit status: 1 for a violation, or where something important never happened."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("seed", nargs="?", type=int, help="replay this one")
+    parser.add_argument("--trace", action="store_true", help="print every call of the replayed run")
+    parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug")
+    parser.add_argument("--profile", choices=sorted(BY_NAME), help="replay in this profile, not in the seed's own")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many to search")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    asked = parser.parse_args()
+    if asked.seed is None:
+        return search(asked.first, asked.seeds, asked.workers)
+    profile = BY_NAME[asked.profile] if asked.profile else None
+    outcome = run(asked.seed, profile=profile, bug=BUGS[asked.bug] if asked.bug else nullcontext, trace=asked.trace)
+    print(*outcome.log, sep="\n", end="\n" if outcome.log else "")
+    print(f"seed {outcome.seed} ({outcome.profile}): {outcome.steps} steps, digest {outcome.digest:08x}")
+    print(outcome.violation or "no violation")
+    return int(outcome.violation is not None)
+
+
+def search(first: int, count: int, workers: int) -> int:
+    """Runs many seeds and prints a summary; see ``main``."""
+    began_s, done, steps, found = time.monotonic(), 0, 0, 0
+    counts: Counter[str] = Counter()
+    for outcome in run_many(range(first, first + count), workers):
+        done += 1
+        steps += outcome.steps
+        counts += outcome.counts
+        counts[f"profile: {outcome.profile}"] += 1
+        if outcome.violation is not None:
+            found += 1
+            print(f"\nseed {outcome.seed} ({outcome.profile}): {outcome.violation}")
+            print(f"  replay: .venv/bin/python -m tests.sim {outcome.seed} --trace", flush=True)
+        if done % PROGRESS == 0 or done == count:
+            rate = done / (time.monotonic() - began_s)
+            print(f"  {done}/{count} seeds, {rate:.0f}/s, {found} violations", file=sys.stderr, flush=True)
+    print(f"\n{done} seeds, {steps} steps, {time.monotonic() - began_s:.0f} s")
+    for what, times in sorted(counts.items()):
+        print(f"  {times:10d}  {what}")
+    missing = [what for what in MUST_HAPPEN if not counts[what]]
+    if missing and count >= 1000:
+        print(f"never happened, so nothing was shown about it: {', '.join(missing)}")
+    print(f"{found} violations")
+    return int(bool(found or (missing and count >= 1000)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
