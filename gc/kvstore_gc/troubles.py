@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from kvstore.errors import Unavailable
 from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ class Trouble:
 
     def failed(self, error: Exception | str) -> None:
         """Says so, unless it failed in the same way the last time."""
-        kind = str(error)
+        # One outage is worded in many ways; what has to be mended, such as a file, is named.
+        kind = type(error).__name__ if isinstance(error, Unavailable) else str(error)
         if self._since_s is None:
             self._since_s = self._clock.monotonic_s()
         if kind != self._kind:

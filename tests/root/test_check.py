@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _short_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_posix, "FENCE_S", 0.3)
-    monkeypatch.setattr(check, "REMOVE_PAUSE_S", 0.01)
+    monkeypatch.setattr(check, "REMOVE_PAUSE_S", 0.1)
 
 
 def by_name(probes: list[Probe]) -> dict[str, Probe]:
