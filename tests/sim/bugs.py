@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 from kvstore.address import Address, Chain
 from kvstore.errors import Unavailable
-from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.interface import Delete, Meta, Put, Snapshot, TxnResult
 from kvstore.meta.keys import Keys
@@ -21,7 +20,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned, Seq
 from kvstore.node import chunks, follower, holds, known, member, node, view
 from kvstore.results import PinRecord
-from kvstore.root import fence, memory
+from kvstore.root import memory
 from kvstore_gc import execute, grace, ledger, objects, trash
 
 Bug = Callable[[], AbstractContextManager[object]]
@@ -99,13 +98,6 @@ def view_before_session() -> Iterator[None]:
 def rejoin_keeps_holds() -> Iterator[None]:
     """V2: holds survive their session."""
     with patch.object(holds.Holds, "drop_all", lambda self: None):
-        yield
-
-
-@_bug
-def births_kept() -> Iterator[None]:
-    """V3: after a lost watch holds keep the revision they were born at."""
-    with patch.object(holds.Holds, "age_all", lambda self: None):
         yield
 
 
@@ -229,17 +221,6 @@ def no_grace() -> Iterator[None]:
 
 
 @_bug
-def grace_decided_by_look() -> Iterator[None]:
-    """G4: the sessions that decide were read before the refs were, each at another time."""
-
-    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], grace.Pinned]:
-        return list(sweeps), self.pinned()
-
-    with patch.object(grace.Grace, "decide", decide):
-        yield
-
-
-@_bug
 def refs_before_grace() -> Iterator[None]:
     """G4: the refs were read before the grace was over."""
 
@@ -312,18 +293,6 @@ def fixed_trash_name() -> Iterator[None]:
 
 
 @_bug
-def restore_overwrites() -> Iterator[None]:
-    """G5: what goes back from the trash replaces what has its name."""
-
-    def restore(root: Any, entry: Name, shard_bits: int) -> bool:
-        found = places.parse_trashed(entry.rpartition("/")[2])
-        return bool(found and root.move(entry, places.chunk(*found, shard_bits)))
-
-    with patch.object(fence, "restore", restore), patch.object(trash, "restore", restore):
-        yield
-
-
-@_bug
 def close_before_fence() -> Iterator[None]:
     """G6: the sweep's key is deleted first, and its folder afterwards."""
 
@@ -390,18 +359,6 @@ def late_mkdir() -> Iterator[None]:
         yield
 
 
-@_bug
-def fence_drains() -> Iterator[None]:
-    """F3: a folder that is not empty is emptied without reading etcd again."""
-
-    def lift(root: Any, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]) -> bool:
-        return real(root, sweep, shard_bits, lambda: False)
-
-    real = fence.lift
-    with patch.object(follower, "lift", lift), patch.object(execute, "lift", lift):
-        yield
-
-
 # A restored etcd.
 
 
@@ -434,40 +391,22 @@ def no_seq_chain() -> Iterator[None]:
 
 
 @_bug
-def no_chain() -> Iterator[None]:
-    """C1 and C2: nor does a session look whether etcd has lost its last write."""
+def no_chains() -> Iterator[None]:
+    """C1 and C2: nor does a session mind that etcd has lost its last write."""
 
-    def write(self: Session, compares: Any, operations: Any, announced: int | None, deadline: Any) -> TxnResult:
+    def settle(self: Session, deadline: Any) -> int:
         found = self._meta.get(self.key)
         if found is None:
-            raise self._broken("its key is gone")
-        record = type(self._record)(self._record.announced if announced is None else announced, self._record.write + 1)
-        result = self._meta.txn((), (*operations, Put(self.key, record.to_json(), self.lease)))
-        self._record = record
-        return result
+            raise self._broken("its key is gone from the store")
+        self._written_at = found.mod_revision
+        self._unsettled.clear()
+        return self._record.write
 
-    with (
-        BUGS["no_seq_chain"](),
-        patch.object(Session, "_write", write),
-        patch.object(Session, "check_chain", lambda self, timeout_s=None: None),
-    ):
+    with BUGS["no_seq_chain"](), patch.object(Session, "_settle", settle):
         yield
 
 
 # Object stores.
-
-
-@_bug
-def own_list() -> Iterator[None]:
-    """O1: each run deletes from a list of its own."""
-
-    def reap(self: objects.Deleting, sweep: ledger.InFlight, victims: Any, pinned: grace.Pinned, taken: Any) -> bool:
-        mine = [one for one in victims or () if one.address not in pinned]
-        self._each(len(mine), lambda index: self._delete(mine[index], taken))
-        return True
-
-    with patch.object(objects.Deleting, "reap", reap):
-        yield
 
 
 @_bug

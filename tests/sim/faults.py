@@ -8,7 +8,7 @@ publishes, hands out a hold.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from tests.sim.kernel import Effect, Kernel, Process
@@ -18,6 +18,8 @@ class Call(Enum):
     """A call at which an actor may stand still: after a look, before the others."""
 
     LOOK = "look"
+    READ = "read"
+    """Of a file, under a hold, or of the metadata: who stands still there keeps sweeps from going on."""
     PUBLISH = "publish"
     TAKE = "take"
     """A collector takes a chunk."""
@@ -32,6 +34,7 @@ class Call(Enum):
 
 WAITS: dict[Call, tuple[str, ...]] = {
     Call.LOOK: ("", "condemned", "take", "closed"),
+    Call.READ: ("", "condemned", "take", "closed"),
     Call.PUBLISH: ("", "condemned", "take", "taken", "closed"),
     Call.TAKE: ("", "published", "claimed", "claimed", "claimed"),
     Call.SETTLE: ("", "published", "published", "taken", "taken"),
@@ -40,7 +43,7 @@ WAITS: dict[Call, tuple[str, ...]] = {
     Call.CONDEMN: ("", "condemned", "taken", "closed"),
 }
 """What an actor may wait for at each; the empty one is only a number of steps."""
-AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250}
+AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250, Call.TXN: 250}
 AWAIT_STEPS_DEFAULT = 150
 """No longer, because often that is not going to happen."""
 
@@ -52,7 +55,9 @@ class Rates:
     root_fails: float = 0.0
     meta_fails: float = 0.0
     look: float = 0.0
-    """That a node stands still after a look."""
+    """That a node stands still after a look whether a chunk is there ..."""
+    read: float = 0.0
+    """... or after reading anything else."""
     publish: float = 0.0
     """That anybody does before a chunk is published ..."""
     take: float = 0.0
@@ -67,6 +72,7 @@ class Rates:
     """That a watch has nothing yet of what has happened."""
     pause_steps: int = 400
     """The longest pause is twice as long."""
+    waits: dict[Call, tuple[str, ...]] = field(default_factory=lambda: WAITS)
 
 
 class Faults:
@@ -99,11 +105,11 @@ class Faults:
         if call is Call.TAKE:
             self.kernel.happened("take")
             self.before_take()
-        if call is not Call.LOOK and self.strikes(rates.dies):
+        if call not in (Call.LOOK, Call.READ) and self.strikes(rates.dies):
             self.doomed.append(actor.process)
             self.kernel.give_way()
         rate: float = getattr(rates, call.value)
-        if call is Call.LOOK and actor.process.is_collector:
+        if call in (Call.LOOK, Call.READ) and actor.process.is_collector:
             rate /= 5  # they look all the time
         if self.strikes(rate):
             self._pause(call)
@@ -111,7 +117,7 @@ class Faults:
     def _pause(self, call: Call) -> None:
         """For some steps, short pauses being the most frequent, or until something happens."""
         kernel = self.kernel
-        what = kernel.source.choice(WAITS[call])
+        what = kernel.source.choice(self.rates.waits[call])
         steps = int(self.rates.pause_steps ** kernel.random()) * 2
         if what:
             self.count(f"pauses until {what}")

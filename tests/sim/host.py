@@ -60,11 +60,12 @@ class Host:
             self.kernel.spawn(self.process, f"w{number}", self._work, world.weight())
 
     def leave(self) -> None:
-        """Orderly end, in an actor of its own."""
+        """Orderly end, in an actor of its own; then the program ends."""
 
         def close() -> None:
             if self.member is not None:
                 self.member.close()
+            self.world.faults.doomed.append(self.process)
 
         self.kernel.spawn(self.process, "leave", close)
 
@@ -123,7 +124,8 @@ class Host:
 
     def _hold(self) -> None:
         world, node, kernel = self.world, self._member.node, self.kernel
-        hold = node.hold(world.chain(), kernel.source.choice(HOLD_TTLS_S))
+        keeps = world.faults.strikes(world.profile.dwell_long)
+        hold = node.hold(world.chain(), None if keeps else kernel.source.choice(HOLD_TTLS_S))
         if not hold.count:
             kernel.sleep(0.5)
         try:
@@ -131,7 +133,7 @@ class Host:
                 world.count("holds of something")
                 self._claim(hold)
                 for _ in range(1 + kernel.source.randrange(2)):
-                    kernel.sleep(world.dwell_s())
+                    kernel.sleep(kernel.random() * (world.profile.dwell_s if keeps else 0.4))
                     self._read(hold)
         finally:
             node.release(hold)

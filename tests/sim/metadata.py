@@ -164,7 +164,7 @@ class MetaPort:
             self._time_out(operation, timeout_s)
         result = call()
         self._kernel.note(f"{operation} {_short(key)}")
-        self._faults.maybe_pause(Call.LOOK)
+        self._faults.maybe_pause(Call.READ)
         self._kernel.point()
         return result
 

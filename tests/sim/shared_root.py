@@ -119,7 +119,7 @@ class RootPort:
             raise EIO.make(operation, name)
         result = call()
         self._kernel.note(f"{operation} {short(name)}{_outcome(result)}")
-        self._faults.maybe_pause(Call.LOOK)
+        self._faults.maybe_pause(Call.LOOK if operation == "stat" else Call.READ)
         self._kernel.point()
         return result
 

@@ -46,8 +46,6 @@ WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
 TIMINGS = Timings(
-    announce_lag_max_s=90.0,
-    grace_max_s=110.0,
     staging_age_s=40.0,
     quarantine_age_s=40.0,
     orphan_age_s=40.0,
@@ -100,17 +98,21 @@ class World:
             lanes=2,
             width=2,
             known_max=64,
-            quantum_s=source.choice((1, 5, 30)),
-            hold_max_s=40.0,
+            quantum_s=source.choice((5, 30)),
+            hold_max_s=profile.hold_max_s,
             announce_s=0.05,
-            announce_lag_max_s=50.0,
+            announce_lag_max_s=profile.hold_max_s + 10.0,
             follow_s=source.choice((0.1, 0.3)),
             gap_check_s=source.choice((1.0, 4.0)),
             stall_s=10.0,
             read_deadline_s=10.0,
             match_deadline_s=source.choice((5.0, 60.0)),
         )
-        self.timings = replace(TIMINGS, poll_s_min=source.choice((0.1, 0.5)))
+        # One ttl and some delay of the watch after a node has given up by itself (rule H4).
+        lag_max_s = self.limits.announce_lag_max_s + 40.0
+        self.timings = replace(
+            TIMINGS, poll_s_min=source.choice((0.1, 0.5)), announce_lag_max_s=lag_max_s, grace_max_s=lag_max_s + 20.0
+        )
         self.winding_up = False
         self.is_done = False
         self._chains = chains(profile.shard_bits, profile.prompts, profile.chunks)
@@ -150,11 +152,6 @@ class World:
     def weight(self) -> float:
         """How often an actor gets its turn: some are very slow."""
         return self.kernel.source.choice((1.0, 1.0, 1.0, 1.0, 0.3, 0.05))
-
-    def dwell_s(self) -> float:
-        """How long somebody keeps a hold before the next read: mostly a moment, sometimes as long as it lasts."""
-        random = self.kernel.random
-        return self.profile.dwell_s * random() if random() < self.profile.dwell_long else 0.4 * random()
 
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
@@ -241,12 +238,7 @@ class World:
         if kernel.random() < 0.02:
             kernel.advance(3.0 * kernel.random() ** 3)
         while self.faults.doomed:
-            process = self.faults.doomed.pop()
-            for one in self._members:
-                if one.process is process:
-                    kernel.note(f"MISHAP {process.name} dies")
-                    self.count("processes that died at a call")
-                    self._replace(one)
+            self._end(self.faults.doomed.pop())
         if self._restore_at is not None and kernel.steps >= self._restore_at:
             self._restore_at = None
             kernel.note("MISHAP restore")
@@ -257,6 +249,16 @@ class World:
             if getattr(self, f"_{mishap}")() is not False:
                 kernel.note(f"MISHAP {mishap}")
                 self.count(f"mishap: {mishap}")
+
+    def _end(self, process: Process) -> None:
+        """Of a process that died at a call, or has ended in order."""
+        self.kernel.note(f"MISHAP {process.name} ends")
+        for one in self._members:
+            if one.process is process:
+                self.count("processes that died at a call")
+                self._replace(one)
+                return
+        self.kernel.kill(process)
 
     def _kill(self) -> None:
         victims: list[Host | Collector] = [*self.hosts, *self.collectors]
@@ -333,7 +335,7 @@ class World:
 
     def _before_take(self) -> None:
         """What decided this taking may be lost at this moment."""
-        if self._restore_at is not None and self.kernel.random() < 0.5:
+        if self._restore_at is not None and self.kernel.random() < 0.7:
             self._restore_at = self.kernel.steps
 
     def _snapshot(self) -> None:
