@@ -60,7 +60,7 @@ fast: $(READY) ## the tests that need no servers
 	@$(PYTEST) -q -m "not slow and not real_fs"
 
 sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
-	@$(BIN)/python -m tests.sim $(ARGS)
+	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
 
 bench: $(READY) ## throughput against memcpy and the disk
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)

@@ -40,7 +40,7 @@ def test_nothing_breaks_in_a_few_seeds() -> None:
 
 @pytest.mark.slow
 def test_nothing_breaks_in_many_seeds() -> None:
-    broken = [(seed, outcome.violation) for seed in range(20_000, 20_500) if (outcome := run(seed)).violation]
+    broken = [(seed, outcome.violation) for seed in range(20_000, 20_200) if (outcome := run(seed)).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
 
 
