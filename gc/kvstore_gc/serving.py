@@ -27,11 +27,12 @@ from kvstore_gc.capacity import FullSign, Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.metrics import Metrics, serve
+from kvstore_gc.pace import Pace
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import Service
 from kvstore_gc.summary import Summary
-from kvstore_gc.threads import THREADS_COUNT, Stop, Stopped, Threads, within
+from kvstore_gc.threads import THREADS_COUNT, Each, Stop, Stopped, Threads, within
 from kvstore_gc.troubles import Trouble
 from kvstore_gc.watch import Watch
 
@@ -89,14 +90,15 @@ class Collector:
         self._clock = SystemClock()
         self._ids = RandomIds()
         self._watermarks = Watermarks(config.max_bytes, config.high)
+        self._each = Threads(THREADS_COUNT, self._stop).each
 
     def once(self, listed: Callable[[int], object]) -> Summary | None:
         """One round over all shards, beside whatever other collectors do; None where a signal came first."""
-        return self._alone(self._rounds(_all, listed).run)
+        return self._alone(self._rounds(_all, self._each, listed).run)
 
     def dry_run(self, listed: Callable[[int], object], examples_max: int, explain: Sequence[Address]) -> Summary | None:
         """What a round would do; None where a signal came first."""
-        rounds = self._rounds(_all, listed)
+        rounds = self._rounds(_all, self._each, listed)
         return self._alone(lambda: rounds.dry_run(examples_max=examples_max, explain=explain))
 
     def serve(self, interval_s: float, metrics_at: tuple[str, int] | None, told: Callable[[Summary], object]) -> None:
@@ -112,10 +114,14 @@ class Collector:
             log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
             told(summary)
 
+        def is_urgent() -> bool:
+            return self._watermarks.is_urgent
+
+        pace = Pace(self._each, is_urgent=is_urgent, pause=self._stop.pause, clock=clock)
         service = Service(
-            self._rounds(collectors.shards).run,
+            self._rounds(collectors.shards, pace.each).run,
             interval_s=interval_s,
-            is_urgent=lambda: self._watermarks.is_urgent,
+            is_urgent=is_urgent,
             done=done,
             failed=lambda error: measured.failed(),
             pause=self._stop.pause,
@@ -145,7 +151,10 @@ class Collector:
             watch.join(LISTEN_S)
 
     def _rounds(
-        self, shards: Callable[[int], Sequence[int]], listed: Callable[[int], object] = lambda shard: None
+        self,
+        shards: Callable[[int], Sequence[int]],
+        each: Each,
+        listed: Callable[[int], object] = lambda shard: None,
     ) -> Rounds:
         return Rounds(
             self._on.root,
@@ -154,7 +163,7 @@ class Collector:
             self._config,
             self._watermarks,
             shards=shards,
-            each=Threads(THREADS_COUNT, self._stop).each,
+            each=each,
             pause=self._stop.pause,
             clock=self._clock,
             ids=self._ids,
