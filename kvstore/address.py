@@ -44,23 +44,9 @@ class Chain:
 
         Raises InvalidRequest over 262,144 chunks, which a node would hash and keep for too long.
         """
-        size = namespace.layout.chunk_tokens * 4
-        if len(tokens) * 4 // size > CHAIN_CHUNKS_MAX:
-            raise InvalidRequest(
-                f"{len(tokens)} tokens are {len(tokens) * 4 // size} chunks of {namespace.layout.chunk_tokens} tokens, "
-                f"over the limit of {CHAIN_CHUNKS_MAX}: use a layout with larger chunk_tokens, or a shorter prompt"
-            )
         # A copy of our own: engines reuse their token buffers while a hold on the old prompt is alive.
-        tokens = np.frombuffer(tokens.tobytes(), "<u4")
-        packed = tokens.data.cast("B") if len(tokens) else memoryview(b"")
-        key, parent = namespace.digest, bytes(NO_PARENT)
-        addresses: list[Address] = []
-        for start in range(0, len(packed) - size + 1, size):
-            state = blake2b(parent, digest_size=ADDRESS_BYTES, key=key, person=_CHUNK_PERSON)
-            state.update(packed[start : start + size])
-            parent = state.digest()
-            addresses.append(Address(parent))
-        return cls(namespace, tokens, tuple(addresses))
+        packed = tokens[: chunk_count(namespace, tokens) * namespace.layout.chunk_tokens].tobytes()
+        return cls(namespace, np.frombuffer(packed, "<u4"), tuple(chained_addresses(namespace, packed)))
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -80,6 +66,36 @@ class Chain:
         """Tokens of chunk ``index`` as packed u32 bytes."""
         size = self.namespace.layout.chunk_tokens
         return self.tokens[index * size : (index + 1) * size].data.cast("B")
+
+
+def chunk_count(namespace: Namespace, tokens: TokenArray) -> int:
+    """How many full chunks ``tokens`` are. Raises InvalidRequest over 262,144."""
+    size = namespace.layout.chunk_tokens
+    count = len(tokens) // size
+    if count > CHAIN_CHUNKS_MAX:
+        raise InvalidRequest(
+            f"{len(tokens)} tokens are {count} chunks of {size} tokens, over the limit of {CHAIN_CHUNKS_MAX}: "
+            "use a layout with larger chunk_tokens, or a shorter prompt"
+        )
+    return count
+
+
+def chained_addresses(
+    namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT
+) -> list[Address]:
+    """The addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is given."""
+    size = namespace.layout.chunk_tokens * 4
+    addresses: list[Address] = []
+    # A copy of a state that has the key in it costs a third of making one.
+    keyed = blake2b(digest_size=ADDRESS_BYTES, key=namespace.digest, person=_CHUNK_PERSON).copy
+    view = memoryview(packed)
+    for start in range(first * size, len(packed) - size + 1, size):
+        state = keyed()
+        state.update(parent)
+        state.update(view[start : start + size])
+        parent = Address(state.digest())
+        addresses.append(parent)
+    return addresses
 
 
 def chunk_address(digest: bytes, parent: Address, packed_tokens: bytes) -> Address:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import NO_PARENT, Chain, block_address
+from kvstore.address import NO_PARENT, Address, Chain, block_address, chunk_address
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import TOKEN_ID_MAX, TOKENS_MAX, TokenArray, token_array
 from tests.format.strategies import namespaces, token_ids
+
+
+@given(namespaces, st.lists(token_ids, max_size=40))
+def test_addresses_are_those_of_the_definition(namespace: Namespace, tokens: list[int]) -> None:
+    """FORMAT.md, section 4.1, and what a file is checked with."""
+    size, parent = namespace.layout.chunk_tokens, bytes(16)
+    chain = Chain.of(namespace, token_array(tokens))
+    assert len(chain) == len(tokens) // size
+    for index, address in enumerate(chain.addresses):
+        packed = struct.pack(f"<{size}I", *tokens[index * size : (index + 1) * size])
+        assert chunk_address(namespace.digest, Address(parent), packed) == address
+        assert bytes(chain.chunk_tokens(index)) == packed
+        parent = blake2b(parent + packed, digest_size=16, key=namespace.digest, person=b"kvstore.chunk.1").digest()
+        assert parent == address
 
 
 @given(namespaces, st.lists(token_ids, max_size=40), st.lists(token_ids, max_size=40))
@@ -174,6 +191,51 @@ def test_what_is_no_token_sequence_is_refused_with_what_was_expected(tokens: obj
 def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=str(TOKENS_MAX)):
         token_array(np.zeros(TOKENS_MAX + 1, dtype=np.uint32))
+
+
+class _Index:
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def __index__(self) -> int:
+        return self._token
+
+
+ids_and_more = st.one_of(token_ids, st.sampled_from([-1, -(2**31), -(2**63), 2**32, 2**63, 2**64, 2**70]))
+
+
+@given(st.lists(ids_and_more, min_size=1, max_size=20), st.sampled_from([list, tuple]))
+def test_a_sequence_is_taken_exactly_where_every_token_is_in_range(tokens: list[int], kind: type) -> None:
+    if all(0 <= token <= TOKEN_ID_MAX for token in tokens):
+        assert token_array(kind(tokens)).tolist() == tokens
+    else:
+        with pytest.raises(InvalidRequest, match="expected"):
+            token_array(kind(tokens))
+
+
+@given(st.lists(ids_and_more, min_size=1, max_size=20), st.sampled_from("bhilqBHILQ"), st.sampled_from("<>"))
+def test_an_array_is_taken_exactly_where_every_token_is_in_range(tokens: list[int], code: str, order: str) -> None:
+    kind = np.dtype(order + code)
+    ends = np.iinfo(kind)
+    tokens = [token if ends.min <= token <= ends.max else int((ends.min, ends.max)[token > 0]) for token in tokens]
+    array = np.array(tokens, kind)
+    wrong = [at for at, token in enumerate(tokens) if not 0 <= token <= TOKEN_ID_MAX]
+    for given_array in (array, np.repeat(array, 2)[::2]):
+        if wrong:
+            with pytest.raises(InvalidRequest, match=rf"token {tokens[wrong[0]]} at position {wrong[0]} "):
+                token_array(given_array)
+        else:
+            assert token_array(given_array).tolist() == tokens
+
+
+@pytest.mark.parametrize("last", [1.0, 1.5, "1", None, [1], b"1", np.float32(1)])
+def test_one_odd_item_among_ints_is_refused(last: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"expected|flat sequence"):
+        token_array([1, 2, last])  # type: ignore[list-item]
+
+
+def test_what_counts_as_an_int_for_python_is_a_token() -> None:
+    assert token_array([np.int64(7), np.uint8(8), _Index(9)]).tolist() == [7, 8, 9]  # type: ignore[list-item]
 
 
 @given(st.lists(token_ids, max_size=50))

@@ -144,10 +144,13 @@ def cache_epoch_unchecked() -> Iterator[None]:
     """H3: what was looked at before a sweep condemned is remembered after it."""
 
     def add(self: known.Known, address: Address, quantum: int, *, renewed: bool, epoch: int) -> None:
-        real(self, address, quantum, renewed=renewed, epoch=self.epoch)
+        real_add(self, address, quantum, renewed=renewed, epoch=self.epoch)
 
-    real = known.Known.add
-    with patch.object(known.Known, "add", add):
+    def add_all(self: known.Known, addresses: list[Address], quantum: int, *, renewed: bool, epoch: int) -> None:
+        real_add_all(self, addresses, quantum, renewed=renewed, epoch=self.epoch)
+
+    real_add, real_add_all = known.Known.add, known.Known.add_all
+    with patch.object(known.Known, "add", add), patch.object(known.Known, "add_all", add_all):
         yield
 
 

@@ -16,7 +16,7 @@ PURE_FILES = [KVSTORE / f"{name}.py" for name in PURE_NAMES if (KVSTORE / f"{nam
 PURE_FILES += sorted((KVSTORE / "format").rglob("*.py"))
 
 ALLOWED = {
-    *("__future__", "abc", "base64", "binascii", "bisect", "collections", "contextlib", "dataclasses", "enum"),
+    *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "contextlib", "dataclasses", "enum"),
     *("functools", "hashlib", "heapq", "hmac", "itertools", "json", "math", "operator", "re", "string", "struct"),
     *("types", "typing"),
     *("ml_dtypes", "numpy", "xxhash"),

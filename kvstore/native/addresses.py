@@ -1,0 +1,41 @@
+"""The addresses of a chain from the native library; ``kvstore.address`` has the definition."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kvstore.native.library import library
+
+ADDRESS_BYTES = 16
+
+
+def _bound() -> Any:
+    function = getattr(library, "kv_addresses", None)  # None too where a library is in use that is older than it
+    if function is not None:
+        text, count = ctypes.c_char_p, ctypes.c_uint64
+        function.argtypes, function.restype = (text, text, ctypes.c_void_p, count, count, ctypes.c_void_p), None
+    return function
+
+
+_addresses = _bound()
+is_available: bool = _addresses is not None
+
+
+def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> list[bytes]:
+    """The addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is given.
+
+    ``digest`` is the namespace's. Only where ``is_available``.
+    """
+    assert len(digest) == 32 and len(parent) == ADDRESS_BYTES and chunk_bytes > 0
+    count = len(packed) // chunk_bytes - first
+    if count <= 0:
+        return []
+    found = np.empty(count, "V16")
+    tokens = np.frombuffer(packed, np.uint8)
+    start: int = tokens.__array_interface__["data"][0] + first * chunk_bytes
+    _addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
+    addresses: list[bytes] = found.tolist()
+    return addresses

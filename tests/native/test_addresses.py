@@ -1,0 +1,56 @@
+"""Addresses from the native library are those of Python's, for every length a chunk may have."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.address import Address, chained_addresses
+from kvstore.layout import CHUNK_TOKENS_MAX, Layout
+from kvstore.namespace import Namespace
+from kvstore.native import addresses as native
+from kvstore.native import library
+from tests.format.strategies import texts
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the native library is not in use")
+
+
+def namespace_of(chunk_tokens: int, name: str = "m") -> Namespace:
+    return Namespace.of(name, Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=chunk_tokens))
+
+
+def chained(namespace: Namespace, packed: bytes, first: int, parent: bytes) -> list[bytes]:
+    return native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
+
+
+def test_a_library_in_use_has_them() -> None:
+    assert native.is_available
+
+
+@pytest.mark.parametrize("chunk_tokens", [*range(1, 101), 255, 256, 257, 1024, CHUNK_TOKENS_MAX])
+def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(chunk_tokens: int) -> None:
+    namespace, packed = namespace_of(chunk_tokens), os.urandom(4 * chunk_tokens * 3 + 3)
+    expected = chained_addresses(namespace, packed)
+    assert chained(namespace, packed, 0, bytes(16)) == expected and len(expected) == 3
+    assert chained(namespace, packed, 1, expected[0]) == expected[1:]
+    assert chained(namespace, packed, 3, expected[2]) == []
+
+
+@given(
+    texts.filter(bool),
+    st.integers(1, 70),
+    st.binary(max_size=900),
+    st.integers(0, 3),
+    st.binary(min_size=16, max_size=16),
+)
+@settings(deadline=None)
+def test_any_namespace_tokens_and_parent(
+    name: str, chunk_tokens: int, packed: bytes, first: int, parent: bytes
+) -> None:
+    namespace = namespace_of(chunk_tokens, name)
+    expected = chained_addresses(namespace, packed, first, Address(parent))
+    assert chained(namespace, packed, first, parent) == expected
+    assert all(isinstance(address, bytes) and len(address) == 16 for address in expected)

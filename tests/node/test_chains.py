@@ -1,0 +1,179 @@
+"""Chains of recent prompts: what is taken from one is what the definition says, and the memory has its bounds."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.address import CHAIN_CHUNKS_MAX, Chain
+from kvstore.errors import InvalidRequest
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.node.chains import CHAINS_MAX, CHUNKS_MIN, RecentChains
+from kvstore.tokens import TokenArray
+
+LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
+ONE = Namespace.of("one", LAYOUT)
+OTHER = Namespace.of("other", LAYOUT)
+WIDER = Namespace.of("one", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=3))
+AMPLE = 1 << 20
+
+
+def as_defined(namespace: Namespace, tokens: TokenArray) -> list[bytes]:
+    """FORMAT.md, section 4.1, word for word."""
+    size, address, found = namespace.layout.chunk_tokens, bytes(16), []
+    for start in range(0, len(tokens) - size + 1, size):
+        packed = tokens[start : start + size].astype("<u4").tobytes()
+        address = hashlib.blake2b(
+            address + packed, digest_size=16, key=namespace.digest, person=b"kvstore.chunk.1"
+        ).digest()
+        found.append(address)
+    return found
+
+
+def assert_right(chain: Chain, namespace: Namespace, tokens: TokenArray) -> None:
+    assert chain.namespace == namespace
+    assert list(chain.addresses) == as_defined(namespace, tokens)
+    assert chain.tokens.tolist() == tokens[: len(chain) * namespace.layout.chunk_tokens].tolist()
+    for index in range(len(chain)):
+        size = namespace.layout.chunk_tokens
+        assert bytes(chain.chunk_tokens(index)) == tokens[index * size : (index + 1) * size].tobytes()
+
+
+def prompt(count: int, seed: int = 0) -> TokenArray:
+    return np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[Namespace, TokenArray]]:
+    """Prompts that begin like earlier ones: cut short, gone on with, changed somewhere, or asked of another model."""
+    prompts: list[list[int]] = [[]]
+    asked = []
+    for _ in range(draw(st.integers(1, 12))):
+        earlier = draw(st.sampled_from(prompts))
+        kept = earlier[: draw(st.integers(0, len(earlier)))]
+        # Few different ids, so that what differs in one place is often equal after it.
+        following = kept + draw(st.lists(st.integers(0, 1), max_size=60))
+        prompts.append(following)
+        asked.append((draw(st.sampled_from([ONE, ONE, OTHER, WIDER])), np.array(following, np.uint32)))
+    return asked
+
+
+@given(conversations(), st.sampled_from([1, 800, 3000, AMPLE]))
+@settings(max_examples=300, deadline=None)
+def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bounds(
+    asked: list[tuple[Namespace, TokenArray]], bytes_max: int
+) -> None:
+    recent = RecentChains(bytes_max)
+    for namespace, tokens in asked:
+        assert_right(recent.of(namespace, tokens), namespace, tokens)
+        assert recent.size_bytes <= bytes_max and len(recent) <= CHAINS_MAX
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2, 15, 16, 17, 31, 63, 64])
+@pytest.mark.parametrize("more", [0, 1, 2, 40])
+def test_what_two_prompts_share_is_not_hashed_again(shared: int, more: int) -> None:
+    recent = RecentChains(AMPLE)
+    first = prompt(128)
+    earlier = recent.of(ONE, first)
+    later = np.concatenate([first[: 2 * shared], prompt(2 * CHUNKS_MIN + more, seed=1)])
+    chain = recent.of(ONE, later)
+    assert_right(chain, ONE, later)
+    same = [ours is theirs for ours, theirs in zip(chain.addresses, earlier.addresses, strict=False)]
+    assert same == [True] * shared + [False] * (len(same) - shared)
+
+
+def test_the_longest_of_several_beginnings_is_taken() -> None:
+    recent, system = RecentChains(AMPLE), prompt(40)
+    chats = [np.concatenate([system, prompt(40, seed)]) for seed in range(1, 6)]
+    earlier = [recent.of(ONE, chat) for chat in chats]
+    for chat, chain in zip(chats, earlier, strict=True):
+        following = np.concatenate([chat, prompt(20, 9)])
+        longer = recent.of(ONE, following)
+        assert_right(longer, ONE, following)
+        assert all(a is b for a, b in zip(longer.addresses, chain.addresses, strict=False))
+    assert len(recent) == len(chats), "each next turn takes the place of the one before"
+
+
+def test_one_that_goes_on_alike_but_began_otherwise_is_not_taken() -> None:
+    recent, tokens = RecentChains(AMPLE), prompt(60)
+    other = tokens.copy()
+    other[0] ^= 1
+    recent.of(ONE, other)
+    recent.of(ONE, np.concatenate([tokens[:40], prompt(20, 1)]))
+    assert_right(recent.of(ONE, tokens), ONE, tokens)
+
+
+def test_the_same_prompt_again_takes_no_memory() -> None:
+    recent = RecentChains(AMPLE)
+    first = recent.of(ONE, prompt(64))
+    cost_bytes = recent.size_bytes
+    assert recent.of(ONE, prompt(64)) is first
+    assert recent.of(ONE, prompt(64)[:40]).addresses == first.addresses[:20]
+    assert recent.size_bytes == cost_bytes
+
+
+def test_a_short_one_of_a_long_prompt_keeps_nothing_of_it_alive() -> None:
+    recent = RecentChains(AMPLE)
+    recent.of(ONE, prompt(4096))
+    chain = recent.of(ONE, prompt(4096)[: 2 * CHUNKS_MIN])
+    assert chain.tokens.base is None and chain.tokens.nbytes == 8 * CHUNKS_MIN
+
+
+def test_a_caller_may_reuse_its_tokens() -> None:
+    recent, tokens = RecentChains(AMPLE), prompt(64)
+    chain = recent.of(ONE, tokens)
+    tokens[:] = prompt(64, seed=1)
+    assert_right(chain, ONE, prompt(64))
+    assert_right(recent.of(ONE, tokens), ONE, tokens)
+    assert_right(recent.of(ONE, prompt(64)), ONE, prompt(64))
+
+
+def test_the_ones_used_longest_ago_go_first() -> None:
+    recent = RecentChains(AMPLE)
+    chains = [recent.of(ONE, prompt(32, seed)) for seed in range(CHAINS_MAX)]
+    assert recent.of(ONE, prompt(32, 0)) is chains[0]
+    recent.of(ONE, prompt(32, CHAINS_MAX))
+    assert len(recent) == CHAINS_MAX
+    assert recent.of(ONE, prompt(32, 0)) is chains[0]
+    assert recent.of(ONE, prompt(32, 1)) is not chains[1]
+
+
+def test_a_prompt_larger_than_the_memory_drives_nothing_out_of_it() -> None:
+    recent = RecentChains(4000)
+    chain = recent.of(ONE, prompt(64))
+    assert_right(recent.of(ONE, prompt(200, 1)), ONE, prompt(200, 1))
+    assert recent.of(ONE, prompt(64)) is chain
+    assert len(recent) == 1
+
+
+def test_a_prompt_of_too_many_chunks_is_refused() -> None:
+    tiny = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=1))
+    with pytest.raises(InvalidRequest, match=f"limit of {CHAIN_CHUNKS_MAX}"):
+        RecentChains(AMPLE).of(tiny, np.zeros(CHAIN_CHUNKS_MAX + 1, np.uint32))
+
+
+def test_many_threads_get_right_chains() -> None:
+    recent, wrong = RecentChains(20_000), []
+    prompts = [np.concatenate([prompt(100), prompt(60, seed)]) for seed in range(8)]
+
+    def ask(seed: int) -> None:
+        for turn in range(60):
+            tokens = prompts[(seed + turn) % 8][: 40 + 2 * ((seed * 31 + turn * 7) % 60)]
+            chain = recent.of(ONE, tokens)
+            if list(chain.addresses) != as_defined(ONE, tokens) or chain.tokens.tolist() != tokens.tolist():
+                wrong.append((seed, turn))
+            if recent.size_bytes > 20_000:
+                wrong.append((seed, turn))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,143 @@
+"""What a node remembers, against a plain dictionary: one by one, many at once, and in a table that is full."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.address import Address
+from kvstore.format import places
+from kvstore.node.known import RUN, RUN_MIN, WAYS, Known
+
+QUANTUM_S = 60
+BITS = 8
+# Four rows, all of which they fill exactly: nothing is ever dropped, and every row is fought over.
+ROWS = 4
+POOL = [
+    Address(bytes([row | way << 2]) + bytes([way]) * 15) for row, way in itertools.product(range(ROWS), range(WAYS))
+]
+
+numbers = st.integers(100, 103)
+several = st.lists(st.sampled_from(POOL), max_size=60)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from(POOL), numbers, st.booleans()),
+        st.tuples(st.just("add_all"), several, numbers, st.booleans()),
+        st.tuples(st.just("add_each"), several, numbers, st.integers(0, (1 << 40) - 1)),
+        st.tuples(st.just("late"), several, numbers, st.booleans()),
+        st.tuples(st.just("forget"), st.sampled_from(POOL), numbers, st.booleans()),
+        st.tuples(st.just("forget_shard"), st.sampled_from(POOL), numbers, st.booleans()),
+        st.tuples(st.just("clear"), st.just(None), numbers, st.booleans()),
+    ),
+    max_size=25,
+)
+
+
+class Plain:
+    """The same in a dictionary, that forgets nothing by itself."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Address, tuple[int, bool]] = {}
+
+    def add(self, address: Address, number: int, renewed: bool) -> None:
+        before = self.seen.get(address)
+        if before is None or not (before[1] and before[0] >= number):
+            self.seen[address] = (number, renewed)
+
+    def is_present(self, address: Address, number: int) -> bool:
+        return address in self.seen and self.seen[address][0] >= number - 1
+
+    def is_renewed(self, address: Address, number: int) -> bool:
+        return address in self.seen and self.seen[address][1] and self.seen[address][0] >= number
+
+
+@given(steps, several, numbers)
+@settings(max_examples=300, deadline=None)
+def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
+    done: list[tuple[str, object, int, int]], asked: list[Address], now: int
+) -> None:
+    known, plain = Known(ROWS * WAYS, QUANTUM_S), Plain()
+    for what, whom, number, flag in done:
+        at_s = number * QUANTUM_S
+        addresses = [Address(each) for each in whom] if isinstance(whom, list) else []
+        one = Address(whom) if isinstance(whom, bytes) else POOL[0]
+        match what:
+            case "add":
+                known.add(one, at_s, renewed=bool(flag), epoch=known.epoch)
+                plain.add(one, number, bool(flag))
+            case "add_all":
+                known.add_all(addresses, at_s, renewed=bool(flag), epoch=known.epoch)
+                for address in addresses:
+                    plain.add(address, number, bool(flag))
+            case "add_each":
+                # An address twice in one call has the same stamp each time.
+                renewed = [bool(flag >> POOL.index(address) & 1) for address in addresses]
+                known.add_all(addresses, at_s, renewed=np.array(renewed, np.bool_), epoch=known.epoch)
+                for address, is_renewed in zip(addresses, renewed, strict=True):
+                    plain.add(address, number, is_renewed)
+            case "late":
+                known.add_all(addresses, at_s, renewed=bool(flag), epoch=known.epoch - 1)
+            case "forget":
+                known.forget(one)
+                plain.seen.pop(one, None)
+            case "forget_shard":
+                shard = places.shard(one, BITS)
+                known.forget_shards([shard], BITS)
+                plain.seen = {each: seen for each, seen in plain.seen.items() if places.shard(each, BITS) != shard}
+            case "clear":
+                known.clear()
+                plain.seen.clear()
+    now_s = now * QUANTUM_S
+    assert len(known) == len(plain.seen)
+    assert [known.is_present(each, now_s) for each in POOL] == [plain.is_present(each, now) for each in POOL]
+    assert [known.is_renewed(each, now_s) for each in POOL] == [plain.is_renewed(each, now) for each in POOL]
+    leading = itertools.takewhile(lambda each: plain.is_present(each, now), asked)
+    assert known.leading_count(asked, now_s) == len(list(leading))
+    assert known.unrenewed(asked, now_s) == [at for at, each in enumerate(asked) if not plain.is_renewed(each, now)]
+
+
+@given(st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=60), max_size=6))
+@settings(deadline=None)
+def test_a_full_table_drops_what_was_seen_before_and_never_invents(batches: list[list[bytes]]) -> None:
+    known = Known(2 * WAYS, QUANTUM_S)
+    added: set[bytes] = set()
+    for number, batch in enumerate(batches, 100):
+        addresses = [Address(each) for each in batch]
+        known.add_all(addresses, number * QUANTUM_S, renewed=False, epoch=known.epoch)
+        added |= set(batch)
+        by_row: dict[int, set[bytes]] = {}
+        for each in addresses:
+            by_row.setdefault(each[0] & 1, set()).add(each[:8])
+        present = {each[:8] for each in addresses if known.is_present(each, number * QUANTUM_S)}
+        for row in by_row.values():
+            assert len(row & present) == min(len(row), WAYS), "the newest ones have the room there is"
+        assert len(known) <= 2 * WAYS
+        strangers = [Address(bytes(each ^ 0x55 for each in address)) for address in addresses]
+        for each in strangers:
+            assert not known.is_present(each, number * QUANTUM_S) or each[:8] in {one[:8] for one in added}
+
+
+def test_an_address_that_takes_the_place_of_another_takes_none_of_its_marks() -> None:
+    rows = 2 * RUN_MIN
+    known = Known(rows * WAYS, QUANTUM_S)
+    first = [Address(bytes([row, way]).ljust(16)) for row in range(rows) for way in range(WAYS)]
+    second = [Address(bytes([row, WAYS]).ljust(16)) for row in range(rows)]
+    known.add_all(first, 6000, renewed=True, epoch=known.epoch)
+    assert known.leading_count(first, 6000) == len(first) and not known.unrenewed(first, 6000)
+    known.add_all(second, 6000, renewed=False, epoch=known.epoch)
+    assert known.leading_count(second, 6000) == rows and known.unrenewed(second, 6000) == list(range(rows))
+    assert len(known.unrenewed(first, 6000)) == rows
+
+
+def test_a_long_chain_is_counted_across_runs() -> None:
+    known = Known(1 << 14, QUANTUM_S)
+    addresses = [Address(np.random.default_rng(seed).bytes(16)) for seed in range(2 * RUN + 100)]
+    known.add_all(addresses, 6000, renewed=True, epoch=known.epoch)
+    assert known.leading_count(addresses, 6000) == len(addresses) and not known.unrenewed(addresses, 6000)
+    for gap in (2 * RUN + 99, 2 * RUN, RUN + 1, RUN, RUN - 1, 0):
+        known.forget(addresses[gap])
+        assert known.leading_count(addresses, 6000) == gap
+        assert known.unrenewed(addresses, 6000)[0] == gap
