@@ -1,6 +1,6 @@
 """What Vineyard's own tests check (modules/llm-cache/tests), re-created on the calls that its users have.
 
-Left out: reference counts and memory figures of its blobs, serialised radix trees, and its garbage collection.
+Its garbage collection is in test_vineyard_collection.py. Left out: memory figures of its blobs, serialised radix trees.
 """
 
 from __future__ import annotations
@@ -122,6 +122,41 @@ def test_llm_batched_round_trip(tmp_root: Path) -> None:
         out = np.zeros_like(stored)
         assert cache.batched_query(tokens, over(out)) == 4
         assert np.array_equal(out, stored)
+
+
+def test_reference_counts_what_one_client_drops_stays_for_the_other(tmp_root: Path) -> None:
+    """refcnt_map_test: two clients with overlapping prefixes; blocks go when nobody's tree has them."""
+    prompts = [1, 2, 3, 4, 5], [1, 2, 4, 9, 10]
+    with blob_of(tmp_root) as second:
+        with blob_of(tmp_root) as first:
+            for cache, tokens in zip((first, second), prompts, strict=True):
+                assert cache.update(None, tokens, over(kv_of(tokens, 3, 80))) == 5
+        for tokens in prompts:
+            asked = asking(5, 3)
+            assert second.query(None, tokens, asked) == 5
+            assert np.array_equal(bytes_in(asked), kv_of(tokens, 3, 80))
+
+
+def test_pods_that_query_all_and_update_the_rest(tmp_root: Path) -> None:
+    """k8s-test: each pod asks for a prompt, then stores behind what matched; it finds what any pod stored before."""
+    random, chunk = Random(3), 4
+    subjects = [[random.randrange(1000) for _ in range(24)] for _ in range(3)]
+    known: set[tuple[int, ...]] = set()
+    with files_of(tmp_root, chunk, 16, 2) as one, files_of(tmp_root, chunk, 16, 2) as two:
+        for turn in range(30):
+            tail = [random.randrange(1000) for _ in range(random.randrange(12))]
+            tokens = [*random.choice(subjects)[: random.randrange(25)], *tail]
+            whole = len(tokens) // chunk * chunk
+            kv = kv_of(tokens, 2, 16)
+            out = np.zeros_like(kv)
+            cache = (one, two)[turn % 2]
+            matched = cache.query(None, tokens, over(out))
+            ends = range(chunk, whole + 1, chunk)
+            assert matched == max((end for end in ends if tuple(tokens[:end]) in known), default=0)
+            assert np.array_equal(out[:matched], kv[:matched])
+            rest = cache.update(tokens[:matched], tokens[matched:whole], over(kv[matched:whole]))
+            assert rest == whole - matched
+            known.update(tuple(tokens[:end]) for end in ends)
 
 
 def test_benchmark_random_prompts_come_back(tmp_root: Path) -> None:

@@ -11,7 +11,8 @@ Parameters, defaults and return values are those of ``vineyard.llm`` 0.24.  What
 * In ``query``, ``KVTensor(0, 0)`` asks for memory in every mode; the tensors that take its place own theirs.
 * Tensors after the matched ones are never written to, and a list shorter than the match counts only what it holds.
 * ``KVTensor.data`` and ``.length`` are read-only.
-* Garbage collection is to be a service of its own (planned): the settings for it are accepted and not acted on here.
+* Garbage collection is a service of its own, ``kvstore-gc``, which knows what all processes use and write.  It deletes
+  what was last used ``ttl`` ago, not what was written then; the other settings for it are accepted without effect.
 """
 
 from __future__ import annotations

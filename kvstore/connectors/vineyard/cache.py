@@ -45,7 +45,7 @@ class KVCache:
     """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; dropped, it closes too.
 
     ``tensor_nbytes`` is the size of K, and of V, of one token at one layer, ``layer`` the number of layers.
-    ``cache_capacity`` is accepted without effect: how much is kept will be a setting of garbage collection.
+    ``cache_capacity`` is accepted without effect: how much is kept is a setting of garbage collection (``kvstore-gc``).
     ``rank`` with ``world_size`` keeps the ranks of a parallel run apart, in ``{root}/{world_size}-{rank}``;
     ``cache_config.root`` of this object says so, the caller's configuration stays as it is.
     ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users apart, as in ``kvstore.open``'s
@@ -85,6 +85,7 @@ class KVCache:
         self.layer = layer
         # Vineyard's shared memory matches single tokens, so its block size says nothing about what is found.
         self._chunk_tokens = config.chunk_size if isinstance(config, FileCacheConfig) else 1
+        self._ttl_s = max(1, config.ttl) if isinstance(config, FileCacheConfig) else None
         self.chunk_size = config.chunk_size if isinstance(config, FileCacheConfig) else config.block_size
         with as_runtime_errors():
             layout = Layout(layer, 1, tensor_nbytes, "int8", self._chunk_tokens)
@@ -180,7 +181,8 @@ class KVCache:
         while True:
             # Also with nothing left to write: a put looks whether the prefix is there, and renews its recency.
             end = min(at + step, len(ids))
-            result = self._cache.put(ids[:end], tensors.gather(at - skipped, end - skipped), prefix=at)
+            kv = tensors.gather(at - skipped, end - skipped)
+            result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s)
             written += result.chunks_written * size
             if result.tokens_present >= at:
                 at = end

@@ -46,8 +46,11 @@ class FileCacheConfig:
     format) or any URL that ``kvstore.open`` takes.  VINEYARD: ``rpc_endpoint`` is ``HOST:PORT`` of a kvstore worker,
     and ``root`` a name that keeps caches on it apart.
 
+    ``ttl`` is in seconds since the last use, rounded up to 5 min, 30 min, 2 h, 12 h, 3 days or 30 days: after that the
+    collector, ``kvstore-gc``, deletes what was written, whether the writer lives or not.
+
     Accepted without effect: ``hash_chunk_size`` (the store lays out its own files), ``socket`` and ``rdma_endpoint``,
-    and the settings of garbage collection, times in seconds: accepted without effect until there is a collector.
+    and the other settings of garbage collection: when and how it runs is the collector's.
     """
 
     chunk_size: int = 16

@@ -1,0 +1,107 @@
+"""The namespace of a model: everything that its KV depends on beside the tokens."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import transformers
+
+from kvstore.client import Cache, Store
+from kvstore.connectors.transformers.kept import Kept, check_model, kept_by
+from kvstore.connectors.transformers.weights import SCHEME, weights_fingerprint
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+
+CHUNK_TOKENS = 256
+CONFIG_SILENT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Settings that say where a model came from, not what it computes; types are part of the layout and the weights."""
+
+_probed: weakref.WeakKeyDictionary[Any, tuple[str, Kept]] = weakref.WeakKeyDictionary()
+
+
+def model_cache(
+    model: Any,
+    store: Store,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    fingerprint: str = "",
+    tenant: str = "",
+    attributes: Mapping[str, str] | None = None,
+) -> Cache:
+    """The cache in ``store`` that ``prefill_with_store`` uses for ``model``, to match, pin or clear.
+
+    ``fingerprint`` is a digest of the weights; by default it is taken from the tensors, which reads all of them once.
+    ``attributes`` are settings that neither the weights nor the configuration show, as a patched attention.
+
+    Raises InvalidRequest where the model cannot be served, with the reason, and as ``Store.namespace`` does.
+    """
+    if not isinstance(store, Store):
+        raise InvalidRequest(
+            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
+        )
+    kept = checked(model)
+    layout = kept.layout(chunk_tokens)
+    # The geometry is in the name: another chunk length or type is another namespace, not a LayoutMismatch.
+    kind = f"{layout.layers}x{layout.kv_heads}x{layout.head_dim}-{layout.dtype}-{chunk_tokens}"
+    return store.namespace(
+        f"transformers-{model.config.model_type}-{kind}",
+        layout,
+        fingerprint or weights_fingerprint(model),
+        tenant,
+        {**(attributes or {}), **_attributes(model, kept)},
+    )
+
+
+def checked(model: Any) -> Kept:
+    """What ``model`` keeps of each token. Raises InvalidRequest where it cannot be served."""
+    check_model(model)
+    seen_as = f"{config_digest(model.config)} {model.dtype} {model.device} {getattr(model, 'hf_device_map', None)}"
+    probed = _probed.get(model)
+    if probed is None or probed[0] != seen_as:
+        probed = _probed[model] = (seen_as, kept_by(model))
+    return probed[1]
+
+
+def check_cache(model: Any, kept: Kept, namespace: Namespace) -> None:
+    """Raises InvalidRequest where ``namespace`` is not one of ``model`` as it is now.
+
+    A fingerprint that the caller chose is the caller's word for the weights.
+    """
+    differing = [
+        f"{key} is {dict(namespace.attributes).get(key)!r}, not {value!r}"
+        for key, value in _attributes(model, kept).items()
+        if dict(namespace.attributes).get(key) != value
+    ]
+    expected = kept.layout(namespace.layout.chunk_tokens)
+    if namespace.layout != expected:
+        differing.append(f"its layout is {namespace.layout}, not {expected}")
+    if not namespace.fingerprint:
+        differing.append("it has no fingerprint of the weights")
+    elif namespace.fingerprint.startswith(SCHEME) and namespace.fingerprint != weights_fingerprint(model):
+        differing.append("the weights have changed since")
+    if differing:
+        raise InvalidRequest(
+            f"the cache is not one of this model: {'; '.join(differing)}. "
+            "Give the store itself, or what model_cache(model, store) returns"
+        )
+
+
+def config_digest(config: Any) -> str:
+    """A digest of all settings of a model: RoPE, windows, quantisation and whatever else its configuration has."""
+    settings = {key: value for key, value in config.to_dict().items() if key not in CONFIG_SILENT}
+    return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _attributes(model: Any, kept: Kept) -> dict[str, str]:
+    # Releases of transformers change what models put into the cache: latent attention used to be stored expanded.
+    release = ".".join(transformers.__version__.split(".")[:2])
+    return {
+        "engine": f"transformers {release}",
+        "model": type(model).__name__,
+        "config": config_digest(model.config),
+        "kv": f"k {kept.k[0]}x{kept.k[1]} v {kept.v[0]}x{kept.v[1]}",
+    }

@@ -1,0 +1,138 @@
+"""Prefill of one prompt: what is stored is loaded, what is not is computed and stored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvstore.client import Cache, Store
+from kvstore.connectors.transformers.kept import Kept, check_prompt, run
+from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache
+from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
+
+GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
+"""Errors of the store with which the prompt is computed as if there were none."""
+
+log = logging.getLogger(__name__)
+
+
+def prefill_with_store(
+    model: Any,
+    input_ids: Any,
+    store: Store | Cache,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    fingerprint: str = "",
+    tenant: str = "",
+    attributes: Mapping[str, str] | None = None,
+    piece_tokens: int | None = None,
+) -> DynamicCache:
+    """KV of the full chunks of a prompt, for ``model.generate(input_ids, past_key_values=...)`` to go on from.
+
+    ``input_ids`` is an integer tensor of shape (1, tokens).  What ``store`` has is loaded, the chunks behind it are
+    computed and stored.  At least one token, and at most ``chunk_tokens``, is left for ``generate`` to compute.
+
+    ``store`` comes from ``kvstore.open`` or ``kvstore.connect``; or it is a cache that ``model_cache`` made, which then
+    says what the keyword arguments up to ``attributes`` would, explained there.
+
+    What is missing is computed in one run, or ``piece_tokens`` at a time, a multiple of ``chunk_tokens``.  With
+    ``piece_tokens=chunk_tokens`` every chunk is computed in a run of the same shape whatever was found, so that the
+    result does not depend on what the store has, to the last bit; in one run it does, by rounding.
+
+    Raises InvalidRequest, with the reason, for a model or prompt that cannot be served.  A store that fails, is full or
+    does not answer within its limits is no error: all is computed, and a warning is logged.
+    """
+    if not isinstance(store, Store | Cache):
+        raise InvalidRequest(
+            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
+        )
+    kept = checked(model)
+    check_prompt(model, input_ids)
+    layout = store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)
+    chunk_tokens = layout.chunk_tokens
+    if piece_tokens is not None and (piece_tokens < 1 or piece_tokens % chunk_tokens):
+        raise InvalidRequest(f"piece_tokens={piece_tokens}: expected a multiple of chunk_tokens ({chunk_tokens})")
+    cache: Cache | None = None
+    if isinstance(store, Cache):
+        cache = store
+        check_cache(model, kept, cache.namespace)
+    else:
+        try:
+            cache = model_cache(
+                model, store, chunk_tokens=chunk_tokens, fingerprint=fingerprint, tenant=tenant, attributes=attributes
+            )
+        except GO_ON as error:
+            log.warning("prefill.without_store %s", error)
+    end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
+    prefix = input_ids[:, :end]
+    past = DynamicCache(config=model.config)
+    loaded = 0 if cache is None else _load(cache, kept, prefix, past)
+    if loaded < end:
+        computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
+        if cache is not None:
+            _store(cache, kept, prefix, computed, loaded)
+    log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
+    return past
+
+
+def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
+    """Fills ``past`` with what is stored of ``prefix``; returns its tokens."""
+    count = 0
+    with suppress(*GO_ON):
+        count, array = cache.get(prefix[0].cpu().numpy())
+    if not count:
+        return 0
+    # Through bytes: numpy and torch have no bfloat16 in common.
+    rows = torch.from_numpy(array.view("u1")).view(kept.dtype).reshape(len(kept.devices), 2, count, -1)
+    width = kept.k[0] * kept.k[1]
+    for layer, device in enumerate(kept.devices):
+        k, v = rows[layer].to(device)
+        if kept.k != kept.v:
+            k, v = torch.cat((k, v), 1).split((width, kept.row - width), 1)
+        past.update(_heads(k, kept.k), _heads(v, kept.v), layer)
+    return count
+
+
+def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Any:
+    """Runs the model on ``prefix`` from ``start``; returns KV on the host, of shape (layers, 2, tokens, width)."""
+    rows = torch.empty((len(kept.devices), 2, prefix.shape[1] - start, kept.row // 2), dtype=kept.dtype)
+    at = start
+
+    def take(layer: int, k: Any, v: Any) -> None:
+        k, v = _rows(k), _rows(v)
+        if kept.k != kept.v:
+            k, v = torch.cat((k, v), 1).split(kept.row // 2, 1)
+        into = rows[layer, :, at - start : at - start + len(k)]
+        into[0].copy_(k)
+        into[1].copy_(v)
+
+    while at < prefix.shape[1]:
+        # To the next multiple of a piece, so that its borders are where they are without anything loaded.
+        until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
+        run(model, prefix[:, at:until], past, take)
+        at = until
+    return rows
+
+
+def _store(cache: Cache, kept: Kept, prefix: Any, rows: Any, start: int) -> None:
+    layout = cache.layout
+    array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
+    try:
+        cache.put(prefix[0].cpu().numpy(), array.reshape(layout.shape(rows.shape[2])), prefix=start)
+    except GO_ON as error:
+        log.warning("prefill.not_stored %s", error)
+
+
+def _heads(rows: Any, shape: tuple[int, int]) -> Any:
+    """(tokens, heads * dim) as the cache has it: (1, heads, tokens, dim)."""
+    return rows.reshape(len(rows), *shape).transpose(0, 1)[None].contiguous()
+
+
+def _rows(tensor: Any) -> Any:
+    """(1, heads, tokens, dim) as it is stored: (tokens, heads * dim)."""
+    return tensor[0].transpose(0, 1).flatten(1)

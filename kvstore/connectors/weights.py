@@ -1,0 +1,108 @@
+"""A digest of a model's weights: what keeps KV of replaced weights at the same path from being served.
+
+Every byte is hashed, because a fine-tuned model may differ from its base in a few tensors only.  That is done once per
+host: the digest is remembered in the user's cache directory, by what the kernel says of the file (inode, size, times),
+and processes that start together wait for the one that is hashing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import xxhash
+
+from kvstore.errors import InvalidRequest
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+REMEMBERED_MAX = 4096
+READ_BYTES = 8 << 20
+
+
+def weights_fingerprint(path: str | os.PathLike[str]) -> str:
+    """A digest of the weight files at ``path``, a folder or one file, in hexadecimal.
+
+    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest where there
+    are no weights, or they cannot be read.
+    """
+    place = Path(path)
+    if place.parent.name == "snapshots":
+        return f"commit-{place.name}"
+    if place.is_file():
+        files = [place]
+    else:
+        files = sorted(each for each in place.glob("*") if each.suffix in SUFFIXES and each.is_file())
+    if not files:
+        raise InvalidRequest(
+            f"no weight files ({', '.join(SUFFIXES)}) at {place}: give their digest as the setting fingerprint"
+        )
+    whole = blake2b(digest_size=16)
+    try:
+        for each in files:
+            whole.update(f"{each.name}\0{_digest(each)}\0".encode())
+    except OSError as cause:
+        raise InvalidRequest(f"weights at {place} cannot be read: {cause}") from cause
+    return whole.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    stat = file.stat()
+    known_as = blake2b(
+        f"{file.resolve()}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}".encode(),
+        digest_size=16,
+    ).hexdigest()
+    memory = _memory()
+    if memory is None:
+        return _hash(file)
+    with _locked(memory.with_suffix(".lock")):
+        remembered = _remembered(memory)
+        digest = remembered.pop(known_as, "") or _hash(file)
+        remembered[known_as] = digest
+        _remember(memory, dict(list(remembered.items())[-REMEMBERED_MAX:]))
+    return digest
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(READ_BYTES))
+    with open(file, "rb", buffering=0) as source:
+        while count := source.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _memory() -> Path | None:
+    """Where digests are remembered; None where that cannot be, and then each process hashes by itself."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder / "weights.json"
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _remembered(memory: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        found = json.loads(memory.read_text())
+        if isinstance(found, dict):
+            return {str(key): str(value) for key, value in found.items()}
+    return {}
+
+
+def _remember(memory: Path, digests: dict[str, str]) -> None:
+    fresh = memory.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        fresh.write_text(json.dumps(digests))
+        fresh.replace(memory)

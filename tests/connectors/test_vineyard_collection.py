@@ -1,0 +1,147 @@
+"""What Vineyard's tests of garbage collection check (local_file_storage_gc_test, kv_cache_radix_tree_test), by the
+collector that there is here: ``kvstore-gc``, once, beside caches that go on working.
+
+Time passes by setting back when chunks were last used: the shortest ttl that a chunk keeps is five minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.connectors.vineyard import FileCacheConfig, KVCache
+from tests.connectors.tensors import kv_of, over
+from tests.etcd_fixture import running_etcd
+
+pytestmark = pytest.mark.slow
+
+LAYERS, SIZE, CHUNK = 2, 16, 4
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.endpoints
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> Path:
+    return tmp_root / "kv"
+
+
+def cache_on(root: Path, etcd: str, ttl: int = 300) -> KVCache:
+    config = FileCacheConfig(chunk_size=CHUNK, root=str(root), ttl=ttl, enable_global_gc=True)
+    return KVCache(config, SIZE, layer=LAYERS, etcd=etcd)
+
+
+def prompt(number: int, chunks: int = 1) -> list[int]:
+    return [number * 1000 + each for each in range(chunks * CHUNK)]
+
+
+def update(cache: KVCache, tokens: list[int]) -> None:
+    assert cache.update(None, tokens, over(kv_of(tokens, LAYERS, SIZE))) == len(tokens)
+
+
+def matched(cache: KVCache, tokens: list[int]) -> int:
+    """Tokens that a query finds, each with its bytes."""
+    kv = kv_of(tokens, LAYERS, SIZE)
+    out = np.zeros_like(kv)
+    count = cache.query(None, tokens, over(out))
+    assert np.array_equal(out[:count], kv[:count])
+    return count
+
+
+def files(root: Path) -> list[Path]:
+    return [*(root / "chunks").glob("*/*")]
+
+
+def pass_time(root: Path, minutes: int) -> None:
+    """As if nobody had used any chunk for so much longer."""
+    for file in files(root):
+        ns = file.stat().st_mtime_ns - minutes * 60 * 10**9
+        os.utime(file, ns=(ns, ns))
+
+
+def collect(root: Path, etcd: str, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"}, check=True, timeout=120,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_files_live_for_their_ttl_and_are_gone_after_it(root: Path, etcd: str) -> None:
+    """(a) and (b): there after two thirds of the time, gone after all of it; a longer ttl outlives it."""
+    with cache_on(root, etcd) as cache, cache_on(root, etcd, ttl=1800) as longer:
+        for number in range(20):
+            update(cache, prompt(number))
+        update(longer, prompt(99))
+        pass_time(root, 3)
+        collect(root, etcd)
+        assert len(files(root)) == 21
+        pass_time(root, 5)
+        collect(root, etcd)
+        assert len(files(root)) == 1
+        assert [matched(cache, prompt(number)) for number in range(20)] == [0] * 20
+        assert matched(cache, prompt(99)) == CHUNK
+        update(cache, prompt(0))
+        assert matched(cache, prompt(0)) == CHUNK, "what is gone can be stored again"
+
+
+def test_old_files_go_before_younger_ones(root: Path, etcd: str) -> None:
+    """(c): twenty, and twenty more later, expire in order."""
+    with cache_on(root, etcd) as cache:
+        for number in range(20):
+            update(cache, prompt(number))
+        pass_time(root, 5)
+        for number in range(20, 40):
+            update(cache, prompt(number))
+        pass_time(root, 3)
+        collect(root, etcd)
+        assert sorted(number for number in range(40) if matched(cache, prompt(number))) == [*range(20, 40)]
+        pass_time(root, 8)
+        collect(root, etcd)
+        assert files(root) == []
+
+
+def test_what_is_queried_stays(root: Path, etcd: str) -> None:
+    """Vineyard's files went ttl after they were written, however often they were queried."""
+    with cache_on(root, etcd) as cache:
+        update(cache, prompt(1, chunks=3))
+        update(cache, prompt(2, chunks=3))
+    pass_time(root, 8)
+    with cache_on(root, etcd) as cache:
+        assert matched(cache, prompt(1, chunks=3)) == 3 * CHUNK
+    with cache_on(root, etcd) as cache:
+        collect(root, etcd)
+        assert matched(cache, prompt(1, chunks=3)) == 3 * CHUNK
+        assert matched(cache, prompt(2, chunks=3)) == 0
+
+
+def test_files_of_an_instance_that_is_gone_are_collected(root: Path, etcd: str) -> None:
+    """(d): another process, the collector here, cleans up behind a dead one."""
+    with cache_on(root, etcd) as cache:
+        update(cache, prompt(1, chunks=4))
+    pass_time(root, 8)
+    collect(root, etcd)
+    assert files(root) == []
+
+
+def test_room_is_made_from_the_least_recently_used_end_and_prefixes_stay(root: Path, etcd: str) -> None:
+    """kv_cache_radix_tree_test: a capacity is kept by evicting leaves, the least recently used first."""
+    with cache_on(root, etcd, ttl=1800) as cache:
+        update(cache, prompt(1, chunks=5))
+        pass_time(root, 2)
+        update(cache, prompt(2, chunks=5))
+        used = sum(file.stat().st_size for file in files(root))
+        collect(root, etcd, "--max-bytes", str(used * 9 // 10), "--high", "0.8", "--low", "0.7")
+        old, new = matched(cache, prompt(1, chunks=5)), matched(cache, prompt(2, chunks=5))
+        assert new == 5 * CHUNK
+        assert 0 < old < 5 * CHUNK, "from its end"

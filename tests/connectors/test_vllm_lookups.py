@@ -1,0 +1,165 @@
+"""Look-ups of the vLLM connector: never waited for, with a deadline that becomes a miss. No vLLM is needed here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from kvstore import Layout
+from kvstore.client.blocks import BlockCache
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+
+KEYS = [[bytes([number]) * 32] for number in range(6)]
+BLOCK = bytes(64)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """A store with two ranks' namespaces."""
+    ranks = [Namespace.of("model", Layout(1, 1, 16, "int8", 1), attributes={"tp rank": str(rank)}) for rank in (0, 1)]
+    opened = Link(Settings.of({"root": "memory://"}), ranks)
+    yield opened
+    opened.close()
+
+
+@contextmanager
+def looking(link: Link, **options: Any) -> Iterator[Lookups]:
+    lookups = Lookups(link, Counts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
+    try:
+        yield lookups
+    finally:
+        lookups.close()
+
+
+def ranks(link: Link) -> list[BlockCache]:
+    caches = link.caches()
+    assert caches is not None
+    return caches
+
+
+def put(cache: BlockCache, *numbers: int) -> None:
+    keys = [KEYS[number][0] for number in numbers]
+    assert cache.put(keys, [BLOCK] * len(keys)) == [True] * len(keys)
+
+
+def result(lookups: Lookups, lookup: Lookup) -> Found:
+    ends_s = time.monotonic() + 20
+    while (found := lookups.result(lookup)) is None:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    return found
+
+
+def test_what_any_rank_lacks_is_not_there(link: Link) -> None:
+    first, second = ranks(link)
+    put(first, 0, 1, 2, 3)
+    put(second, 0, 1, 2)
+    with looking(link) as lookups:
+        assert result(lookups, lookups.begin(KEYS, 0)) == Found(3, 3)
+        assert result(lookups, lookups.begin(KEYS[:2], 0)) == Found(2, 2)
+
+
+def test_a_hole_before_what_the_engine_has_is_told_apart(link: Link) -> None:
+    for cache in ranks(link):
+        put(cache, 0, 2, 3)
+    with looking(link) as lookups:
+        assert result(lookups, lookups.begin(KEYS, 0)) == Found(1, 1)
+        assert result(lookups, lookups.begin(KEYS, 2)) == Found(1, 4)
+        assert result(lookups, lookups.begin(KEYS, 5)) == Found(1, 5)
+
+
+def test_blocks_of_several_groups_are_there_together_or_not(link: Link) -> None:
+    for cache in ranks(link):
+        put(cache, 0, 1, 2)
+    pairs = [[KEYS[0][0], KEYS[1][0]], [KEYS[2][0], KEYS[3][0]]]
+    with looking(link) as lookups:
+        assert result(lookups, lookups.begin(pairs, 0)) == Found(1, 1)
+
+
+def test_a_decode_engine_waits_for_what_is_being_written(link: Link) -> None:
+    def write() -> None:
+        for number in range(6):
+            time.sleep(0.02)
+            for cache in ranks(link):
+                put(cache, number)
+
+    with looking(link, wait_s=20.0) as lookups:
+        waited, absent = lookups.begin(KEYS, 0), lookups.begin([[b"?" * 32]], 0)
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert result(lookups, waited) == Found(6, 6)
+        assert lookups.result(absent) is None
+        writer.join()
+
+
+class Stuck:
+    """A link to a store that does not answer."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked = 0
+
+    def caches(self) -> list[Stuck]:
+        return [self]
+
+    def match(self, keys: list[bytes]) -> int:
+        self.asked += 1
+        self.go.wait(30)
+        return len(keys)
+
+
+def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
+    stuck, now = Stuck(), [100.0]
+    clock: Callable[[], float] = lambda: now[0]  # noqa: E731
+    with looking(cast(Link, stuck), timeout_s=1.0, pause_s=10.0, clock=clock) as lookups:
+        lookup = lookups.begin(KEYS, 0)
+        while not stuck.asked:
+            time.sleep(0.001)
+        now[0] += 0.99
+        assert lookups.result(lookup) is None
+        now[0] += 0.02
+        assert lookups.result(lookup) is UNKNOWN
+        assert lookups.result(lookups.begin(KEYS, 0)) is UNKNOWN
+        now[0] += 10.1
+        stuck.go.set()
+        # Answered at last: what was given up stays given up, and the next one is asked again.
+        assert result(lookups, lookups.begin(KEYS, 0)) == Found(6, 6)
+        assert lookups.result(lookup) is UNKNOWN
+        assert stuck.asked >= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "neither of root and connect"),
+        ({"root": "memory://", "connect": "a:1"}, "both of root and connect"),
+        ({"root": "memory://", "lookup_timeout": 1}, "unknown keys lookup_timeout"),
+        ({"root": "memory://", "load": "later"}, "expected one of async, sync"),
+        ({"root": "memory://", "load_timeout_s": 0}, "load_timeout_s=0"),
+        ({"root": "memory://", "store_bytes_max": 1.5}, "store_bytes_max=1.5"),
+        ({"root": "memory://", "prompt_only": "yes"}, "prompt_only='yes'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Settings.of(given)
+
+
+def test_a_store_that_is_down_is_no_reason_not_to_start() -> None:
+    link = Link(Settings.of({"connect": "127.0.0.1:1"}), [Namespace.of("model", Layout(1, 1, 16, "int8", 1))])
+    try:
+        assert link.caches() is None
+        with looking(link) as lookups:
+            assert lookups.result(lookups.begin(KEYS, 0)) is UNKNOWN
+    finally:
+        link.close()

@@ -1,0 +1,82 @@
+"""The digest of weights: what changes it, what does not, and that it is computed once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstore.connectors import weights
+from kvstore.connectors.weights import weights_fingerprint
+from kvstore.errors import InvalidRequest
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/kvstore/weights.json"
+
+
+def model(folder: Path, **files: bytes) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / f"{name}.safetensors").write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_content_decides_and_the_place_does_not(tmp_path: Path) -> None:
+    one = model(tmp_path / "one", a=b"x" * 100, b=b"y")
+    same = model(tmp_path / "two", a=b"x" * 100, b=b"y")
+    other = model(tmp_path / "three", a=b"x" * 99 + b"z", b=b"y")
+    moved = model(tmp_path / "four", a=b"x" * 100, c=b"y")
+    assert weights_fingerprint(one) == weights_fingerprint(same)
+    assert len({weights_fingerprint(each) for each in (one, other, moved)}) == 3
+
+
+def test_weights_replaced_in_place_are_noticed_even_with_the_same_size_and_time(tmp_path: Path) -> None:
+    folder = model(tmp_path / "one", a=b"x" * 100)
+    file = folder / "a.safetensors"
+    before, times = weights_fingerprint(folder), file.stat()
+    file.write_bytes(b"z" * 100)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert weights_fingerprint(folder) != before
+
+
+def test_a_file_is_hashed_once(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "one", a=b"x" * 100)
+    hashed: list[Path] = []
+    hash_file = weights._hash
+
+    def counting(file: Path) -> str:
+        hashed.append(file)
+        return hash_file(file)
+
+    monkeypatch.setattr(weights, "_hash", counting)
+    assert weights_fingerprint(folder) == weights_fingerprint(folder)
+    assert len(hashed) == 1
+    assert len(json.loads(memory.read_text())) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe"])
+def test_a_memory_that_makes_no_sense_is_made_anew(tmp_path: Path, memory: Path, content: bytes) -> None:
+    folder = model(tmp_path / "one", a=b"x" * 100)
+    expected = weights_fingerprint(folder)
+    memory.write_bytes(content)
+    assert weights_fingerprint(folder) == expected
+    assert len(json.loads(memory.read_text())) == 1
+
+
+def test_a_commit_names_the_content(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    assert weights_fingerprint(model(tmp_path / "snapshots/abc123", a=b"x")) == "commit-abc123"
+
+
+def test_no_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no weight files"):
+        weights_fingerprint(model(tmp_path / "one"))
+    with pytest.raises(InvalidRequest, match="no weight files"):
+        weights_fingerprint(tmp_path / "absent")

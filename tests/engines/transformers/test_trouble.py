@@ -1,0 +1,150 @@
+"""A store that fails, or a process that dies: the prompt is computed all the same, and the next one finds good KV."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.client import Store
+from kvstore.client.limits import ClientLimits
+from kvstore.connectors.transformers import model_cache, prefill_with_store
+from kvstore.fsck import Kind, fsck
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
+from tests.node.stores import chunk_files, store_on
+from tests.worker.serving import worker_process
+
+QUICK = Limits(match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, stall_s=0.5, lanes=4, width=2)
+IN_TIME_S = 10.0
+"""Each read and put ends after 0.6 s; a busy machine may add to it, one without a deadline would never end."""
+
+MODEL = llama()
+IDS = prompt(100)
+EXPECTED = logits_without_store(MODEL, IDS, 96)
+
+
+def is_right(store: Store) -> bool:
+    """Whether a prefill with this store gives what a run without it does; raises where it takes too long."""
+    began_s = time.monotonic()
+    past = prefill_with_store(MODEL, IDS, store, chunk_tokens=CHUNK, piece_tokens=96)
+    assert time.monotonic() - began_s < IN_TIME_S
+    assert past.get_seq_length() == 96
+    return difference(logits_after(MODEL, IDS, past), EXPECTED) < 1e-4
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> FaultyRoot:
+    return FaultyRoot(PosixRoot(tmp_root))
+
+
+@pytest.fixture
+def store(root: FaultyRoot) -> Iterator[Store]:
+    opened = store_on(root, QUICK)
+    yield opened
+    root.set_rules([])
+    opened.close()
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 5])
+def test_a_damaged_chunk_is_computed_anew_and_repaired(store: Store, tmp_root: Path, damaged: int) -> None:
+    assert is_right(store)
+    files = sorted(chunk_files(tmp_root), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    content = bytearray(files[damaged].read_bytes())
+    content[len(content) // 2] ^= 0x10
+    files[damaged].write_bytes(content)
+    assert is_right(store)
+    assert store.stats()["quarantined"] == 1
+    assert len(chunk_files(tmp_root)) == 6, "repaired"
+    read = store.stats()["chunks_read"]
+    assert is_right(store)
+    assert store.stats()["chunks_read"] - read == 6
+
+
+@pytest.mark.parametrize("operation", ["open", "read", "stat", "stage", "publish"])
+def test_a_root_that_hangs_costs_its_deadlines_and_no_more(
+    store: Store, root: FaultyRoot, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = operation in ("open", "read")
+    if stored:
+        assert is_right(store)
+    else:
+        model_cache(MODEL, store, chunk_tokens=CHUNK)
+    hang = Hang()
+    root.set_rules([Rule(operation, hang)])
+    with caplog.at_level(logging.WARNING):
+        assert is_right(store)
+    assert hang.reached.is_set()
+    root.set_rules([])
+    hang.release.set()
+    assert stored or "prefill.not_stored" in caplog.text
+
+
+@pytest.mark.parametrize(("operation", "fault"), [("stage", ENOSPC), ("stage", EROFS), ("publish", EIO), ("open", EIO)])
+def test_a_root_that_fails_is_no_error(store: Store, root: FaultyRoot, operation: str, fault: Fails) -> None:
+    model_cache(MODEL, store, chunk_tokens=CHUNK)
+    root.set_rules([Rule(operation, fault)])
+    assert is_right(store)
+    root.set_rules([])
+    assert is_right(store)
+    assert is_right(store)
+
+
+def test_a_store_that_is_down_from_the_start_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with kvstore.connect("127.0.0.1:1", limits=ClientLimits(match_s=0.5, read_s=0.5, write_s=0.5, pin_s=0.5)) as store:
+        assert is_right(store)
+    assert "prefill.without_store" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_is_no_error(tmp_root: Path, number: signal.Signals) -> None:
+    quick = ClientLimits(match_s=0.5, read_s=0.5, write_s=0.5, pin_s=0.5, bytes_per_s_min=1 << 30)
+    with worker_process(tmp_root) as worker, kvstore.connect(worker.address, limits=quick) as store:
+        cache = model_cache(MODEL, store, chunk_tokens=CHUNK)
+        assert is_right(store)
+        assert cache.match(IDS[0].numpy()) == 96
+        worker.send(number)
+        assert is_right(store)
+
+
+def prefill_and_die(path: str, point: str) -> None:
+    """Runs in a process of its own: killed at the third time that a put reaches ``point``."""
+    left = [3]
+
+    def step(reached: str) -> None:
+        left[0] -= reached == point
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prefill_with_store(MODEL, IDS, store_on(PosixRoot(path, step=step)), chunk_tokens=CHUNK)
+
+
+@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
+def test_a_process_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
+    script = f"from {__name__} import prefill_and_die; prefill_and_die({str(tmp_root)!r}, {point!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[3],
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, "the point was not reached"
+    plain = PosixRoot(tmp_root)
+    found = fsck(plain, create_or_open(plain, RandomIds()))
+    assert set(found.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
+    with store_on(tmp_root) as store:
+        assert is_right(store)
+        assert store.stats()["miss_damaged"] == 0
+        assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(IDS[0].numpy()) == 96
