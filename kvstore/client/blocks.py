@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
-from kvstore.client.port import Port
+from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -51,6 +51,20 @@ class BlockCache:
         """How many leading keys are in the store."""
         return self._port.match_blocks(self._namespace, _checked_keys(keys))
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are in the store, each looked for by itself."""
+        return self._port.present_blocks(self._namespace, _checked_keys(keys))
+
+    def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> BlockHold:
+        """Looks which keys are in the store, and keeps garbage collection away from these until released.
+
+        At most ``ttl`` seconds, and the node's limit.  Through a worker it protects nothing: what is collected before
+        it is read is a miss.  Raises Overloaded where too many holds are alive.
+        """
+        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+            raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl))
+
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
 
@@ -58,6 +72,33 @@ class BlockCache:
         """
         checked = _checked_keys(keys)
         return self._port.get_blocks(self._namespace, checked, _views(checked, buffers, writable=True))
+
+
+class BlockHold:
+    """Blocks that were in the store when they were looked for. Release it, or use it as a context."""
+
+    def __init__(self, hold: PortBlockHold) -> None:
+        self._hold = hold
+
+    @property
+    def present(self) -> list[bool]:
+        """For each key, in the order asked for, whether its block is in the store."""
+        return self._hold.present
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+        """As ``BlockCache.get``, for keys that are held. Raises HoldBroken where the hold has ended."""
+        checked = _checked_keys(keys)
+        return self._hold.read(checked, _views(checked, buffers, writable=True))
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        self._hold.release()
+
+    def __enter__(self) -> BlockHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:

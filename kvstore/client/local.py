@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.port import Sections
 from kvstore.errors import HoldBroken
@@ -42,6 +42,24 @@ class LocalHold:
         self._node.release(self._hold)
 
 
+class LocalBlockHold:
+    """Blocks held by the node in this process: as a hold of chunks, it keeps collectors away from all there is."""
+
+    def __init__(self, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
+        self._node = node
+        self._namespace = namespace
+        self._hold = hold
+        self.present = present
+
+    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        self._node.holds.check(self._hold)
+        deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
+        return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
+
+    def release(self) -> None:
+        self._node.release(self._hold)
+
+
 class LocalPort:
     """A member of the cluster, or a node alone, in this process."""
 
@@ -56,14 +74,14 @@ class LocalPort:
         return self._node.namespaces()
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._node.match(Chain.of(namespace, tokens))
+        return self._node.match(self._node.chains.of(namespace, tokens))
 
     def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
-        return self._node.put(Chain.of(namespace, tokens), first, sections, hints=hints)
+        return self._node.put(self._node.chains.of(namespace, tokens), first, sections, hints=hints)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         size = namespace.layout.chunk_tokens
-        hold = self._node.hold(Chain.of(namespace, tokens[: chunks_max * size]))
+        hold = self._node.hold(self._node.chains.of(namespace, tokens[: chunks_max * size]))
         try:
             return self._node.read(hold, memory(hold.count))
         except HoldBroken:
@@ -72,10 +90,10 @@ class LocalPort:
             self._node.release(hold)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> LocalHold:
-        return LocalHold(self._node, self._node.hold(Chain.of(namespace, tokens), ttl_s))
+        return LocalHold(self._node, self._node.hold(self._node.chains.of(namespace, tokens), ttl_s))
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
-        return self._member.pin(Chain.of(namespace, tokens), ttl_s, owner)
+        return self._member.pin(self._node.chains.of(namespace, tokens), ttl_s, owner)
 
     def unpin(self, pin_id: str) -> bool:
         return self._member.unpin(pin_id)
@@ -84,7 +102,7 @@ class LocalPort:
         return self._member.pins()
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._member.refcount(Chain.of(namespace, tokens))
+        return self._member.refcount(self._node.chains.of(namespace, tokens))
 
     def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.write_deadline_s)
@@ -93,6 +111,19 @@ class LocalPort:
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
         return self._node.blocks.match(namespace, keys, deadline)
+
+    def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
+        return self._node.blocks.present(namespace, keys, deadline)
+
+    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
+        # Held before anybody looks: what a sweep condemns from here on, it takes only after the hold (rule H2).
+        hold = self._node.holds.take(self._node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        try:
+            return LocalBlockHold(self._node, namespace, hold, self.present_blocks(namespace, keys))
+        except BaseException:
+            self._node.release(hold)
+            raise
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)

@@ -42,6 +42,21 @@ class PortHold(Protocol):
         ...
 
 
+class PortBlockHold(Protocol):
+    """Held engine-hashed blocks."""
+
+    present: list[bool]
+    """For each key that was asked for, whether its block was in the store when the hold began."""
+
+    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        """Reads blocks, some of those held. Raises HoldBroken where the hold has ended."""
+        ...
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        ...
+
+
 class Port(Protocol):
     """Every call returns or raises within its deadline; errors are those of ``kvstore.errors``."""
 
@@ -94,6 +109,14 @@ class Port(Protocol):
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Leading keys in the store."""
+        ...
+
+    def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are in the store."""
+        ...
+
+    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> PortBlockHold:
+        """Holds the blocks that are in the store."""
         ...
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:

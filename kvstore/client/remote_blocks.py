@@ -7,8 +7,8 @@ from contextlib import closing
 
 from kvstore.buffers import Pieces
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.remote_hold import Tools
 from kvstore.client.streams import Outgoing, received, send_stream
+from kvstore.client.tools import Tools
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -53,6 +53,19 @@ class RemoteBlocks:
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)).SerializeToString()
         answer = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, keys[0])
         return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
+
+    def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        """See ``Port.present_blocks``. Raises Unavailable."""
+        if not keys:
+            return []
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
+        raw = self._tools.caller.unary("MatchBlocks", request.SerializeToString(), self._tools.limits.match_s, keys[0])
+        answer = pb.MatchBlocksResponse.FromString(raw)
+        if len(answer.present) == len(keys):
+            return [bool(each) for each in answer.present]
+        # An older worker says only how many leading ones there are: the rest counts as a miss.
+        leading = min(answer.blocks, len(keys))
+        return [True] * leading + [False] * (len(keys) - leading)
 
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.

@@ -9,19 +9,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address, block_address
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_block
+from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
-from kvstore.node.reading import read_chunks
+from kvstore.node.reading import Groups, group_size, read_chunks
 from kvstore.node.refresh import Refresher
 from kvstore.node.view import View
+from kvstore.root.interface import Stat
 
 
 class Blocks:
@@ -53,36 +58,76 @@ class Blocks:
         given_up = threading.Event()
         lacking: set[int] = set()
 
+        def found_there(index: int, found: Stat) -> bool:
+            if self._chunks.lacks(found, hints):
+                lacking.add(index)
+            self._counters.add("chunks_found")
+            stored[index] = True
+            return True
+
         def work(index: int) -> bool:
             expected = expected_block(namespace, keys[index], len(buffers[index]))
             if self._view.condemns(expected.address):
                 return True
             found = self._chunks.look(expected)
             if found is not None:
-                if self._chunks.lacks(found, hints):
-                    lacking.add(index)
-                self._counters.add("chunks_found")
-                stored[index] = True
-                return True
-            staged = self._chunks.stage(expected, [buffers[index]], durable, hints)
+                return found_there(index, found)
+            return publish(index, self._chunks.stage(expected, [buffers[index]], durable, hints))
+
+        def publish(index: int, staged: Staged) -> bool:
             if given_up.is_set():
                 # Given up while the bytes were being written: they may have changed since, so they get no name.
                 self._chunks.discard(staged)
                 return False
             try:
                 # Another writer's block under this key may have another size; then ours is not what is stored.
-                stored[index] = self._chunks.publish(staged, durable) or self._chunks.is_present(expected)
+                stored[index] = self._chunks.publish(staged, durable) or self._chunks.is_present(staged.expected)
             except KVStoreError:
                 self._chunks.discard(staged)
                 raise
             return True
 
+        addresses = _addresses(namespace, keys)
+        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers) if self._chunks.runs.stages else None
+
+        def work_on_group(number: int) -> bool:
+            assert run is not None
+            start, stop = number * size, min((number + 1) * size, len(keys))
+            outcome: list[Name | Stat | None] = [None] * (stop - start)
+            if self._view.leading(addresses[start:stop]) == stop - start:
+                outcome = self._chunks.runs.stage(run, start, stop, addresses, False, durable, hints)
+            pending = [
+                Staged(found, expected_block(namespace, keys[index], len(buffers[index])))
+                if isinstance(found, str)
+                else found
+                for index, found in enumerate(outcome, start)
+            ]
+            try:
+                while pending:
+                    found, index = pending.pop(0), stop - len(pending) - 1
+                    if isinstance(found, Staged):
+                        if not publish(index, found):
+                            return False
+                    elif found is None:
+                        if not work(index):
+                            return False
+                    else:
+                        found_there(index, found)
+            finally:
+                for staged in pending:
+                    if isinstance(staged, Staged):
+                        self._chunks.discard(staged)
+            return True
+
         try:
-            self._lanes.each(len(keys), work, deadline)
+            if run is None:
+                self._lanes.each(len(keys), work, deadline)
+            else:
+                size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
+                self._lanes.each(-(-len(keys) // size), work_on_group, deadline)
         except DeadlinePassed:
             given_up.set()
             raise
-        addresses = _addresses(namespace, keys)
         self._refresher.used(namespace.id, addresses, chained=False, hints=hints, lacking=frozenset(lacking))
         return stored
 
@@ -104,20 +149,64 @@ class Blocks:
         first_miss = found.find(0)
         return len(addresses) if first_miss < 0 else known + first_miss
 
+    def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        """Which keys are in the store, each looked for by itself, whatever the size of its block."""
+        addresses = _addresses(namespace, keys)
+        known, quantum = self._chunks.known, self._chunks.quantum()
+        present = [known.is_present(each, quantum) and not self._view.condemns(each) for each in addresses]
+        unknown = [index for index, found in enumerate(present) if not found]
+
+        def look(at: int, _: Borrowed) -> bool:
+            address, epoch = addresses[unknown[at]], known.epoch
+            if self._view.condemns(address):
+                return False
+            found = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
+            if found:
+                known.add(address, quantum, renewed=False, epoch=epoch)
+            return found
+
+        done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
+        for index, found in zip(unknown, done, strict=True):
+            present[index] = bool(found)
+        return present
+
     def get(
-        self, namespace: Namespace, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: Deadline
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: Deadline,
+        *,
+        held: bool = False,
     ) -> list[bool]:
-        """Reads each block into its buffer, which must have the block's size; False is a miss."""
+        """Reads each block into its buffer, which must have the block's size; False is a miss.
+
+        ``held``: under a hold, which a sweep that condemned later waits for.
+        """
 
         def read(index: int, borrowed: Borrowed) -> bool:
             expected = expected_block(namespace, keys[index], len(buffers[index]))
-            if self._view.condemns(expected.address):
+            if not held and self._view.condemns(expected.address):
                 return False
             return self._chunks.read(expected, [buffers[index]], borrowed)
 
-        done = read_chunks(self._lanes, self._counters, len(keys), read, deadline, stop_at_miss=False)
-        hits = [key for key, hit in zip(keys, done, strict=True) if hit]
-        self._refresher.used(namespace.id, _addresses(namespace, hits), chained=False)
+        addresses = _addresses(namespace, keys)
+        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers)
+        groups = None
+        if run is not None:
+
+            def read_group(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+                if not held and self._view.leading(addresses[start:stop]) < stop - start:
+                    return np.zeros(stop - start, np.bool_)
+                return self._chunks.runs.read(run, start, stop, addresses, borrowed)
+
+            size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
+            groups = Groups(size, len(keys), read_group)
+        done = read_chunks(
+            self._lanes, self._counters, len(keys), read, deadline, stop_at_miss=False, groups=groups
+        )  # fmt: skip
+        hits = tuple(address for address, hit in zip(addresses, done, strict=True) if hit)
+        self._refresher.used(namespace.id, hits, chained=False)
         return [bool(each) for each in done]
 
 

@@ -295,18 +295,22 @@ class PutBlocksResponse(_message.Message):
     def __init__(self, stored: _Optional[bytes] = ...) -> None: ...
 
 class MatchBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys")
+    __slots__ = ("namespace", "keys", "each")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    each: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ...) -> None: ...
 
 class MatchBlocksResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "present")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+    present: bytes
+    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
     __slots__ = ("namespace", "keys", "sizes")
@@ -375,3 +379,44 @@ class Hints(_message.Message):
     priority: int
     ttl_s: float
     def __init__(self, priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class OpenBulkRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class OpenBulkResponse(_message.Message):
+    __slots__ = ("unix_path", "boot_id", "tcp_port", "grant", "secret", "ttl_s", "files")
+    UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TCP_PORT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    unix_path: str
+    boot_id: str
+    tcp_port: int
+    grant: bytes
+    secret: bytes
+    ttl_s: float
+    files: bool
+    def __init__(self, unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ..., tcp_port: _Optional[int] = ..., grant: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., files: bool = ...) -> None: ...
+
+class BulkRefusal(_message.Message):
+    __slots__ = ("code", "message", "trailers")
+    class TrailersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRAILERS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    trailers: _containers.ScalarMap[str, str]
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., trailers: _Optional[_Mapping[str, str]] = ...) -> None: ...

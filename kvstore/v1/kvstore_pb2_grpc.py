@@ -114,6 +114,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.OpenBulk = channel.unary_unary(
+                '/kvstore.v1.KVStore/OpenBulk',
+                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.OpenBulkRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.OpenBulkResponse.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer(object):
@@ -235,6 +240,14 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenBulk(self, request, context):
+        """Shorter ways for the bytes of Put and Get: shared memory on the same host, a socket of their own elsewhere.  Optional
+        for clients and workers: kvstore/wire/bulk/BULK.md has the rules.  UNIMPLEMENTED where a worker has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -317,6 +330,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.StatsRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.StatsResponse.SerializeToString,
+            ),
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.OpenBulkRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.OpenBulkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -751,6 +769,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Stats',
             kvstore_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/OpenBulk',
+            kvstore_dot_v1_dot_kvstore__pb2.OpenBulkRequest.SerializeToString,
+            kvstore_dot_v1_dot_kvstore__pb2.OpenBulkResponse.FromString,
             options,
             channel_credentials,
             insecure,

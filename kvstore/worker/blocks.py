@@ -70,9 +70,12 @@ class BlockStreams:
         return pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()
 
     def match(self, request: pb.MatchBlocksRequest, context: grpc.ServicerContext) -> pb.MatchBlocksResponse:
-        """How many leading keys are there."""
+        """How many leading keys are there, and which of all where that is asked for."""
         namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
+        if request.each:
+            present = bytes(self._node.blocks.present(namespace, keys, deadline))
+            return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)
         return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
 
     def get(self, request: pb.GetBlocksRequest, context: grpc.ServicerContext) -> Iterator[bytes]:

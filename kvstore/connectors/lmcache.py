@@ -1,0 +1,281 @@
+"""LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
+
+LMCache calls from its controller threads and waits for event descriptors; the work is done by threads of ours.
+Whatever goes wrong is a miss or a failed store, and every task ends: each step by its timeout after it began
+(the first of a model by ``store_timeout_s``), and what waited for a thread longer than that is not begun at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from kvstore.client import Cache
+from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, tensors
+from kvstore.connectors.lmcache_locks import Locks
+from kvstore.connectors.settings import LateStore, block_key
+from kvstore.connectors.tasks import TaskThreads
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
+from kvstore.sources import SystemClock
+
+log = logging.getLogger(__name__)
+
+TASKS_MAX = 4096
+"""Tasks waiting for a thread, of each kind; more are misses and failed stores at once."""
+CLOSE_S = 5.0
+"""How long closing waits beside the deadlines of what is under way."""
+
+R = TypeVar("R")
+
+
+class _Outcomes(Generic[R]):
+    """The results of one kind of task, until LMCache takes them, and the descriptor that says that there are some."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self._lock = threading.Lock()
+        self._done: dict[int, R] = {}
+        self._closed = False
+        self.fileno: int = self._notifier.fileno()
+
+    def put(self, task: int, result: R) -> None:
+        with self._lock:
+            if not self._closed:
+                self._done[task] = result
+                self._notifier.notify()
+
+    def pop(self, task: int) -> R | None:
+        with self._lock:
+            return self._done.pop(task, None)
+
+    def pop_all(self) -> dict[int, R]:
+        with self._lock:
+            done, self._done = self._done, {}
+            return done
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._notifier.close()
+
+
+class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+    """``config`` is LMCache's ``adapter_params``: see ``kvstore.connectors.lmcache_keys.Settings`` for its keys.
+
+    Capacity and eviction are the store's own (``kvstore-gc``), so none is declared, ``delete`` does nothing, and keys
+    cannot be listed: the store knows only their digests.
+    Raises InvalidRequest for settings that make no sense, and what ``kvstore.open`` raises.
+    """
+
+    def __init__(self, config: dict[str, Any], **_: Any) -> None:
+        super().__init__(max_capacity_bytes=0)
+        self._settings = settings = Settings.of(config, "adapter_params")
+        self._store = LateStore(settings)
+        self._caches = ModelCaches(self._store, "l2")
+        self._clock = SystemClock()
+        self._locks = Locks(settings.lock_s, self._clock)
+        self._ids = itertools.count()
+        self._stored: _Outcomes[L2StoreResult] = _Outcomes()
+        self._found: _Outcomes[Bitmap] = _Outcomes()
+        self._loaded: _Outcomes[Bitmap] = _Outcomes()
+        self._readers = TaskThreads(settings.threads, TASKS_MAX, "kvstore-lmcache-read")
+        # Of their own, so that a slow write never delays a read.
+        self._writers = TaskThreads(max(1, settings.threads // 2), TASKS_MAX, "kvstore-lmcache-write")
+        self._failing: str = ""
+
+    # Descriptors
+
+    def get_store_event_fd(self) -> int:
+        return self._stored.fileno
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._found.fileno
+
+    def get_load_event_fd(self) -> int:
+        return self._loaded.fileno
+
+    # Storing
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def store() -> L2StoreResult:
+            return self._stores(keys, objects)
+
+        return self._submit(self._writers, self._stored, store, L2StoreResult(False, 0), self._settings.store_timeout_s)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stored.pop_all()
+
+    def _stores(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
+        written, good = 0, True
+        for cache, places in self._by_model(keys):
+            names = [_key_of(keys[place], objects[place]) for place in places]
+            present = cache.blocks.present(names)
+            lacking = [at for at, found in enumerate(present) if not found]
+            buffers = [_bytes_of(objects[places[at]]) for at in lacking]
+            stored = cache.blocks.put([names[at] for at in lacking], buffers)
+            sizes = {places[at]: len(buffer) for at, buffer, ok in zip(lacking, buffers, stored, strict=True) if ok}
+            good = good and all(stored)
+            written += sum(sizes.values())
+            if sizes:
+                self._notify_keys_stored([keys[place] for place in sizes], list(sizes.values()))
+        return L2StoreResult(good, written)
+
+    # Looking up
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: dict[int, Any]) -> int:
+        def look() -> Bitmap:
+            return self._look(keys, group_layout_descs)
+
+        return self._submit(self._readers, self._found, look, Bitmap(len(keys)), self._settings.lookup_timeout_s)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._found.pop(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        self._locks.remove(keys)
+
+    def _look(self, keys: list[Any], layouts: dict[int, Any]) -> Bitmap:
+        found = Bitmap(len(keys))
+        made_of = {group: tensors(each.shapes, each.dtypes) for group, each in (layouts or {}).items()}
+        for cache, places in self._by_model(keys):
+            places = self._hold(cache, keys, places, made_of, found)
+            # A compressed object is only bytes to us, whatever the tensors are that come out of it.
+            places = [place for place in places if made_of.get(keys[place].object_group_id, OPAQUE) != OPAQUE]
+            if places:
+                self._hold(cache, keys, places, {}, found)
+        return found
+
+    def _hold(
+        self, cache: Cache, keys: list[Any], places: list[int], made_of: dict[int, str], found: Bitmap
+    ) -> list[int]:
+        """Locks what is there; returns the places of the keys that are not."""
+        names = [_name_of(keys[place], made_of.get(keys[place].object_group_id, OPAQUE)) for place in places]
+        hold = cache.blocks.hold(names, self._settings.lock_s)
+        hits = [place for place, present in zip(places, hold.present, strict=True) if present]
+        self._locks.add(hold, [keys[place] for place in hits])
+        for place in hits:
+            found.set(place)
+        return [place for place, present in zip(places, hold.present, strict=True) if not present]
+
+    # Loading
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def load() -> Bitmap:
+            return self._loads(keys, objects)
+
+        return self._submit(self._readers, self._loaded, load, Bitmap(len(keys)), self._settings.load_timeout_s)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loaded.pop(task_id)
+
+    def _loads(self, keys: list[Any], objects: list[Any]) -> Bitmap:
+        loaded = Bitmap(len(keys))
+        for cache, places in self._by_model(keys):
+            names = [_key_of(keys[place], objects[place]) for place in places]
+            buffers = [_bytes_of(objects[place]) for place in places]
+            for hold, at in self._by_hold([keys[place] for place in places]):
+                part = [names[each] for each in at], [buffers[each] for each in at]
+                try:
+                    hits = hold(*part)
+                except HoldBroken:
+                    hits = cache.blocks.get(*part)  # it may be there still
+                for each, hit in zip(at, hits, strict=True):
+                    if hit:
+                        loaded.set(places[each])
+        hits = [keys[place] for place in loaded.get_indices_list()]
+        if hits:
+            self._notify_keys_accessed(hits)
+        return loaded
+
+    def _by_hold(self, keys: list[Any]) -> list[tuple[Callable[..., list[bool]], list[int]]]:
+        """How to read each key: under the hold that its lock has, or without one."""
+        groups: dict[int, tuple[Callable[..., list[bool]], list[int]]] = {}
+        for at, key in enumerate(keys):
+            hold = self._locks.of(key)
+            read = hold.get if hold is not None else self._caches.of(key.model_name).blocks.get
+            groups.setdefault(id(hold), (read, []))[1].append(at)
+        return list(groups.values())
+
+    # The rest
+
+    def report_status(self) -> dict[str, Any]:
+        """Whether the last call to the store went well, and why not."""
+        failing = self._failing
+        return {
+            "is_healthy": not failing,
+            "type": type(self).__name__,
+            "error": failing,
+            "locked_keys": len(self._locks),
+            "place": {key: str(value) for key, value in self._settings.place.items() if key != "root_options"},
+        }
+
+    def close(self) -> None:
+        """Ends what is under way, then the store. LMCache's memory is not touched any more once this returns."""
+        settings = self._settings
+        ended = self._readers.close(CLOSE_S + settings.load_timeout_s + settings.lookup_timeout_s)
+        ended = self._writers.close(CLOSE_S + settings.store_timeout_s) and ended
+        if not ended:
+            log.warning("lmcache.close why=tasks did not end in time")
+        self._locks.clear()
+        self._store.close()
+        for each in (self._stored, self._found, self._loaded):
+            each.close()
+
+    def _submit(
+        self, threads: TaskThreads, outcomes: _Outcomes[R], work: Callable[[], R], failure: R, timeout_s: float
+    ) -> int:
+        """Has ``work`` done, and its result, or ``failure``, put where LMCache looks for it."""
+        task = next(self._ids)
+        begin_by_s = self._clock.monotonic_s() + timeout_s
+        if not threads.submit(partial(self._do, task, outcomes, work, failure, begin_by_s)):
+            self._failing = "too many tasks wait for the store"
+            outcomes.put(task, failure)
+        return task
+
+    def _do(self, task: int, outcomes: _Outcomes[R], work: Callable[[], R], failure: R, begin_by_s: float) -> None:
+        result = failure
+        try:
+            if self._clock.monotonic_s() > begin_by_s:
+                self._failing = "tasks waited too long for a thread"
+                return
+            result = work()
+            self._failing = ""
+        except InvalidRequest as error:
+            log.error("lmcache.task_refused why=%s", error)
+        except KVStoreError as error:
+            if not self._failing:
+                log.warning("lmcache.task_failed why=%s", error)
+            self._failing = str(error)
+        finally:
+            outcomes.put(task, result)  # without it LMCache would wait for ever
+
+    def _by_model(self, keys: Sequence[Any]) -> list[tuple[Cache, list[int]]]:
+        return [(self._caches.of(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]
+
+
+def _name_of(key: Any, made_of: str) -> bytes:
+    told = (f"{key.kv_rank:#x}", str(key.object_group_id), key.cache_salt, made_of)
+    return block_key(key.chunk_hash, *(each.encode() for each in told))
+
+
+def _key_of(key: Any, made: Any) -> bytes:
+    """The block's key by LMCache's key and the object that is stored or loaded."""
+    meta = made.meta
+    if meta.shapes is None:
+        return _name_of(key, tensors([meta.shape], [meta.dtype]))
+    return _name_of(key, tensors(meta.shapes, meta.dtypes))
+
+
+def _bytes_of(made: Any) -> memoryview:
+    """The object's own memory."""
+    return memoryview(made.byte_array).cast("B")

@@ -1,0 +1,75 @@
+"""How LMCache's objects are named in the store: one namespace per model, one block per object.
+
+LMCache tells a store the model's name, the rank, the object group, the user's salt and the chunk's hash, none of which
+changes with the weights, and nothing of the tensors but what each object says of itself.  So the namespace takes a
+fingerprint from the settings, and the key takes shapes and types from the object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.client import Cache
+from kvstore.connectors.settings import LateStore, StoreSettings
+from kvstore.errors import InvalidRequest
+
+MODELS_MAX = 256
+"""Models of one LMCache that are remembered; beyond it the oldest is opened anew when it comes again."""
+THREADS_MAX = 64
+OPAQUE = ""
+"""The tensors of an object that is only bytes, such as a compressed one."""
+
+
+@dataclass(frozen=True)
+class Settings(StoreSettings):
+    """What LMCache's configuration gives."""
+
+    lock_s: float = 120.0
+    """What LMCache locked and never unlocked is protected for this long; at most the node's own limit of 300."""
+    threads: int = 4
+    """Threads that look up and load; half as many store."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.threads, int) or not 1 <= self.threads <= THREADS_MAX:
+            raise InvalidRequest(f"threads={self.threads!r}: expected a whole number from 1 to {THREADS_MAX}")
+
+
+class ModelCaches:
+    """The namespaces of the models that one LMCache serves, opened when a model is first met. Thread-safe."""
+
+    def __init__(self, store: LateStore, interface: str) -> None:
+        self._store = store
+        self._interface = interface
+        self._lock = threading.Lock()
+        self._caches: dict[str, Cache] = {}
+
+    def of(self, model: str) -> Cache:
+        """The cache of a model. Raises what opening it raises, and tries again the next time."""
+        cache = self._caches.get(model)
+        if cache is not None:
+            return cache
+        cache = self._store.model("lmcache", model, {"engine": "lmcache", "interface": self._interface})
+        with self._lock:
+            while len(self._caches) >= MODELS_MAX:
+                del self._caches[next(iter(self._caches))]
+            return self._caches.setdefault(model, cache)
+
+
+def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
+    """What an object is made of, as text; ``OPAQUE`` where that is only bytes, or not known."""
+    parts = [(tuple(shape), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    if not parts or (len(parts) == 1 and len(parts[0][0]) == 1 and parts[0][1] == "torch.uint8"):
+        return OPAQUE
+    return ";".join(f"{dtype}:{','.join(map(str, shape))}" for shape, dtype in parts)
+
+
+def places_by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """The places at which each name stands."""
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return places

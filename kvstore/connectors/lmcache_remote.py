@@ -1,0 +1,232 @@
+"""LMCache inside the engine: the store as one of its ``remote_storage_plugins``, the older interface.
+
+A full chunk is one block.  A part chunk (``save_unfull_chunk``) has a second block that says how long it is, because
+LMCache asks for a key without saying so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+from kvstore.client import Cache
+from kvstore.connectors.lmcache_keys import ModelCaches, Settings, tensors
+from kvstore.connectors.settings import LateStore, block_key
+from kvstore.errors import InvalidRequest, KVStoreError
+
+log = logging.getLogger(__name__)
+
+PLUGIN = "kvstore"
+"""What ``remote_storage_plugins`` calls it; ``kvstore.NAME`` for a second one."""
+LENGTH_BYTES = 8
+
+
+class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
+    """Makes the connector from LMCache's ``extra_config``."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{PLUGIN}://")
+
+    def can_parse(self, url: str) -> bool:
+        kind, _, rest = url.partition("://")
+        return kind == PLUGIN or (kind == "plugin" and extract_plugin_type(rest) == PLUGIN)
+
+    def create_connector(self, context: ConnectorContext) -> KVStoreRemoteConnector:
+        return KVStoreRemoteConnector(
+            context.loop, context.local_cpu_backend, context.config, context.plugin_name or PLUGIN
+        )
+
+
+class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
+    """Settings are those of ``kvstore.connectors.lmcache_keys.Settings``, in ``extra_config``; one that is given as
+    ``remote_storage_plugin.NAME.KEY`` wins, NAME being that of the plug-in.
+
+    A store that fails or does not answer in time is a miss. Raises InvalidRequest for settings that make no sense, and
+    where LMCache's hashes are not the same in the next process; and what ``kvstore.open`` raises.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any, plugin_name: str = PLUGIN
+    ) -> None:
+        config = config if config is not None else local_cpu_backend.config
+        super().__init__(config, local_cpu_backend.metadata)
+        _check(config)
+        self._memory = local_cpu_backend
+        settings = Settings.of(_given(config.extra_config or {}, plugin_name), "extra_config")
+        self._store = LateStore(settings)
+        self._caches = ModelCaches(self._store, "remote")
+        self._made_of = tensors(self.meta_shapes, self.meta_dtypes)
+
+    # Looking up
+
+    async def exists(self, key: Any) -> bool:
+        return await asyncio.to_thread(self.exists_sync, key)
+
+    def exists_sync(self, key: Any) -> bool:
+        return self.batched_contains([key]) == 1
+
+    def support_batched_contains(self) -> bool:
+        return True
+
+    def batched_contains(self, keys: list[Any]) -> int:
+        """How many leading keys are there."""
+        if not keys:
+            return 0
+        try:
+            return self._cache(keys[0]).blocks.match([self._name(key) for key in keys])
+        except KVStoreError as error:
+            log.warning("lmcache.lookup_failed why=%s", error)
+            return 0
+
+    def support_batched_async_contains(self) -> bool:
+        return True
+
+    async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
+        """As ``batched_contains``. Nothing is pinned: what is collected before it is read is a miss."""
+        return await asyncio.to_thread(self.batched_contains, keys)
+
+    # Reading
+
+    async def get(self, key: Any) -> Any:
+        return (await self.batched_get([key]))[0]
+
+    def support_batched_get(self) -> bool:
+        return True
+
+    async def batched_get(self, keys: list[Any]) -> list[Any]:
+        return await asyncio.to_thread(self._get, keys)
+
+    async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
+        """The objects of the leading keys that could be read."""
+        made = await self.batched_get(keys)
+        leading = next((at for at, each in enumerate(made) if each is None), len(made))
+        for each in made[leading:]:
+            if each is not None:
+                each.ref_count_down()
+        return made[:leading]
+
+    def _get(self, keys: list[Any]) -> list[Any]:
+        made = [self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt) for _ in keys]
+        wanted = [at for at, each in enumerate(made) if each is not None]
+        hits = [False] * len(keys)
+        try:
+            if wanted:
+                cache = self._cache(keys[0])
+                names = [self._name(keys[at]) for at in wanted]
+                read = cache.blocks.get(names, [_bytes_of(made[at]) for at in wanted])
+                for at, name, hit in zip(wanted, names, read, strict=True):
+                    hits[at] = hit or self._get_part(cache, name, made[at])
+        except KVStoreError as error:
+            log.warning("lmcache.load_failed why=%s", error)
+        finally:
+            for at, each in enumerate(made):
+                if each is not None and not hits[at]:
+                    each.ref_count_down()
+                    made[at] = None
+        return made
+
+    def _get_part(self, cache: Cache, name: bytes, made: Any) -> bool:
+        """Reads a part chunk, and makes the object as long as it is."""
+        length = bytearray(LENGTH_BYTES)
+        if not cache.blocks.get([_length_name(name)], [length])[0]:
+            return False
+        size_bytes = int.from_bytes(length, "little")
+        if not 0 < size_bytes < self.full_chunk_size_bytes or size_bytes % self.single_token_size:
+            return False
+        return cache.blocks.get([name], [_bytes_of(made)[:size_bytes]])[0] and bool(
+            self.reshape_partial_chunk(made, size_bytes)
+        )
+
+    # Storing
+
+    async def put(self, key: Any, memory_obj: Any) -> None:
+        await self.batched_put([key], [memory_obj])
+
+    def support_batched_put(self) -> bool:
+        return True
+
+    async def batched_put(self, keys: list[Any], memory_objs: list[Any]) -> None:
+        await asyncio.to_thread(self._put, keys, memory_objs)
+
+    def _put(self, keys: list[Any], made: list[Any]) -> None:
+        names, buffers = [], []
+        for key, each in zip(keys, made, strict=True):
+            name, memory = self._name(key), _bytes_of(each)
+            if len(memory) < self.full_chunk_size_bytes:
+                names.append(_length_name(name))
+                buffers.append(memoryview(len(memory).to_bytes(LENGTH_BYTES, "little")))
+            names.append(name)
+            buffers.append(memory)
+        try:
+            if names:
+                self._cache(keys[0]).blocks.put(names, buffers)
+        except KVStoreError as error:
+            log.warning("lmcache.store_failed why=%s", error)
+
+    # The rest
+
+    async def list(self) -> list[str]:
+        """Nothing: the store knows only digests of the keys."""
+        return []
+
+    def remove_sync(self, key: Any) -> bool:
+        """False: what goes is decided by the store's garbage collection."""
+        return False
+
+    def support_ping(self) -> bool:
+        return True
+
+    async def ping(self) -> int:
+        """0 where the store answers."""
+        try:
+            await asyncio.to_thread(lambda: self._store.open().stats())
+        except KVStoreError:
+            return 1
+        return 0
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._store.close)
+
+    def _cache(self, key: Any) -> Cache:
+        return self._caches.of(key.model_name)
+
+    def _name(self, key: Any) -> bytes:
+        """LMCache's own text of a key: ranks, hash, type and tags."""
+        return block_key(key.to_string().encode(), self._made_of.encode())
+
+
+def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:
+    """Our settings out of LMCache's, where others have theirs too."""
+    given = {key: value for key, value in extra.items() if key in Settings.known_keys()}
+    prefix = f"remote_storage_plugin.{plugin}."
+    theirs = {"module_path", "class_name"}
+    given.update((key[len(prefix) :], each) for key, each in extra.items() if key.startswith(prefix))
+    return {key: value for key, value in given.items() if key not in theirs}
+
+
+def _check(config: Any) -> None:
+    """Raises InvalidRequest where this interface could not be served."""
+    if config.use_layerwise:
+        raise InvalidRequest(
+            "use_layerwise: kvstore stores whole chunks here; use LMCache's server mode, or switch it off"
+        )
+    algorithm = str(getattr(config, "pre_caching_hash_algorithm", "builtin"))
+    if algorithm == "builtin" and not os.environ.get("PYTHONHASHSEED"):
+        raise InvalidRequest(
+            "LMCache's builtin hashes differ in every process, so nothing that this one stores would be found: set "
+            "pre_caching_hash_algorithm to sha256_cbor, or PYTHONHASHSEED to the same number in every engine"
+        )
+
+
+def _bytes_of(made: Any) -> memoryview:
+    return memoryview(made.byte_array).cast("B")
+
+
+def _length_name(name: bytes) -> bytes:
+    return block_key(name, b"length")

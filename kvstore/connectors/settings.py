@@ -1,0 +1,174 @@
+"""What LMCache and SGLang have in common: settings, and what they leave to us, the fingerprint and the blocks' keys."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any, Self, TypeVar
+
+from kvstore.client import Cache, Store
+from kvstore.connectors.opening import PLACE_KEYS, check_keys, open_store
+from kvstore.connectors.weights import weights_fingerprint
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.layout import Layout
+from kvstore.sources import SystemClock
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TIMEOUT_S_MAX = 3600.0
+PAUSE_S = 5.0
+"""After the store could not be opened, calls are misses at once for this long."""
+OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
+"""Of namespaces whose blocks say by their keys what they hold."""
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Where the store is (``root`` and ``etcd``, or ``connect``), and what follows.
+
+    Raises InvalidRequest for values that make no sense.
+    """
+
+    place: Mapping[str, Any] = field(default_factory=dict)
+    """The keys that say where the store is."""
+    fingerprint: str | Mapping[str, str] = ""
+    """Digest of the weights, or one for each model by its name. A model that is a folder has its own computed."""
+    tenant: str = ""
+    """Whose KV it is: tenants share nothing."""
+    lookup_timeout_s: float = 2.0
+    """A look-up that takes longer is a miss."""
+    load_timeout_s: float = 10.0
+    """What has not been read after this time is a miss."""
+    store_timeout_s: float = 30.0
+    """A store that takes longer has failed."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(each.default, float) and not (_is_number(value) and 0 < value <= TIMEOUT_S_MAX):
+                raise InvalidRequest(f"{each.name}={value!r}: expected more than 0 and at most {TIMEOUT_S_MAX} seconds")
+        marks = self.fingerprint.values() if isinstance(self.fingerprint, Mapping) else [self.fingerprint]
+        if not all(isinstance(each, str) for each in [*marks, self.tenant]):
+            raise InvalidRequest("fingerprint and tenant: expected text; fingerprint may map models to text")
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Every key that may be given."""
+        return PLACE_KEYS | {each.name for each in fields(cls)} - {"place"}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str) -> Self:
+        """From a mapping that has these keys and no others; ``where`` names it in messages."""
+        check_keys(given, cls.known_keys(), where)
+        return cls(
+            place={key: value for key, value in given.items() if key in PLACE_KEYS},
+            **{key: value for key, value in given.items() if key not in PLACE_KEYS},
+        )
+
+    def open(self) -> Store:
+        """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` raise."""
+        return open_store(
+            self.place, match_s=self.lookup_timeout_s, read_s=self.load_timeout_s, write_s=self.store_timeout_s
+        )
+
+    def fingerprint_of(self, model: str) -> str:
+        """The digest of a model's weights: as given, or computed where the model's name is a folder; else empty."""
+        given = self.fingerprint.get(model, "") if isinstance(self.fingerprint, Mapping) else self.fingerprint
+        if given:
+            return given
+        why: object = "its name is no folder"
+        if os.path.isdir(model):
+            try:
+                return weights_fingerprint(model)
+            except KVStoreError as error:
+                why = error
+        log.warning(
+            "connector.no_fingerprint model=%s why=%s: KV of other weights under this name would be served; "
+            "give a digest of the weights, or their revision, as the setting fingerprint",
+            model,
+            why,
+        )
+        return ""
+
+
+class LateStore:
+    """The store, which may be down when the engine starts: then it is opened when it is needed, and answers.
+
+    Thread-safe. Raises what ``kvstore.open`` raises, but for Unavailable.
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self._clock = SystemClock()
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._again_s = 0.0
+        self._closed = False
+        with suppress(Unavailable):
+            self._try(self._opened)
+
+    def open(self) -> Store:
+        """The store. Raises Unavailable while it is down."""
+        return self._store or self._try(self._opened)
+
+    def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
+        """The namespace of a model's blocks; ``path`` is where its weights are, if not at its name.
+
+        Raises what opening it raises; and Unavailable at once for a while after that.
+        """
+        # The name is for reading, and a model's may be a path of any length: the whole of it is in the attributes.
+        name = f"{engine}-{os.path.basename(model.rstrip('/'))[-100:] or 'model'}"
+        told = {**attributes, "model": blake2b(model.encode(), digest_size=16).hexdigest()}
+
+        def opened() -> Cache:
+            fingerprint = self._settings.fingerprint_of(path or model)
+            return self._opened().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
+
+        return self._try(opened)
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _opened(self) -> Store:
+        if self._closed:
+            raise Unavailable("the store is closed: open it again")
+        if self._store is None:
+            self._store = self._settings.open()
+        return self._store
+
+    def _try(self, call: Callable[[], T]) -> T:
+        # One at a time: whoever comes while another waits for a store that is down need not wait as long again.
+        with self._lock:
+            if self._clock.monotonic_s() < self._again_s:
+                raise Unavailable("the store could not be opened a moment ago")
+            try:
+                return call()
+            except Unavailable as error:
+                log.warning("connector.store_unavailable why=%s", error)
+                self._again_s = self._clock.monotonic_s() + PAUSE_S
+                raise
+
+
+def block_key(*parts: bytes) -> bytes:
+    """The key of a block that is told by all of ``parts``: 32 bytes."""
+    state = blake2b(digest_size=32, person=b"kvstore.engine")
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,264 @@
+"""SGLang's hierarchical cache: the store as its storage, by its ``dynamic`` backend.
+
+SGLang calls from threads of its own, so calls wait for the store, each at most for its timeout.  Whatever goes wrong is
+a miss, or a page that was not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import sglang
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvstore.client import Cache
+from kvstore.connectors.settings import LateStore, StoreSettings
+from kvstore.connectors.sglang_pages import PagePool
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings(StoreSettings):
+    """Our keys in ``--hicache-storage-backend-extra-config``; SGLang's own stand beside them."""
+
+
+class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
+    """See ``Settings`` for the keys. Thread-safe.
+
+    Pages are shared by engines whose model, weights, SGLang version, parallelism, rank, type and memory layout are the
+    same; MLA pages by all tensor-parallel ranks.
+    Raises InvalidRequest for settings that make no sense, and what ``kvstore.open`` raises.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        if storage_config.should_split_heads:
+            raise InvalidRequest("tp_lcm_size: kvstore stores the heads of a rank together; leave it out")
+        extra = storage_config.extra_config or {}
+        known = Settings.known_keys()
+        settings = Settings.of({key: each for key, each in extra.items() if key in known}, "the extra config")
+        self._config = storage_config
+        self._kv: PagePool | None = None
+        self._pools: dict[str, PagePool] = {}
+        self._cache: Cache | None = None
+        self._failing = False
+        self._store = LateStore(settings)
+
+    # Pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        in_place = bool((self._config.extra_config or {}).get("interface_v1"))
+        self._kv = self._pool(str(PoolName.KV), mem_pool_host, in_place=in_place)
+        self._pools.setdefault(self._kv.name, self._kv)
+        with suppress(Unavailable):
+            self._blocks()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        pool = self._pool(str(host_pool_name), host_pool, in_place=True)
+        self._pools[pool.name] = pool
+
+    def _pool(self, name: str, pool: Any, *, in_place: bool) -> PagePool:
+        # What the first rank stores for all of them says nothing of a rank; the state of Mamba layers is each rank's.
+        is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
+        told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
+        return PagePool(name, pool, told, in_place=in_place)
+
+    # One page
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """The page in ``target_location``, or in a new flat tensor where none is given; None is a miss."""
+        return self.batch_get([key], [target_location])[0]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value if value is not None else target_location])
+
+    # Pages that SGLang copies
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        pool = self._anchor()
+        given = list(target_locations) if target_locations is not None else [None] * len(keys)
+        pages = [each if each is not None else pool.pool.get_dummy_flat_data_page() for each in given]
+
+        def read() -> list[bool]:
+            buffers = [block for page in pages for block in pool.cut(page, copy=False)]
+            return pool.whole(self._blocks().blocks.get(pool.names(keys), buffers))
+
+        hits = self._or_miss(read, [False] * len(keys))
+        return [page if hit else None for page, hit in zip(pages, hits, strict=True)]
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        pool = self._anchor()
+        pages = values if values is not None else target_locations
+        if pages is None or len(pages) != len(keys) or any(each is None for each in pages):
+            return False
+        return all(self._put(pool, keys, lambda: [block for page in pages for block in pool.cut(page)]))
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many leading pages are there."""
+        pool = self._anchor()
+        count = len(pool.sizes)
+        return self._or_miss(lambda: self._blocks().blocks.match(pool.names(keys)), 0) // count
+
+    # Pages in place (``interface_v1``)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._get_in_place(self._anchor(), keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._set_in_place(self._anchor(), keys, host_indices)
+
+    # Pages of several pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """How far each pool goes, and the lengths at which all of them could be restored."""
+        anchor = self._anchor()
+        transfers = [
+            each
+            for each in pool_transfers or []
+            # Never decides over a hit, and a pool that is not reported has no verdict.
+            if each.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+        ]
+        pools = [anchor, *(self._pools[str(each.name)] for each in transfers)]
+        names = [pool.names(keys) for pool in pools]
+        found = self._or_miss(
+            lambda: self._blocks().blocks.present([name for each in names for name in each]),
+            [False] * sum(map(len, names)),
+        )
+        present, start = [], 0
+        for pool, each in zip(pools, names, strict=True):
+            present.append(pool.whole(found[start : start + len(each)]))
+            start += len(each)
+        kv_pages = _leading(present[0])
+        hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer, pages in zip(transfers, present[1:], strict=True):
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                fits = [*range(1, min(kv_pages, _leading(pages)) + 1)]
+            else:
+                tail = max(1, len(transfer.keys or ()))
+                fits = [end for end in range(1, kv_pages + 1) if all(pages[max(0, end - tail) : end])]
+            if fits:
+                hits[transfer.name] = max(fits)
+            restorable = [length for length in restorable if length in fits]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {
+            each.name: self._get_in_place(self._pools[str(each.name)], each.keys or [], each.host_indices)
+            for each in transfers
+        }
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[Any, list[bool]]:
+        return {
+            each.name: self._set_in_place(self._pools[str(each.name)], each.keys or [], each.host_indices)
+            for each in transfers
+        }
+
+    # The rest
+
+    def clear(self) -> bool:
+        """Deletes the pages of this model and rank."""
+        try:
+            self._blocks().clear()
+        except KVStoreError as error:
+            log.warning("sglang.clear_failed why=%s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        self._store.close()
+
+    def _get_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
+        miss = [False] * len(keys)
+        if not pool.fits(len(keys), indices):
+            log.error("sglang.indices_mismatch pool=%s pages=%d", pool.name, len(keys))
+            return miss
+
+        def read() -> list[bool]:
+            buffers = pool.to_read(indices)
+            hits = pool.whole(self._blocks().blocks.get(pool.names(keys), buffers))
+            pool.filled(indices, buffers, hits)
+            return hits
+
+        return self._or_miss(read, miss)
+
+    def _set_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
+        if not pool.fits(len(keys), indices):
+            log.error("sglang.indices_mismatch pool=%s pages=%d", pool.name, len(keys))
+            return [False] * len(keys)
+        return self._put(pool, keys, lambda: pool.to_write(indices))
+
+    def _put(self, pool: PagePool, keys: Sequence[str], buffers: Callable[[], list[memoryview]]) -> list[bool]:
+        def write() -> list[bool]:
+            return pool.whole(self._blocks().blocks.put(pool.names(keys), buffers()))
+
+        return self._or_miss(write, [False] * len(keys))
+
+    def _anchor(self) -> PagePool:
+        if self._kv is None:
+            raise InvalidRequest("no host pool is registered: SGLang calls register_mem_pool_host first")
+        return self._kv
+
+    def _blocks(self) -> Cache:
+        """The namespace of this model and rank, opened when it is first needed and the store answers."""
+        if self._cache is None:
+            self._cache = self._namespace()
+        return self._cache
+
+    def _namespace(self) -> Cache:
+        config, pool = self._config, self._anchor().pool
+        ranks = {"tp": (config.tp_rank, config.tp_size), "pp": (config.pp_rank, config.pp_size)}
+        ranks |= {"cp": (config.attn_cp_rank, config.attn_cp_size), "dcp": (config.dcp_rank, config.dcp_size)}
+        if config.is_mla_model:
+            ranks["tp"] = (0, 1 if config.dcp_size == 1 else config.tp_size)  # every rank holds the same
+        attributes = {
+            "engine": f"sglang {sglang.__version__}",
+            "layout": str(getattr(pool, "layout", "")),
+            "dtype": str(getattr(pool, "dtype", "")),
+            "page tokens": str(self._anchor().page_size),
+            **{axis: f"{rank} of {size}" for axis, (rank, size) in ranks.items()},
+        }
+        # SGLang adds the pool's own page format to the model's name.
+        tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
+        return self._store.model("sglang", model, attributes, model.removesuffix(f"-{tag}") if tag else model)
+
+    def _or_miss(self, call: Callable[[], T], miss: T) -> T:
+        """The call's result, or ``miss`` where the store could not answer."""
+        try:
+            result = call()
+        except KVStoreError as error:
+            if not self._failing:
+                log.warning("sglang.call_failed why=%s", error)
+            self._failing = True
+            return miss
+        self._failing = False
+        return result
+
+
+def _leading(pages: Sequence[bool]) -> int:
+    return next((at for at, present in enumerate(pages) if not present), len(pages))

@@ -1,0 +1,187 @@
+"""Pages of SGLang's host pools as blocks: which memory is which block, under which key.
+
+A page whose memory lies in a few runs (K and V in the page-first layouts) is one block per run, read and written in
+place.  In ``layer_first`` it is one block that is copied together, in the order of SGLang's flat page.  So SGLang's
+generic calls and its zero-copy calls find each other's pages, where it is known that they mean the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.connectors.settings import block_key
+from kvstore.errors import InvalidRequest
+
+RUNS_MAX = 4
+"""Runs of memory in a page that are blocks of their own: K, V, and what some layouts have beside them."""
+
+_K_THEN_V = ("page_first", "page_first_direct", "page_head")
+
+_FACTS = (
+    "layout", "dtype", "store_dtype", "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer",
+    "end_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "kv_lora_rank", "qk_rope_head_dim",
+    "size_per_token", "storage_format_tag", "dcp_size", "dcp_rank",
+)  # fmt: skip
+
+
+class PagePool:
+    """One host pool. ``told`` is what must be equal, beside the pool's own facts, for its pages to be interchangeable.
+
+    ``in_place`` says which calls SGLang makes where nobody knows that a flat page has the bytes of its runs in order.
+    Raises InvalidRequest for a pool whose pages can be had neither as memory nor flat.
+    """
+
+    def __init__(self, name: str, pool: Any, told: str, *, in_place: bool) -> None:
+        self.name = name
+        self._is_flat = False
+        self.pool = pool
+        # A group of pools passes on only some of what its first one knows.
+        entry = getattr(pool, "anchor_entry", None)
+        facts_of = pool if entry is None else entry.host_pool
+        facts = "\n".join(f"{fact}={getattr(facts_of, fact, None)}" for fact in _FACTS)
+        told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
+        self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
+        layout = getattr(facts_of, "layout", "")
+        runs = self._runs(torch.arange(self.page_size))
+        self._is_alike = runs is None or _is_alike(layout, runs[1], getattr(facts_of, "layer_num", 0))
+        if not self._is_alike and not in_place:
+            self._is_flat, runs = True, None
+        sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
+        self._is_gathered = len(sizes) > RUNS_MAX or (layout == "layer_first" and len(sizes) > 1)
+        self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
+        """Bytes of the blocks of one page."""
+        self._order = [*range(len(sizes))]
+        if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
+            # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
+            self._order = [*range(0, len(sizes), 2), *range(1, len(sizes), 2)]
+        self._told = f"{told}\nflat={self._is_flat}".encode()
+
+    def names(self, keys: Sequence[str]) -> list[bytes]:
+        """The keys of the pages' blocks, page by page."""
+        return [
+            block_key(self._told, key.encode(), str(number).encode())
+            for key in keys
+            for number in range(len(self.sizes))
+        ]
+
+    def whole(self, blocks: Sequence[bool]) -> list[bool]:
+        """For each page, whether all of its blocks are good."""
+        count = len(self.sizes)
+        return [all(blocks[start : start + count]) for start in range(0, len(blocks), count)]
+
+    def fits(self, pages: int, indices: torch.Tensor | None) -> bool:
+        """Whether ``indices`` are those of so many pages."""
+        return indices is not None and int(indices.numel()) == pages * self.page_size
+
+    def to_write(self, indices: torch.Tensor) -> list[memoryview]:
+        """The bytes of the pages' blocks: the pool's own memory, or a copy where a page is in too many runs."""
+        found = self._runs(indices)
+        if found is None:
+            return [each for index in self._first(indices) for each in self.cut(self.pool.get_data_page(index))]
+        runs = _memory(*found)
+        if not self._is_gathered:
+            return runs
+        blocks = []
+        for page in self._by_page(runs):
+            block = np.concatenate([np.frombuffer(run, np.uint8) for run in page])
+            blocks.append(block.data)
+        return blocks
+
+    def to_read(self, indices: torch.Tensor) -> list[memoryview]:
+        """Where the pages' blocks go; tell ``filled`` once they are there."""
+        found = self._runs(indices)
+        if found is None:
+            return [
+                each
+                for _ in self._first(indices)
+                for each in self.cut(self.pool.get_dummy_flat_data_page(), copy=False)
+            ]
+        if not self._is_gathered:
+            return _memory(*found)
+        return [np.empty(self.sizes[0], np.uint8).data for _ in self._first(indices)]
+
+    def filled(self, indices: torch.Tensor, blocks: list[memoryview], good: list[bool]) -> None:
+        """Puts the good pages in their places, where they are not yet."""
+        found = self._runs(indices)
+        if found is not None and not self._is_gathered:
+            return
+        if found is None:
+            dtype = self.pool.get_dummy_flat_data_page().dtype
+            for index, block, hit in zip(self._first(indices), blocks, good, strict=True):
+                if hit:
+                    self.pool.set_from_flat_data_page(index, torch.frombuffer(block, dtype=torch.uint8).view(dtype))
+            return
+        for page, block, hit in zip(self._by_page(_memory(*found)), blocks, good, strict=True):
+            start = 0
+            for run in page if hit else ():
+                run[:] = block[start : start + len(run)]
+                start += len(run)
+
+    def cut(self, page: torch.Tensor, copy: bool = True) -> list[memoryview]:
+        """The blocks of a flat page. Raises InvalidRequest for one of another size, or not in one run of memory."""
+        if not self._is_alike and not self._is_flat:
+            raise InvalidRequest(f"pages of pool {self.name} are stored in place: leave interface_v1 set")
+        if not page.is_contiguous():
+            if not copy:
+                raise InvalidRequest("the page to read into is not contiguous")
+            page = page.contiguous()
+        memory = memoryview(page.detach().reshape(-1).view(torch.uint8).numpy())
+        if len(memory) != sum(self.sizes):
+            raise InvalidRequest(f"the page has {len(memory)} bytes: those of pool {self.name} have {sum(self.sizes)}")
+        blocks, start = [], 0
+        for size in self.sizes:
+            blocks.append(memory[start : start + size])
+            start += size
+        return blocks
+
+    def _runs(self, indices: torch.Tensor) -> tuple[list[int], list[int]] | None:
+        """Addresses and sizes of the runs of memory, page by page, as the pool tells them."""
+        if self._is_flat:
+            return None
+        try:
+            addresses, sizes = self.pool.get_page_buffer_meta(indices)
+        except (AttributeError, NotImplementedError, ValueError):
+            return None  # this layout is there as flat pages only
+        return addresses, sizes
+
+    def _by_page(self, runs: list[memoryview]) -> list[list[memoryview]]:
+        count = len(self._order)
+        return [[runs[start + at] for at in self._order] for start in range(0, len(runs), count)]
+
+    def _first(self, indices: torch.Tensor) -> list[int]:
+        return [int(each) for each in indices[:: self.page_size].tolist()]
+
+
+def _is_alike(layout: str, sizes: Sequence[int], layers: int) -> bool:
+    """Whether a flat page is known to have the bytes of the runs, in their order or by K and V."""
+    if layout == "layer_first":
+        return len(set(sizes)) == 1 and len(sizes) in (layers, 2 * layers)
+    return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == sizes[1] and layout in _K_THEN_V)
+
+
+def _size_of_flat(pool: Any, name: str) -> int:
+    try:
+        page = pool.get_dummy_flat_data_page()
+    except (AttributeError, NotImplementedError) as cause:
+        raise InvalidRequest(f"pages of pool {name} ({type(pool).__name__}) can be had in no way: {cause}") from cause
+    return int(page.numel() * page.element_size())
+
+
+def _memory(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """The memory at these addresses, which the pool keeps."""
+    return [
+        memoryview(_bytes_type(size).from_address(address)).cast("B")
+        for address, size in zip(addresses, sizes, strict=True)
+    ]
+
+
+@cache
+def _bytes_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    """Remembered, because ctypes keeps every array type it ever made."""
+    return ctypes.c_ubyte * size

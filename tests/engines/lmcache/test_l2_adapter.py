@@ -1,0 +1,207 @@
+"""What LMCache's controllers rely on: its keys, objects and factory, with our adapter behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.connectors.lmcache_keys import OPAQUE, tensors
+from kvstore.errors import InvalidRequest
+from tests.engines.lmcache.objects import adapter, equal, found, key, layouts, loaded, made, stored
+from tests.node.stores import chunk_files
+from tests.worker.serving import serving
+
+WAYS = ("root", "worker")
+
+
+@contextmanager
+def opened(way: str, root: Path, **params: Any) -> Iterator[Any]:
+    if way == "root":
+        with adapter(root=str(root), **params) as l2:
+            yield l2
+    else:
+        with serving(root) as served, adapter(connect=served.address, **params) as l2:
+            yield l2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_stored_is_found_and_loaded_bit_for_bit_also_after_a_restart(tmp_root: Path, way: str) -> None:
+    keys = [key(number) for number in range(8)]
+    objects = [made(number) for number in range(8)]
+    with opened(way, tmp_root) as l2:
+        result = stored(l2, keys, objects)
+        assert result.is_successful()
+        assert result.bytes_transferred() == sum(each.get_size() for each in objects)
+        assert l2.get_usage().total_bytes_used == result.bytes_transferred()
+        assert stored(l2, keys, objects).bytes_transferred() == 0, "it was there"
+    with opened(way, tmp_root) as l2:
+        assert found(l2, keys) == list(range(8))
+        targets = [made() for _ in keys]
+        assert loaded(l2, keys, targets) == list(range(8))
+        assert equal(objects, targets)
+        l2.submit_unlock(keys)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_look_up_and_a_load_answer_for_each_key(tmp_root: Path, way: str) -> None:
+    keys = [key(number) for number in range(6)]
+    with opened(way, tmp_root) as l2:
+        assert stored(l2, [keys[at] for at in (0, 2, 5)], [made(at) for at in (0, 2, 5)]).is_successful()
+        assert found(l2, keys) == [0, 2, 5]
+        targets = [made() for _ in keys]
+        assert loaded(l2, keys, targets) == [0, 2, 5]
+        assert equal([targets[2]], [made(2)])
+
+
+def test_the_three_descriptors_are_distinct(tmp_root: Path) -> None:
+    with adapter(root=str(tmp_root)) as l2:
+        fds = {l2.get_store_event_fd(), l2.get_lookup_and_lock_event_fd(), l2.get_load_event_fd()}
+        assert len(fds) == 3
+
+
+OTHERS = {
+    "rank": {"kv_rank": 0x02000200},
+    "group": {"object_group_id": 1},
+    "user": {"cache_salt": "alice"},
+    "model": {"model_name": "org/other"},
+    "hash": {"chunk_hash": bytes(32)},
+}
+
+
+@pytest.mark.parametrize("told", OTHERS.values(), ids=OTHERS)
+def test_another_rank_group_user_model_or_hash_is_another_object(tmp_root: Path, told: dict[str, Any]) -> None:
+    described = {**layouts(), 1: layouts()[0]}
+    with adapter(root=str(tmp_root)) as l2:
+        stored(l2, [key(1)], [made(1)])
+        assert found(l2, [key(1, **told)], described) == []
+        assert loaded(l2, [key(1, **told)], [made()]) == []
+
+
+def test_another_type_or_shape_of_the_same_size_is_a_miss(tmp_root: Path) -> None:
+    turned = (2, 4, 128, 64)
+    with adapter(root=str(tmp_root)) as l2:
+        stored(l2, [key(1)], [made(1)])
+        assert found(l2, [key(1)], layouts(torch.bfloat16)) == []
+        assert found(l2, [key(1)], layouts(shape=turned)) == []
+        assert loaded(l2, [key(1)], [made(dtype=torch.bfloat16)]) == []
+        assert loaded(l2, [key(1)], [made(shape=turned)]) == []
+
+
+def test_an_object_that_is_only_bytes_is_found_whatever_comes_out_of_it(tmp_root: Path) -> None:
+    """As those of LMCache's serialisers, which look up with the tensors' layout and store bytes."""
+    packed = {"dtype": torch.uint8, "shape": (5000,)}
+    with adapter(root=str(tmp_root)) as l2:
+        stored(l2, [key(1)], [made(1, **packed)])
+        assert found(l2, [key(1), key(2)]) == [0]
+        target = made(**packed)
+        assert loaded(l2, [key(1)], [target]) == [0]
+        assert equal([target], [made(1, **packed)])
+    assert tensors([(5000,)], [torch.uint8]) == OPAQUE
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("fingerprint", "two"), ("tenant", "two"), ("fingerprint", {"org/model": "x"})]
+)
+def test_other_weights_or_another_tenant_share_nothing(tmp_root: Path, name: str, other: Any) -> None:
+    with adapter(root=str(tmp_root), **{name: "one"}) as l2:
+        stored(l2, [key(1)], [made(1)])
+    with adapter(root=str(tmp_root), **{name: other}) as l2:
+        assert found(l2, [key(1)]) == []
+    with adapter(root=str(tmp_root), **{name: "one"}) as l2:
+        assert found(l2, [key(1)]) == [0]
+
+
+def test_an_object_may_be_locked_twice_and_unlocking_too_often_does_no_harm(tmp_root: Path) -> None:
+    with adapter(root=str(tmp_root)) as l2:
+        stored(l2, [key(1), key(2)], [made(1), made(2)])
+        assert found(l2, [key(1), key(2)]) == [0, 1]
+        assert found(l2, [key(1)]) == [0]
+        assert l2.report_status()["locked_keys"] == 2
+        l2.submit_unlock([key(1), key(2)])
+        assert l2.report_status()["locked_keys"] == 1
+        l2.submit_unlock([key(1), key(1), key(3)])
+        assert l2.report_status()["locked_keys"] == 0
+
+
+def test_what_is_never_unlocked_is_let_go_after_its_time(tmp_root: Path) -> None:
+    with adapter(root=str(tmp_root), lock_s=0.2) as l2:
+        stored(l2, [key(1)], [made(1)])
+        assert found(l2, [key(1)]) == [0]
+        threading.Event().wait(0.3)
+        assert loaded(l2, [key(1)], [made()]) == [0], "its hold has ended, but it is there still"
+        assert found(l2, [key(2)]) == []
+        assert l2.report_status()["locked_keys"] == 0
+
+
+def test_a_damaged_object_is_a_miss_and_the_next_store_repairs_it(tmp_root: Path) -> None:
+    keys = [key(number) for number in range(3)]
+    objects = [made(number) for number in range(3)]
+    with adapter(root=str(tmp_root)) as l2:
+        stored(l2, keys, objects)
+        victim = chunk_files(tmp_root)[1]
+        raw = bytearray(victim.read_bytes())
+        raw[-1] ^= 1
+        victim.write_bytes(raw)
+        assert found(l2, keys) == [0, 1, 2]
+        targets = [made() for _ in keys]
+        hits = loaded(l2, keys, targets)
+        assert len(hits) == 2
+        assert equal([objects[at] for at in hits], [targets[at] for at in hits])
+        assert found(l2, keys) == hits, "it is not found again"
+        assert stored(l2, keys, objects).bytes_transferred() == objects[0].get_size()
+        assert loaded(l2, keys, targets) == [0, 1, 2]
+        assert equal(objects, targets)
+
+
+def test_many_threads_of_callers_get_each_their_own_results(tmp_root: Path) -> None:
+    failures: list[str] = []
+    with adapter(root=str(tmp_root)) as l2:
+        every = [key(number) for number in range(64)]
+        stored(l2, every, [made(number) for number in range(64)])
+
+        def call(first: int) -> None:
+            keys = every[first : first + 8]
+            targets = [made() for _ in keys]
+            tasks = [(l2.submit_lookup_and_lock_task(keys, layouts()), l2.submit_load_task(keys, targets))]
+            for look, load in tasks:
+                for ask, task in ((l2.query_lookup_and_lock_result, look), (l2.query_load_result, load)):
+                    while (result := ask(task)) is None:
+                        threading.Event().wait(0.001)
+                    if result.popcount() != 8:
+                        failures.append(f"{first}: {result.popcount()} of 8")
+            l2.submit_unlock(keys)
+            if not equal(targets, [made(number) for number in range(first, first + 8)]):
+                failures.append(f"{first}: other bytes")
+
+        threads = [threading.Thread(target=call, args=(first % 56,)) for first in range(0, 160, 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert l2.report_status()["locked_keys"] == 0
+    assert not failures
+
+
+WRONG: tuple[dict[str, Any], ...] = (
+    {},
+    {"root": "/x", "connect": "h:1"},
+    {"root": "/x", "lookup_timout_s": 1},
+    {"root": "/x", "load_timeout_s": 0},
+    {"root": "/x", "load_timeout_s": "1"},
+    {"root": "/x", "threads": 1.5},
+    {"root": "/x", "threads": 0},
+    {"root": "/x", "tenant": 7},
+    {"root": "/x", "fingerprint": {"m": 1}},
+)
+
+
+@pytest.mark.parametrize("params", WRONG, ids=str)
+def test_wrong_settings_are_refused_when_it_starts(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest), adapter(**params):
+        pass

@@ -1,0 +1,143 @@
+"""A store that is down, frozen or failing, and an LMCache that is killed: every task ends in time, as a miss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.settings import StoreSettings
+from kvstore.fsck import Kind, fsck
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.engines.lmcache.objects import adapter, equal, found, key, loaded, made, stored
+from tests.node.stores import store_on
+from tests.worker.serving import worker_process
+
+QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
+LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
+IN_TIME_S = 5.0
+"""A task ends within its timeout, twice that where it waited for a thread first; a busy machine adds to it."""
+KEYS = [key(number) for number in range(4)]
+OBJECTS = [made(number) for number in range(4)]
+
+
+def in_time(call: Callable[[], Any]) -> Any:
+    began_s = time.monotonic()
+    result = call()
+    assert time.monotonic() - began_s < IN_TIME_S
+    return result
+
+
+def assert_everything_is_a_miss(l2: Any) -> None:
+    assert in_time(lambda: found(l2, KEYS)) == []
+    targets = [made() for _ in KEYS]
+    assert in_time(lambda: loaded(l2, KEYS, targets)) == []
+    assert not in_time(lambda: stored(l2, [key(9)], [made(9)])).is_successful()
+    assert not l2.report_status()["is_healthy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_is_a_miss_in_time(tmp_root: Path, number: signal.Signals) -> None:
+    with worker_process(tmp_root) as worker, adapter(connect=worker.address, **QUICK) as l2:
+        assert stored(l2, KEYS, OBJECTS).is_successful()
+        assert found(l2, KEYS) == [0, 1, 2, 3]
+        worker.send(number)
+        assert_everything_is_a_miss(l2)
+        if number is signal.SIGSTOP:
+            worker.send(signal.SIGCONT)
+            ends_s = time.monotonic() + 30
+            while found(l2, KEYS) != [0, 1, 2, 3]:
+                assert time.monotonic() < ends_s, "it is not used again"
+            assert l2.report_status()["is_healthy"]
+
+
+def test_a_store_that_is_down_from_the_start_is_a_miss_in_time() -> None:
+    with adapter(connect="127.0.0.1:1", **QUICK) as l2:
+        assert_everything_is_a_miss(l2)
+
+
+@pytest.fixture
+def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
+    faulty = FaultyRoot(PosixRoot(tmp_root))
+    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    yield faulty
+    faulty.set_rules([])
+
+
+def test_a_root_that_hangs_is_a_miss_in_time_and_late_bytes_never_reach_the_memory(root: FaultyRoot) -> None:
+    with adapter(root="faulty", **QUICK) as l2:
+        assert stored(l2, KEYS, OBJECTS).is_successful()
+        hang = Hang()
+        root.set_rules([Rule(operation, hang) for operation in ("open", "read", "stat", "stage")])
+        targets = [made() for _ in KEYS]
+        assert in_time(lambda: loaded(l2, KEYS, targets)) == []
+        held = [each.raw_data.clone() for each in targets]
+        assert in_time(lambda: found(l2, [key(8)])) == []
+        assert not in_time(lambda: stored(l2, [key(9)], [made(9)])).is_successful()
+        root.set_rules([])
+        hang.release.set()
+        ends_s = time.monotonic() + 30
+        again = [made() for _ in KEYS]
+        while loaded(l2, KEYS, again) != [0, 1, 2, 3]:
+            assert time.monotonic() < ends_s, "it is not used again"
+        assert equal(again, OBJECTS)
+        assert all(each.raw_data.equal(before) for each, before in zip(targets, held, strict=True))
+
+
+@pytest.mark.parametrize("fault", [ENOSPC, EROFS, EIO])
+def test_a_store_that_fails_says_so_and_leaves_nothing_to_be_found(root: FaultyRoot, fault: Fails) -> None:
+    with adapter(root="faulty", **QUICK) as l2:
+        assert found(l2, KEYS) == []
+        root.set_rules([Rule("stage", fault)])
+        assert not stored(l2, KEYS, OBJECTS).is_successful()
+        root.set_rules([])
+        assert found(l2, KEYS) == []
+        assert stored(l2, KEYS, OBJECTS).is_successful()
+
+
+def store_and_die(path: str, point: str) -> None:
+    """Runs in a process of its own: killed at the third time that a store reaches ``point``."""
+    left = [3]
+
+    def step(reached: str) -> None:
+        left[0] -= reached == point
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    opened = store_on(PosixRoot(path, step=step))
+    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
+    with adapter(root=path) as l2:
+        stored(l2, KEYS, OBJECTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
+def test_an_lmcache_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
+    script = f"from {__name__} import store_and_die; store_and_die({str(tmp_root)!r}, {point!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], timeout=120, check=False, capture_output=True
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    plain = PosixRoot(tmp_root)
+    left = fsck(plain, create_or_open(plain, RandomIds()))
+    assert set(left.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
+    with adapter(root=str(tmp_root)) as l2:
+        hits = found(l2, KEYS)
+        targets = [made() for _ in KEYS]
+        assert loaded(l2, KEYS, targets) == hits
+        assert equal([targets[at] for at in hits], [OBJECTS[at] for at in hits])
+        assert stored(l2, KEYS, OBJECTS).is_successful()
+        assert loaded(l2, KEYS, targets) == [0, 1, 2, 3]
+        assert equal(targets, OBJECTS)

@@ -1,0 +1,329 @@
+"""SGLang's base class and factory with our backend, on host pools of every documented layout."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+
+from kvstore.errors import InvalidRequest
+from tests.engines.sglang.pools import (
+    MHA,
+    MLA,
+    FlatPool,
+    HostPool,
+    OddPool,
+    SplitPool,
+    backend,
+    config,
+    fill,
+    indices,
+    same,
+)
+from tests.node.stores import chunk_files
+from tests.worker.serving import serving
+
+POOLS: dict[str, Callable[[], HostPool]] = {
+    **{f"mha-{layout}": lambda layout=layout: HostPool(layout) for layout in MHA},  # type: ignore[misc]
+    **{f"mla-{layout}": lambda layout=layout: HostPool(layout, is_mla=True) for layout in MLA},  # type: ignore[misc]
+    **{
+        f"mha-layer_first-{layers}": lambda layers=layers: HostPool("layer_first", layers=layers)  # type: ignore[misc]
+        for layers in (1, 2)
+    },
+    "mla-page_first_kv_split": SplitPool,
+    "flat-layer_first": lambda: FlatPool("layer_first"),
+    "flat-page_first": lambda: FlatPool("page_first"),
+}
+HAS_FLAT = [name for name in POOLS if "split" not in name]
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
+
+
+def hashes(count: int, seed: str = "") -> list[str]:
+    """Page keys as SGLang makes them: chained SHA-256 in hexadecimal."""
+    keys, last = [], seed
+    for number in range(count):
+        last = hashlib.sha256(f"{last}{number}".encode()).hexdigest()
+        keys.append(last)
+    return keys
+
+
+@pytest.mark.parametrize("way", ["root", "worker"])
+@pytest.mark.parametrize("name", POOLS)
+def test_pages_written_in_place_are_read_in_place_by_the_next_engine(tmp_root: Path, name: str, way: str) -> None:
+    keys, written, read = hashes(5), [3, 0, 7, 12, 9], [10, 11, 1, 2, 23]
+
+    def run(extra: dict[str, Any]) -> None:
+        first = POOLS[name]()
+        for number, page in enumerate(written):
+            fill(first, page, number)
+        with backend(first, extra, is_mla_model=first.is_mla) as hicache:
+            assert isinstance(hicache, HiCacheStorage)
+            assert hicache.batch_exists(keys) == 0
+            assert hicache.batch_get_v1(keys, indices(written)) == [False] * 5
+            assert hicache.batch_set_v1(keys, indices(written)) == [True] * 5
+            assert hicache.batch_exists(keys) == 5
+        second = POOLS[name]()
+        with backend(second, extra, is_mla_model=first.is_mla) as hicache:
+            assert hicache.batch_exists([*keys, "0" * 64]) == 5
+            assert hicache.batch_get_v1([*keys[:4], "0" * 64], indices(read)) == [True] * 4 + [False]
+            assert hicache.batch_get_v1(keys[4:], indices(read[4:])) == [True]
+            assert all(same(first, a, second, b) for a, b in zip(written, read, strict=True))
+
+    if way == "root":
+        run({"root": str(tmp_root)})
+    else:
+        with serving(tmp_root) as served:
+            run({"connect": served.address})
+
+
+@pytest.mark.parametrize("name", HAS_FLAT)
+def test_the_generic_calls_and_those_in_place_find_each_others_pages(tmp_root: Path, name: str) -> None:
+    keys = hashes(4)
+    pool, other = POOLS[name](), POOLS[name]()
+    for page in range(4):
+        fill(pool, page, page)
+    with backend(pool, {"root": str(tmp_root)}, is_mla_model=pool.is_mla) as hicache:
+        pages = [pool.get_data_page(page * pool.page_size) for page in range(2)]
+        assert hicache.batch_set(keys[:2], pages)
+        assert hicache.batch_set_v1(keys[2:], indices([2, 3])) == [True, True]
+        assert hicache.exists(keys[1])
+        assert not hicache.exists("f" * 64)
+    with backend(other, {"root": str(tmp_root)}, is_mla_model=pool.is_mla) as hicache:
+        assert hicache.batch_get_v1(keys[:2], indices([8, 9])) == [True, True]
+        targets = [other.get_dummy_flat_data_page() for _ in range(3)]
+        got = hicache.batch_get([keys[2], "f" * 64, keys[3]], targets)
+        assert got[1] is None
+        other.set_from_flat_data_page(10 * other.page_size, got[0])
+        other.set_from_flat_data_page(11 * other.page_size, got[2])
+        assert all(same(pool, page, other, 8 + page) for page in range(4))
+        assert torch.equal(hicache.get(keys[0]).view(torch.uint8), pages[0].view(torch.uint8)), "without a target"
+        assert hicache.get("f" * 64, targets[0]) is None
+        assert hicache.set(hashes(1, "x")[0], pages[0])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_pages_of_an_unknown_layout_are_never_mixed_up(tmp_root: Path, in_place: bool) -> None:
+    """Nobody knows what its flat pages hold, so they are used alone, or not at all."""
+    pool, keys = OddPool(), hashes(2)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    other = OddPool()
+    extra = {"root": str(tmp_root), "interface_v1": int(in_place)}
+    with backend(pool, extra) as hicache:
+        assert hicache.set(keys[0], pool.get_data_page(0)) is not in_place
+        assert hicache.batch_set_v1(keys[1:], indices([1])) == [True]
+    with backend(other, extra) as hicache:
+        assert hicache.batch_get_v1(keys, indices([4, 5])) == [not in_place, True]
+        assert same(pool, 1, other, 5)
+        assert in_place or same(pool, 0, other, 4)
+        target = hicache.get(keys[1], other.get_dummy_flat_data_page())
+        assert (target is None) is in_place
+        assert in_place or torch.equal(target, pool.get_data_page(pool.page_size))
+    with backend(OddPool(), {"root": str(tmp_root), "interface_v1": int(not in_place)}) as hicache:
+        assert hicache.batch_exists(keys[1:]) == 0
+
+
+def test_a_page_in_two_runs_of_memory_is_stored_without_a_copy(tmp_root: Path) -> None:
+    """One block for K and one for V, each as large as its run; layer by layer it is one block, put together."""
+    for layout, files in (("page_first", 2), ("layer_first", 1)):
+        pool = HostPool(layout)
+        with backend(pool, {"root": str(tmp_root / layout)}) as hicache:
+            assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+            assert len(chunk_files(tmp_root / layout)) == files
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_goes_through_bit_for_bit(tmp_root: Path, dtype: torch.dtype) -> None:
+    pool, other = HostPool("page_first", dtype), HostPool("page_first", dtype)
+    raw = pool.kv_buffer.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        assert hicache.batch_set_v1(hashes(2), indices([0, 1])) == [True, True]
+    with backend(other, {"root": str(tmp_root)}) as hicache:
+        assert hicache.batch_get_v1(hashes(2), indices([4, 5])) == [True, True]
+    assert same(pool, 0, other, 4)
+    assert same(pool, 1, other, 5)
+
+
+@contextmanager
+def holding(root: Path, pool: Any, extra: dict[str, Any] | None = None, **told: Any) -> Any:
+    """A backend on a root that holds one page, written by the plainest engine."""
+    with backend(HostPool("page_first"), {"root": str(root)}) as hicache:
+        assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+    with backend(pool, {"root": str(root), **(extra or {})}, **told) as hicache:
+        yield hicache
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "model": {"model_name": "org/other"},
+    "tp rank": {"tp_rank": 1, "tp_size": 2},
+    "tp size": {"tp_size": 2},
+    "pp rank": {"pp_rank": 1, "pp_size": 2},
+    "cp rank": {"attn_cp_rank": 1, "attn_cp_size": 2},
+    "mla": {"is_mla_model": True},
+    "fingerprint": {"extra": {"fingerprint": "sha256:2"}},
+    "tenant": {"extra": {"tenant": "t"}},
+    "dtype": {"pool": HostPool("page_first", torch.float16)},
+    "layout": {"pool": HostPool("page_first_direct")},
+}
+
+
+@pytest.mark.parametrize("told", OTHERS.values(), ids=OTHERS)
+def test_another_model_rank_type_or_layout_is_a_miss(tmp_root: Path, told: dict[str, Any]) -> None:
+    told = dict(told)
+    pool, extra = told.pop("pool", HostPool("page_first")), told.pop("extra", {})
+    with holding(tmp_root, pool, extra, **told) as hicache:
+        assert hicache.batch_exists(hashes(1)) == 0
+        assert hicache.batch_get_v1(hashes(1), indices([3])) == [False]
+        assert not pool.kv_buffer.view(torch.uint8).any(), "nothing was written"
+
+
+def test_the_same_engine_finds_it(tmp_root: Path) -> None:
+    with holding(tmp_root, HostPool("page_first")) as hicache:
+        assert hicache.batch_exists(hashes(1)) == 1
+
+
+def test_what_every_rank_holds_alike_is_stored_once(tmp_root: Path) -> None:
+    pool = HostPool("page_first", is_mla=True)
+    with backend(pool, {"root": str(tmp_root)}, is_mla_model=True, tp_rank=0, tp_size=4) as hicache:
+        assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+    with backend(pool, {"root": str(tmp_root)}, is_mla_model=True, tp_rank=3, tp_size=4) as hicache:
+        assert hicache.batch_exists(hashes(1)) == 1
+
+
+# Several pools (hybrid models)
+
+
+def transfer(name: PoolName, keys: list[str], pages: list[int]) -> Any:
+    return PoolTransfer(name=name, keys=keys, host_indices=indices(pages))
+
+
+def test_pools_of_a_hybrid_model_are_kept_apart_and_read_together(tmp_root: Path) -> None:
+    keys, kv, mamba = hashes(4), HostPool("page_first"), HostPool("layer_first", torch.float16)
+    for page in range(4):
+        fill(kv, page, page)
+        fill(mamba, page, 100 + page)
+    with backend(kv, {"root": str(tmp_root)}) as hicache:
+        hicache.register_mem_host_pool_v2(mamba, PoolName.MAMBA)
+        assert hicache.batch_set_v1(keys, indices([0, 1, 2, 3])) == [True] * 4
+        asked = [transfer(PoolName.MAMBA, [], [0])]
+        assert hicache.batch_exists_v2(keys, asked).kv_hit_pages == 0, "the other pool has nothing"
+        assert hicache.batch_set_v2([transfer(PoolName.MAMBA, keys[1:3], [1, 2])]) == {PoolName.MAMBA: [True, True]}
+        target = HostPool("layer_first", torch.float16)
+        hicache.register_mem_host_pool_v2(target, PoolName.MAMBA)
+        got = hicache.batch_get_v2([transfer(PoolName.MAMBA, keys[:3], [5, 6, 7])])
+        assert got == {PoolName.MAMBA: [False, True, True]}
+        assert same(mamba, 1, target, 6)
+        assert same(mamba, 2, target, 7)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tail", "present", "pages", "restorable"),
+    [
+        (PoolHitPolicy.ALL_PAGES, 1, [0, 1, 2, 3], 4, [1, 2, 3, 4]),
+        (PoolHitPolicy.ALL_PAGES, 1, [0, 1, 3], 2, [1, 2]),
+        (PoolHitPolicy.ALL_PAGES, 1, [1, 2], 0, []),
+        (PoolHitPolicy.TRAILING_PAGES, 1, [1, 3], 4, [2, 4]),
+        (PoolHitPolicy.TRAILING_PAGES, 2, [0, 2, 3], 4, [1, 4]),
+        (PoolHitPolicy.TRAILING_PAGES, 1, [], 0, []),
+        (PoolHitPolicy.BLOCK_GROUPS, 1, [], 4, [1, 2, 3, 4]),
+    ],
+)
+def test_how_far_a_prefix_goes_depends_on_each_pool(
+    tmp_root: Path, policy: PoolHitPolicy, tail: int, present: list[int], pages: int, restorable: list[int]
+) -> None:
+    """As SGLang's own file storage counts; a pool in block groups never decides."""
+    keys, pool = hashes(5), HostPool("page_first")
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        hicache.register_mem_host_pool_v2(HostPool("page_first"), PoolName.SWA)
+        hicache.batch_set_v1(keys[:4], indices([0, 1, 2, 3]))
+        if present:
+            hicache.batch_set_v2([transfer(PoolName.SWA, [keys[at] for at in present], present)])
+        asked = PoolTransfer(name=PoolName.SWA, keys=keys[:tail], hit_policy=policy)
+        result = hicache.batch_exists_v2(keys, [asked])
+        assert result.kv_hit_pages == pages
+        assert result.restorable_prefix_pages == restorable
+        assert result.extra_pool_hit_pages[PoolName.KV] == 4
+
+
+@pytest.mark.parametrize("policy", [PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES])
+@pytest.mark.parametrize("tail", [1, 2, 3])
+def test_hybrid_look_ups_answer_as_sglangs_own_file_storage(tmp_root: Path, policy: PoolHitPolicy, tail: int) -> None:
+    keys, pool = hashes(6), HostPool("page_first")
+    theirs = HiCacheFile(config(), str(tmp_root / "theirs"))
+    asked = [PoolTransfer(name=PoolName.SWA, keys=keys[:tail], hit_policy=policy)]
+    with backend(pool, {"root": str(tmp_root / "ours")}) as ours:
+        for each in (ours, theirs):
+            each.register_mem_pool_host(pool)
+            each.register_mem_host_pool_v2(pool, PoolName.KV)
+            each.register_mem_host_pool_v2(HostPool("page_first"), PoolName.SWA)
+        for step in ([], [2], [0, 3], [1], [4]):
+            for each in (ours, theirs):
+                if step:
+                    each.batch_set_v2([transfer(PoolName.SWA, [keys[at] for at in step], step)])
+                each.batch_set_v2([transfer(PoolName.KV, keys[:5], [0, 1, 2, 3, 4])])
+            assert ours.batch_exists_v2(keys, asked) == theirs.batch_exists_v2(keys, asked)
+
+
+def test_clear_deletes_the_pages_of_this_model_only(tmp_root: Path) -> None:
+    pool = HostPool("page_first")
+    with backend(pool, {"root": str(tmp_root)}, model_name="org/other") as other:
+        other.batch_set_v1(hashes(1), indices([0]))
+        with holding(tmp_root, pool) as hicache:
+            assert hicache.clear()
+            assert hicache.batch_exists(hashes(1)) == 0
+        assert other.batch_exists(hashes(1)) == 1
+
+
+def test_pages_and_indices_that_do_not_fit_are_not_stored(tmp_root: Path) -> None:
+    pool = HostPool("page_first")
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        assert hicache.batch_set_v1(hashes(2), indices([0])) == [False, False]
+        assert hicache.batch_get_v1(hashes(2), indices([0])) == [False, False]
+        assert not hicache.batch_set(hashes(1), [torch.zeros(7)])
+        assert hicache.get(hashes(1)[0], torch.zeros(7)) is None
+        assert not hicache.set(hashes(1)[0])
+        assert hicache.batch_exists([]) == 0
+        assert hicache.batch_get_v1([], indices([0])[:0]) == []
+
+
+def test_threads_of_sglang_may_call_at_once(tmp_root: Path) -> None:
+    pool, keys, wrong = HostPool("page_first"), hashes(16), []
+    for page in range(8):
+        fill(pool, page, page)
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+
+        def call(first: int) -> None:
+            at = [first % 8, (first + 1) % 8]
+            for _ in range(10):
+                hicache.batch_set_v1([keys[each] for each in at], indices(at))
+                if hicache.batch_get_v1([keys[each] for each in at], indices([8 + each for each in at])) != [
+                    True,
+                    True,
+                ]:
+                    wrong.append(first)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
+    assert all(same(pool, page, pool, 8 + page) for page in range(8))
+
+
+def test_what_cannot_be_served_is_refused_when_it_starts(tmp_root: Path) -> None:
+    pool = HostPool("page_head")
+    for extra, told in (({}, {}), ({"root": "/x", "connect": "h:1"}, {}), ({"root": "/x", "load_timeout_s": -1}, {})):
+        with pytest.raises(InvalidRequest), backend(pool, extra, **told):
+            pass
+    split = {"should_split_heads": True, "tp_lcm_size": 4}
+    with pytest.raises(InvalidRequest, match="tp_lcm_size"), backend(pool, {"root": str(tmp_root)}, **split):
+        pass
+    assert config().extra_config["interface_v1"]

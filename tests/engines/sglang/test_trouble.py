@@ -1,0 +1,174 @@
+"""A store that is down, frozen or failing, and an SGLang that is killed: a miss in time, and a clean store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.settings import StoreSettings
+from kvstore.fsck import Kind, fsck
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
+from tests.node.stores import chunk_files, store_on
+from tests.worker.serving import worker_process
+
+QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
+LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
+IN_TIME_S = 5.0
+"""A call ends within its timeout; a busy machine adds to it."""
+KEYS = [f"{number:064x}" for number in range(4)]
+AT = [0, 1, 2, 3]
+
+
+def in_time(call: Callable[[], Any]) -> Any:
+    began_s = time.monotonic()
+    result = call()
+    assert time.monotonic() - began_s < IN_TIME_S
+    return result
+
+
+def filled(layout: str = "page_first") -> HostPool:
+    pool = HostPool(layout)
+    for page in AT:
+        fill(pool, page, page)
+    return pool
+
+
+def assert_everything_is_a_miss(hicache: Any) -> None:
+    assert in_time(lambda: hicache.batch_exists(KEYS)) == 0
+    assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
+    assert in_time(lambda: hicache.batch_set_v1(["a" * 64], indices([0]))) == [False]
+    assert in_time(lambda: hicache.get(KEYS[0])) is None
+    assert not in_time(hicache.clear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_is_a_miss_in_time(tmp_root: Path, number: signal.Signals) -> None:
+    pool = filled()
+    with worker_process(tmp_root) as worker, backend(pool, {"connect": worker.address, **QUICK}) as hicache:
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+        worker.send(number)
+        if number is signal.SIGKILL:
+            assert_everything_is_a_miss(hicache)
+            return
+        assert in_time(lambda: hicache.batch_exists(KEYS)) == 0
+        assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
+        worker.send(signal.SIGCONT)
+        ends_s = time.monotonic() + 30
+        while hicache.batch_exists(KEYS) < 4:
+            assert time.monotonic() < ends_s, "it is not used again"
+
+
+def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:
+    with backend(filled(), {"connect": "127.0.0.1:1", **QUICK}) as hicache:
+        assert_everything_is_a_miss(hicache)
+
+
+@pytest.fixture
+def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
+    faulty = FaultyRoot(PosixRoot(tmp_root))
+    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    yield faulty
+    faulty.set_rules([])
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_a_root_that_hangs_is_a_miss_in_time_and_late_bytes_never_reach_the_pool(root: FaultyRoot, layout: str) -> None:
+    pool = filled(layout)
+    with backend(pool, {"root": "faulty", **QUICK}) as hicache:
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+        hang = Hang()
+        root.set_rules([Rule(operation, hang) for operation in ("open", "read", "stage")])
+        assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
+        held = pool.kv_buffer.clone()
+        assert in_time(lambda: hicache.batch_set_v1(["a" * 64], indices([0]))) == [False]
+        root.set_rules([])
+        hang.release.set()
+        ends_s = time.monotonic() + 30
+        while hicache.batch_get_v1(KEYS, indices([16, 17, 18, 19])) != [True] * 4:
+            assert time.monotonic() < ends_s, "it is not used again"
+        assert all(same(pool, page, pool, 16 + page) for page in AT)
+        for page in range(8, 12):
+            assert pool.page(page * pool.page_size).equal(HostPool.page(_with(pool, held), page * pool.page_size))
+
+
+def _with(pool: HostPool, buffer: Any) -> HostPool:
+    other = HostPool(pool.layout)
+    other.kv_buffer = buffer
+    return other
+
+
+@pytest.mark.parametrize("fault", [ENOSPC, EROFS, EIO])
+def test_a_store_that_fails_leaves_nothing_to_be_found(root: FaultyRoot, fault: Fails) -> None:
+    with backend(filled(), {"root": "faulty", **QUICK}) as hicache:
+        root.set_rules([Rule("stage", fault)])
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [False] * 4
+        root.set_rules([])
+        assert hicache.batch_exists(KEYS) == 0
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_a_damaged_page_is_a_miss_and_the_next_set_repairs_it(tmp_root: Path, layout: str) -> None:
+    pool = filled(layout)
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        hicache.batch_set_v1(KEYS, indices(AT))
+        victim = chunk_files(tmp_root)[0]
+        raw = bytearray(victim.read_bytes())
+        raw[-3] ^= 2
+        victim.write_bytes(raw)
+        hits = hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))
+        assert hits.count(False) == 1
+        assert all(same(pool, page, pool, 8 + page) for page in AT if hits[page])
+        assert hicache.batch_exists(KEYS) == hits.index(False), "it is not found again"
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+        assert hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11])) == [True] * 4
+        assert all(same(pool, page, pool, 8 + page) for page in AT)
+
+
+def set_and_die(path: str, point: str) -> None:
+    """Runs in a process of its own: killed at the third time that a set reaches ``point``."""
+    left = [3]
+
+    def step(reached: str) -> None:
+        left[0] -= reached == point
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    opened = store_on(PosixRoot(path, step=step))
+    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
+    with backend(filled(), {"root": path}) as hicache:
+        hicache.batch_set_v1(KEYS, indices(AT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
+def test_an_sglang_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
+    script = f"from {__name__} import set_and_die; set_and_die({str(tmp_root)!r}, {point!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], timeout=120, check=False, capture_output=True
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    plain = PosixRoot(tmp_root)
+    left = fsck(plain, create_or_open(plain, RandomIds()))
+    assert set(left.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
+    pool = filled()
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        hits = hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))
+        assert all(same(pool, page, pool, 8 + page) for page in AT if hits[page])
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+        assert hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11])) == [True] * 4
+        assert all(same(pool, page, pool, 8 + page) for page in AT)
