@@ -13,7 +13,10 @@ if command -v flock >/dev/null 2>&1; then
     exec 9>.cache/venv.lock
     flock 9
 fi
-if [ -f .venv/.ready ] && [ .venv/.ready -nt requirements.lock ] && [ .venv/.ready -nt pyproject.toml ]; then
+# The sources that an installation compiles count too.
+sources="requirements.lock pyproject.toml .ci/build_native.py kvstore/native/*.[ch]"
+# shellcheck disable=SC2086
+if [ -f .venv/.ready ] && [ -z "$(find $sources -newer .venv/.ready)" ]; then
     exit 0
 fi
 

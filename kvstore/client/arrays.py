@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
+from kvstore.planes import Planes
 
 KvArray = npt.NDArray[Any]
 
@@ -21,16 +22,11 @@ KvArray = npt.NDArray[Any]
 class KvMemory:
     """An array whose planes are contiguous, cut into sections by chunk."""
 
-    __slots__ = ("_planes", "_section_bytes")
+    __slots__ = ("sections",)
 
     def __init__(self, array: KvArray, layout: Layout) -> None:
-        self._planes = [plane.reshape(-1).view(np.uint8).data for layer in array for plane in layer]
-        self._section_bytes = layout.section_bytes
-
-    def sections(self, index: int) -> list[memoryview]:
-        """The sections of the array's chunk ``index``, in file order: K0 V0 K1 V1 ..."""
-        start, end = index * self._section_bytes, (index + 1) * self._section_bytes
-        return [plane[start:end] for plane in self._planes]
+        self.sections = Planes(array, layout.section_bytes)
+        """Called with an index, the sections of the array's chunk of that index, in file order: K0 V0 K1 V1 ..."""
 
 
 def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:

@@ -68,7 +68,7 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         memory = KvMemory(array, self.layout)
         first = int(prefix) // size
-        return self._port.put(self.namespace, ids, first, lambda index: memory.sections(index - first), hints)
+        return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints)
 
     def match(self, tokens: Tokens) -> int:
         """How many leading tokens are in the store, a multiple of chunk_tokens."""

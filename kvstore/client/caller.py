@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.counters import ClientCounters
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.sources import Clock
+from kvstore.wire.bulk.channel import LinkLate
 from kvstore.wire.statuses import Busy, Draining, Failure, failure
 
 T = TypeVar("T")
@@ -95,6 +97,10 @@ class Caller:
                 return send()
         except grpc.RpcError as error:
             failed = _failure_of(error, endpoint.address)
+        except BulkRefused as refused:
+            failed = refused.failed
+        except LinkLate as late:
+            failed = Failure(Unavailable(f"worker {endpoint.address}: {late}"), False, False)
         except grpc.FutureCancelledError:
             failed = Failure(Unavailable(f"worker {endpoint.address} took nothing for too long"), False, False)
         except ValueError as error:

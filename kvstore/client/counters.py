@@ -9,6 +9,14 @@ CLIENT_COUNTERS = {
     "client_misses_damaged": "reads cut short because bytes changed on the way",
     "client_retries": "calls sent again to another worker",
     "client_set_aside": "times a worker was set aside",
+    "client_gets_shared": "reads of chunks from files that a worker of this host handed over",
+    "client_gets_tcp": "reads of chunks over a bulk connection",
+    "client_gets_grpc": "reads of chunks over gRPC",
+    "client_puts_shared": "puts through memory shared with a worker of this host",
+    "client_puts_tcp": "puts over a bulk connection",
+    "client_puts_grpc": "puts over gRPC",
+    "client_bulk_broken": "calls that went on over gRPC because a bulk connection broke",
+    "client_bulk_damaged": "reads that went on over gRPC because a chunk that came by another way was not right",
     "client_namespaces_reopened": "times a worker had to be told a namespace again",
 }
 """Every counter with what it counts."""

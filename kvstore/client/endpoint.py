@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 
 from kvstore.bounded import CLOSE_S, within
+from kvstore.client.bulk.links import Bulk, Links
+from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
@@ -39,8 +41,10 @@ def check_address(address: str) -> str:
 class Endpoint:
     """One worker. Its channel is closed when nobody uses it any more after ``retire``. Thread-safe."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits) -> None:
         self.address = address
+        self.bulk = Links(address, bulk, limits, self._open_bulk)
+        """The ways past gRPC."""
         self._channel: grpc.Channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stubs: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class Endpoint:
             self._users -= 1
             over = self._retired and not self._users
         if over:
-            within(CLOSE_S, self._channel.close)
+            self.close()
 
     def retire(self) -> None:
         """No longer wanted; closes once nobody uses it. Idempotent."""
@@ -106,11 +110,16 @@ class Endpoint:
             over = not self._retired and not self._users
             self._retired = True
         if over:
-            within(CLOSE_S, self._channel.close)
+            self.close()
 
     def close(self) -> None:
-        """Closes the channel now; calls in progress are cancelled."""
+        """Closes the channel and all connections now; calls in progress are cancelled."""
+        self.bulk.close()
         within(CLOSE_S, self._channel.close)
+
+    def _open_bulk(self, request: bytes, timeout_s: float) -> bytes:
+        answer: bytes = self.unary("OpenBulk")(request, timeout=timeout_s)
+        return answer
 
     def _stub(self, path: str, kind: str) -> Any:
         stub = self._stubs.get(path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.counters import ClientCounters
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
@@ -37,7 +38,9 @@ class Endpoints:
         limits: ClientLimits,
         counters: ClientCounters,
         clock: Clock,
+        bulk: Bulk = Bulk.AUTO,
     ) -> None:
+        self._bulk = bulk
         self._limits = limits
         self._counters = counters
         self._clock = clock
@@ -137,7 +140,9 @@ class Endpoints:
             if self._closed:
                 return
             gone = [endpoint for address, endpoint in self._live.items() if address not in wanted]
-            self._live = {address: self._live.get(address) or Endpoint(address) for address in wanted}
+            self._live = {
+                address: self._live.get(address) or Endpoint(address, self._bulk, self._limits) for address in wanted
+            }
         for endpoint in gone:
             endpoint.retire()
 

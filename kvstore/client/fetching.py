@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import closing
 
+from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.caller import Caller
-from kvstore.client.counters import ClientCounters
+from kvstore.client.bulk.handed import read_files
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.receiving import receive_chunk
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
 from kvstore.client.streams import received
+from kvstore.client.tools import Tools
 from kvstore.errors import InvalidRequest
-from kvstore.layout import Layout
+from kvstore.format.header import Damaged
+from kvstore.namespace import Namespace
+from kvstore.node.deadline import Deadline
+from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
 from kvstore.wire.frames import Frame
 from kvstore.wire.messages import parse
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.wire.watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 class ChunkFetch:
@@ -30,23 +39,23 @@ class ChunkFetch:
 
     def __init__(
         self,
-        layout: Layout,
+        namespace: Namespace,
+        tokens: TokenArray,
         request: pb.GetRequest,
         chunks_max: int,
         memory: Callable[[int], Sections],
-        caller: Caller,
-        counters: ClientCounters,
-        limits: ClientLimits,
-        watch: Watch,
+        tools: Tools,
     ) -> None:
-        self._layout = layout
+        self._namespace = namespace
+        self._tokens = tokens
+        self._chain: Chain | None = None
+        self._layout = namespace.layout
         self._request = request
         self._chunks_max = chunks_max
         self._memory = memory
-        self._caller = caller
-        self._counters = counters
-        self._limits = limits
-        self._watch = watch
+        self._tools = tools
+        self._limits = tools.limits
+        self._counters = tools.counters
         self._sections: Sections | None = None
         self._found = chunks_max
         self._cached: tuple[int, Pieces] = (-1, [])
@@ -55,17 +64,21 @@ class ChunkFetch:
 
     def run(self, endpoint: Endpoint) -> None:
         """Reads what is missing from one worker. Raises CallFailed, with ``good`` up to date."""
-        self._caller.at(endpoint, lambda: self._receive(endpoint))
+        self._tools.caller.at(endpoint, lambda: self._receive(endpoint))
 
     def _receive(self, endpoint: Endpoint) -> None:
         request, layout, first = self._request, self._layout, self.good
         if self._sections is not None and first == self._found:
             return  # the last one failed behind its last byte
+        if self._receive_bulk(endpoint):
+            return
+        first = self.good
         request.first, request.chunks_max = first, self._found
+        self._counters.add("client_gets_grpc")
         size_bytes = (self._found - first) * layout.chunk_bytes
         timeout_s = self._limits.stream_s(self._limits.read_s, size_bytes)
         frames = received(
-            endpoint.stream_in("Get"), request.SerializeToString(), self._watch, self._limits.read_s, timeout_s
+            endpoint.stream_in("Get"), request.SerializeToString(), self._tools.watch, self._limits.read_s, timeout_s
         )
         try:
             with closing(frames):
@@ -85,15 +98,68 @@ class ChunkFetch:
     def _begin(self, frame: Frame, first: int) -> Incoming:
         if frame.start is None:
             raise InvalidRequest("the answer does not begin with how many chunks were found")
-        found = min(parse(pb.GetStart, frame.start).chunks, self._chunks_max)
-        if self._sections is None:
-            self._sections = self._memory(found)
-            self._found = found
-        count = max(0, min(found, self._found) - first)
+        count = self._announced(frame.start) - first
         return Incoming(
             SameSize(self._layout.section_bytes, count * self._layout.section_count),
             lambda part: self._section(first * self._layout.section_count + part),
         )
+
+    def _receive_bulk(self, endpoint: Endpoint) -> bool:
+        """Reads past gRPC where there is a way; whether it came to an end, so that gRPC need not go on."""
+        limits = self._limits
+        with endpoint.bulk.link(limits.probe_s) as link:
+            if link is None:
+                return False
+            try:
+                self._counters.add("client_gets_shared" if link.is_shared else "client_gets_tcp")
+                is_right = self._receive_from(link)
+            except (LinkBroken, InvalidRequest) as error:
+                link.channel.alive = False
+                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                self._counters.add("client_bulk_broken")
+                return False
+        if not is_right:
+            # The worker finds out itself what is wrong with that chunk, and sets it aside.
+            self._counters.add("client_bulk_damaged")
+        return is_right
+
+    def _receive_from(self, link: Link) -> bool:
+        """Reads until the end, or the first miss; False where the next chunk was there and not right."""
+        request, first = self._request, self.good
+        request.first, request.chunks_max = first, self._found
+        timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - first) * self._layout.chunk_bytes)
+        link.channel.limit(self._limits.read_s, timeout_s)
+        number = link.next_number()
+        mode = Mode.FILES if link.hands_files else Mode.STREAM
+        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, request.SerializeToString())])
+        count = self._announced(link.receive(Kind.START)[1])
+        chain = self._chain = self._chain or Chain.of(self._namespace, self._tokens)
+        assert self._sections is not None
+        try:
+            if mode is Mode.FILES and first < count:
+                deadline = Deadline(self._tools.lanes.clock, timeout_s)
+                lanes = self._tools.lanes.get()
+                self.good, is_damaged = read_files(link, number, chain, first, count, self._sections, lanes, deadline)
+                return not is_damaged
+            if mode is Mode.FILES:
+                link.channel.send(Kind.READ, number, [encode_span(0, first)])
+                return True
+            while self.good < count:
+                if not receive_chunk(link, chain, self.good, self._sections(self.good)):
+                    return True
+                self.good += 1
+            link.receive(Kind.END)
+        except Damaged:
+            return False
+        return True
+
+    def _announced(self, start: bytes) -> int:
+        """Up to which chunk the worker sends; the first answer says how much memory is needed."""
+        found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
+        if self._sections is None:
+            self._sections = self._memory(found)
+            self._found = found
+        return max(self.good, min(found, self._found))
 
     def _section(self, part: int) -> memoryview:
         """The caller's memory for a section, counted from the prompt's beginning."""

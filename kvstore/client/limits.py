@@ -23,6 +23,10 @@ class ClientLimits:
     """For clearing a namespace, which may visit every folder of the root."""
     bytes_per_s_min: int = 32 << 20
     """A stream that is slower than this on the whole is given up."""
+    arena_bytes_max: int = 512 << 20
+    """Memory shared with one worker of this host for puts; taken when it is needed, and kept."""
+    bulk_links_max: int = 8
+    """Bulk connections to one worker, each for one call at a time; more calls at once go over gRPC."""
     probe_s: float = 2.0
     """For asking a worker how it is."""
     probe_pause_s_min: float = 0.1

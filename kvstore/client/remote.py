@@ -6,10 +6,15 @@ gRPC does not survive a fork: connect in the child.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import grpc
+
 from kvstore.buffers import Pieces
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.counters import ClientCounters
 from kvstore.client.discovery import Discovery
@@ -19,17 +24,20 @@ from kvstore.client.fetching import ChunkFetch
 from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
 from kvstore.client.remote_blocks import RemoteBlocks
-from kvstore.client.remote_hold import RemoteHold, Tools
+from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.streams import Outgoing, send_stream
+from kvstore.client.tools import FileLanes, Tools
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
+from kvstore.planes import Planes
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sources import Clock, SystemClock
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import hints_message, namespace_message, namespace_of, pack_tokens, pin_of
+from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.messages import hints_message, namespace_message, namespace_of, pack_tokens, pin_of, unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 
@@ -48,18 +56,28 @@ def remote_port(
     etcd_tls: EtcdTls | None = None,
     etcd_user: EtcdUser | None = None,
     clock: Clock | None = None,
+    bulk: str | None = None,
+    deferred: bool = False,
 ) -> RemotePort:
-    """A port to the workers given, or to those that etcd lists. Raises InvalidRequest."""
+    """A port to the workers given, or to those that etcd lists. Raises InvalidRequest.
+
+    ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
+    ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
+    is asked for and not there raises InvalidRequest.  With ``deferred`` a put returns once the worker has its bytes,
+    where they go past gRPC: what it cannot store then is lost, and a miss.
+    """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
         raise InvalidRequest("root= says which of the roots in etcd is meant: it needs etcd=host:port")
     limits = limits or ClientLimits()
+    way = _way(bulk)
     if not etcd:
-        return RemotePort([check_address(each) for text in workers for each in text.split(",")], limits, clock=clock)
+        addresses = [check_address(each) for text in workers for each in text.split(",")]
+        return RemotePort(addresses, limits, clock=clock, bulk=way, deferred=deferred)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:
-        return RemotePort([], limits, discovery=discovery, clock=clock)
+        return RemotePort([], limits, discovery=discovery, clock=clock, bulk=way, deferred=deferred)
     except BaseException:
         discovery.close()
         raise
@@ -75,15 +93,18 @@ class RemotePort:
         *,
         discovery: Discovery | None = None,
         clock: Clock | None = None,
+        bulk: Bulk = Bulk.AUTO,
+        deferred: bool = False,
     ) -> None:
         clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = ClientCounters()
         self._discovery = discovery
-        self.endpoints = Endpoints(workers, discovery.addresses if discovery else None, limits, counters, clock)
+        addresses = discovery.addresses if discovery else None
+        self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk)
         self._caller = Caller(self.endpoints, counters, clock)
         self._watch = Watch(clock, "kvstore-client-watch")
-        self._tools = Tools(self._caller, counters, limits, self._watch)
+        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), deferred)
         self._blocks = RemoteBlocks(self._tools)
 
     # Namespaces
@@ -109,7 +130,7 @@ class RemotePort:
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
-        fetch = ChunkFetch(layout, request, chunks_max, memory, self._caller, self.counters, self.limits, self._watch)
+        fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
         timeout_s = self.limits.stream_s(self.limits.read_s, chunks_max * layout.chunk_bytes)
 
         def send(endpoint: Endpoint, _: float) -> None:
@@ -126,17 +147,18 @@ class RemotePort:
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
-        nothing = RemoteHold(namespace, 0, b"", None, self._tools)
+        nothing = RemoteHold(namespace, b"", 0, b"", None, self._tools)
         if not len(tokens):
             return nothing
-        request = pb.HoldRequest(namespace=namespace.digest, tokens=pack_tokens(tokens), ttl_s=ttl_s or 0.0)
+        packed = pack_tokens(tokens)
+        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
         raw = request.SerializeToString()
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
             if not answer.chunks:
                 return nothing
-            return RemoteHold(namespace, answer.chunks, answer.hold, endpoint, self._tools)
+            return RemoteHold(namespace, packed, answer.chunks, answer.hold, endpoint, self._tools)
 
         def take() -> RemoteHold:
             return self._caller.anywhere(send, self.limits.match_s, _affinity(namespace, tokens))
@@ -156,14 +178,14 @@ class RemotePort:
         if not count:
             return PutResult(0, 0, 0, 0)
         start = pb.PutStart(namespace=namespace.digest, tokens=pack_tokens(tokens), hints=hints_message(hints))
-        begin = max(first, self._present(namespace, tokens))
-        answer = self._put(namespace, start, begin, count, sections, tokens)
+        begin, answer = self._put(namespace, start, first, count, sections, tokens)
         for _ in range(PUT_ROUNDS_MAX - 1):
             if answer.tokens_present >= begin * size or answer.tokens_present < first * size:
                 break
             # What the worker believed to be there is not: begin at the first chunk that is missing.
-            begin = max(first, answer.tokens_present // size)
-            answer = self._put(namespace, start, begin, count, sections, tokens)
+            begin, answer = self._put(
+                namespace, start, max(first, answer.tokens_present // size), count, sections, tokens
+            )
         found_before = begin - first if answer.tokens_present >= begin * size else 0
         return PutResult(
             answer.tokens_present, answer.chunks_written, answer.chunks_found + found_before, answer.bytes_written
@@ -209,6 +231,14 @@ class RemotePort:
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
+
+    def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        return self._or_miss(
+            lambda: self._reopening(namespace, lambda: self._blocks.present(namespace, keys)), [False] * len(keys)
+        )
+
+    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> UnheldBlocks:
+        return UnheldBlocks(self, namespace, self.present_blocks(namespace, keys))
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         hits = [False] * len(keys)
@@ -260,6 +290,7 @@ class RemotePort:
             self._discovery.close()  # first: the thread of the endpoints may be waiting for it
         self.endpoints.close()
         self._watch.close()
+        self._tools.lanes.close()
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
@@ -272,29 +303,72 @@ class RemotePort:
         )
         return pb.MatchResponse.FromString(answer).chunks
 
-    def _present(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
         """What need not be sent. Not knowing costs only bytes, so an error is left to the put itself to meet."""
+        request = pb.MatchRequest(namespace=start.namespace, tokens=start.tokens).SerializeToString()
         try:
-            return self._match(namespace, tokens)
-        except (Unavailable, Overloaded):
+            return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=self.limits.match_s)).chunks
+        except grpc.RpcError:
             return 0
 
     def _put(
-        self, namespace: Namespace, start: pb.PutStart, begin: int, count: int, sections: Sections, tokens: TokenArray
-    ) -> pb.PutResponse:
-        start.first = begin
-        opening = start.SerializeToString()
-        timeout_s = self.limits.stream_s(self.limits.write_s, (count - begin) * namespace.layout.chunk_bytes)
+        self, namespace: Namespace, start: pb.PutStart, first: int, count: int, sections: Sections, tokens: TokenArray
+    ) -> tuple[int, pb.PutResponse]:
+        """Sends the chunks from ``first`` on that are not there: the first that was sent, and the answer."""
+        start.first = first
+        timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
-        def send(endpoint: Endpoint, left_s: float) -> bytes:
-            outgoing = Outgoing((part for index in range(begin, count) for part in sections(index)), opening)
-            return send_stream(endpoint.stream_out("Put"), outgoing, self._watch, self.limits.write_s, left_s)
+        def send(endpoint: Endpoint, left_s: float) -> tuple[int, pb.PutResponse]:
+            sent = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
+            if sent is not None:
+                return sent
+            begin = max(first, self._present(endpoint, start))
+            opening = pb.PutStart()
+            opening.CopyFrom(start)
+            opening.first = begin
+            self.counters.add("client_puts_grpc")
+            parts = (part for index in range(begin, count) for part in sections(index))
+            outgoing = Outgoing(parts, opening.SerializeToString())
+            answer = send_stream(endpoint.stream_out("Put"), outgoing, self._watch, self.limits.write_s, left_s)
+            return begin, pb.PutResponse.FromString(answer)
 
-        answer = self._reopening(
+        return self._reopening(
             namespace,
             lambda: self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens), even_aside=True),
         )
-        return pb.PutResponse.FromString(answer)
+
+    def _put_past_grpc(
+        self,
+        endpoint: Endpoint,
+        namespace: Namespace,
+        start: pb.PutStart,
+        count: int,
+        sections: Sections,
+        timeout_s: float,
+    ) -> tuple[int, pb.PutResponse] | None:
+        """The same over a bulk connection; None where there is none, or it broke."""
+        if not isinstance(sections, Planes):
+            return None
+        with endpoint.bulk.link(timeout_s) as link:
+            if link is None:
+                return None
+            self.counters.add("client_puts_shared" if link.is_shared else "client_puts_tcp")
+            try:
+                return send_put(
+                    link,
+                    namespace.layout,
+                    start,
+                    count,
+                    sections,
+                    deferred=self._tools.deferred,
+                    arena_room=endpoint.bulk.arena_room(link),
+                    idle_s=self.limits.write_s,
+                    timeout_s=timeout_s,
+                )
+            except (LinkBroken, InvalidRequest):
+                link.channel.alive = False
+                self.counters.add("client_bulk_broken")
+        return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """The call's result. Where the worker does not know the namespace (a new root), tells it and repeats."""
@@ -317,6 +391,30 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add("client_misses_unreachable")
             return miss
+
+
+class UnheldBlocks:
+    """Blocks that were there when they were looked for. A worker holds none of them: what is collected is a miss."""
+
+    def __init__(self, port: RemotePort, namespace: Namespace, present: list[bool]) -> None:
+        self._port = port
+        self._namespace = namespace
+        self.present = present
+
+    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        return self._port.get_blocks(self._namespace, keys, buffers)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _way(bulk: str | None) -> Bulk:
+    chosen = os.environ.get("KVSTORE_BULK", Bulk.AUTO.value) if bulk is None else bulk
+    try:
+        return Bulk(chosen)
+    except ValueError as cause:
+        names = ", ".join(way.value for way in Bulk)
+        raise InvalidRequest(f"bulk={chosen!r} (or KVSTORE_BULK): expected one of {names}") from cause
 
 
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,45 +13,41 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces, Withdrawn
 from kvstore.client.arrays import KvMemory
-from kvstore.client.caller import Caller, CallFailed
-from kvstore.client.counters import ClientCounters
+from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch
-from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
 from kvstore.client.streams import received
+from kvstore.client.tools import Tools
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, unpack_tokens
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.wire.watch import Watch
 
 LAYERS_S_MAX = 900.0
 """A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
 RELEASE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What a hold needs of the port that made it."""
-
-    caller: Caller
-    counters: ClientCounters
-    limits: ClientLimits
-    watch: Watch
-
-
 class RemoteHold:
     """Held leading chunks of one prompt. ``endpoint`` is None where nothing was found, and nothing is held."""
 
     def __init__(
-        self, namespace: Namespace, chunks: int, hold_id: bytes, endpoint: Endpoint | None, tools: Tools
+        self,
+        namespace: Namespace,
+        packed_tokens: bytes,
+        chunks: int,
+        hold_id: bytes,
+        endpoint: Endpoint | None,
+        tools: Tools,
     ) -> None:
         self.chunks = chunks
+        self._namespace = namespace
+        self._packed = packed_tokens
         self._layout = namespace.layout
         self._id = hold_id
         self._endpoint = endpoint
@@ -110,9 +105,8 @@ class RemoteHold:
             return 0
         tools = self._tools
         request = pb.GetRequest(hold=self._id)
-        fetch = ChunkFetch(
-            self._layout, request, self.chunks, memory, tools.caller, tools.counters, tools.limits, tools.watch
-        )
+        tokens = unpack_tokens(self._packed)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, tools)
         try:
             fetch.run(self._endpoint)
         except CallFailed as failed:

@@ -125,6 +125,9 @@ def connect(
 
     Calls are spread over the workers that live; one that dies is left out until it is back.
     ``root`` is the root's id, needed only where etcd knows several.
+    ``bulk`` says which way chunks go: ``shared`` (memory and files of the same host), ``tcp`` (a connection of its
+    own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``deferred=True`` returns from a put
+    once a worker has its bytes, before they are stored; what it cannot store then is lost, and a miss.
 
     Raises InvalidRequest. A worker that does not answer is a miss for reads, Unavailable for anything else.
     """

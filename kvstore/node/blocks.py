@@ -191,7 +191,7 @@ class Blocks:
             return self._chunks.read(expected, [buffers[index]], borrowed)
 
         addresses = _addresses(namespace, keys)
-        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers)
+        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers, fills=True)
         groups = None
         if run is not None:
 

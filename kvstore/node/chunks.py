@@ -29,6 +29,7 @@ from kvstore.format.header import (
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceId
+from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
@@ -71,6 +72,7 @@ class Chunks:
         self._clock = clock
         self._ids = ids
         self._numbers = numbers
+        self.runs = ChunkRuns(root, shard_bits, session, known, counters, self.quantum, ids, numbers)
 
     def quantum(self) -> int:
         """Start of the current recency quantum."""

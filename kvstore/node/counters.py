@@ -50,10 +50,10 @@ class Counters:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + count
 
-    def add_read(self, payload_bytes: int) -> None:
-        """One chunk read and verified."""
+    def add_read(self, payload_bytes: int, chunks: int = 1) -> None:
+        """Chunks read and verified, ``payload_bytes`` in all."""
         with self._lock:
-            self._counts["chunks_read"] += 1
+            self._counts["chunks_read"] += chunks
             self._counts["bytes_read"] += payload_bytes
 
     def snapshot(self) -> dict[str, int]:

@@ -20,6 +20,8 @@ from kvstore.sources import Clock
 
 T = TypeVar("T")
 
+_lane = threading.local()
+
 
 class DeadlinePassed(Unavailable):
     """The work did not end in time; it may still be running, but nobody waits for it."""
@@ -48,6 +50,7 @@ class Batch:
         """
         with self._lock:
             self._runners += 1
+        _lane.tick = tick
         try:
             while (number := self._take()) is not None:
                 tick()
@@ -57,6 +60,7 @@ class Batch:
             self.error = self.error or error
             self._stopped = True
         finally:
+            _lane.tick = None
             with self._lock:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
@@ -89,6 +93,13 @@ class Batch:
         self._stopped = True
 
 
+def moved_on() -> None:
+    """Said by work that takes several steps on a slow root: this lane is not stuck in one call."""
+    tick: Callable[[], None] | None = getattr(_lane, "tick", None)
+    if tick is not None:
+        tick()
+
+
 def _nothing(_: int) -> bool:
     return False
 
@@ -98,7 +109,8 @@ class Lanes:
 
     def __init__(self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock) -> None:
         self._clock = clock
-        self._width = width
+        self.width = width
+        """Lanes that one request may use at once."""
         self._queue_max = queue_max
         self._stall_s = stall_s
         self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -128,7 +140,7 @@ class Lanes:
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
         batch = Batch(count, work)
-        for _ in range(min(count, self._width)):
+        for _ in range(min(count, self.width)):
             self._queue.put(batch)
         return batch
 

@@ -31,6 +31,8 @@ class Limits:
     """Requests waiting for a lane; more are refused with Overloaded."""
     known_max: int = 1 << 20
     """Addresses remembered as present, 12 bytes each, allocated at the start (a power of two, rounded down)."""
+    chains_bytes_max: int = 32 << 20
+    """Recent prompts, with their addresses: one that begins like one of them hashes only what is new in it."""
     quantum_s: int = 60
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0

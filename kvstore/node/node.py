@@ -15,29 +15,33 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format import places
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
+from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import Publication, Source
-from kvstore.node.reading import Reading, matched_count, read_chunks, read_leading
+from kvstore.node.publish import GROUP_BYTES_MAX, Publication, Source
+from kvstore.node.reading import Groups, Reading, group_size, leading_groups, matched_count, read_chunks, read_leading
 from kvstore.node.refresh import Refresher
+from kvstore.node.runs import Run
 from kvstore.node.view import View
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
+from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 T = TypeVar("T")
@@ -71,6 +75,7 @@ class Node:
         self.counters = Counters()
         self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = Known(limits.known_max, limits.quantum_s)
+        self.chains = RecentChains(limits.chains_bytes_max)
         self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
         session = session or (lambda: self.id)
@@ -158,7 +163,30 @@ class Node:
         def read(at: int, borrowed: Borrowed) -> bool:
             return self._chunks.read(expected_chunk(hold.chain, first + at), into(first + at), borrowed)
 
-        return Reading(self._lanes, self.counters, count, read)
+        groups = leading_groups(self._chunks, self._lanes, hold.chain, first, count, into)
+        return Reading(self._lanes, self.counters, count, read, groups=groups)
+
+    @property
+    def hands_files(self) -> bool:
+        """Whether chunks are files that can be handed to another process of this host."""
+        return isinstance(self.root, PosixRoot)
+
+    def open_files(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> list[PosixReader]:
+        """The open files of ``count`` held chunks from index ``first`` on, the caller's to close, up to the first that
+        is missing.  Only their headers are verified; tell ``used`` at the end.
+
+        Raises HoldBroken where the hold has ended.
+        """
+        self.holds.check(hold)
+        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
+        indexes = range(first, first + count)
+        return open_files(self._chunks, self._lanes, self.counters, hold.chain, indexes, deadline)
+
+    def begin_copy(self, hold: Hold, first: int, count: int, into: Callable[[int], memoryview]) -> Reading:
+        """As ``begin_read``, but of whole files, header and all, of which only the header is verified."""
+        self.holds.check(hold)
+        indexes = range(first, first + count)
+        return copying(self._chunks, self._lanes, self.counters, hold.chain, indexes, into)
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
@@ -195,11 +223,13 @@ class Node:
         self.counters.add("requests_get")
         chain, layout = hold.chain, hold.chain.namespace.layout
         payloads: list[memoryview | None] = [None] * hold.count
+        mapped_max = min(hold.count, self.limits.open_files_max) if self.root.traits.mapped else 0
+        run = self._chunks.runs.of(chain, 0, mapped_max)
 
         def read(index: int, borrowed: Borrowed) -> bool:
             expected = expected_chunk(chain, index)
             # Each mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
-            if self.root.traits.mapped and index < self.limits.open_files_max:
+            if index < mapped_max:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
             memory = memoryview(bytearray(layout.chunk_bytes))
@@ -209,7 +239,18 @@ class Node:
             return self._chunks.read(expected, sections, borrowed)
 
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        done = read_chunks(self._lanes, self.counters, hold.count, read, deadline)
+        groups = None
+        if run is not None:
+
+            def map_group(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
+                done = np.zeros(stop - start, np.bool_)
+                end = min(stop, mapped_max)
+                if start < end:
+                    done[: end - start], payloads[start:end] = self._chunks.runs.map(run, start, end, chain.addresses)
+                return done
+
+            groups = Groups(group_size(hold.count, layout.chunk_bytes, self._lanes.width), hold.count, map_group)
+        done = read_chunks(self._lanes, self.counters, hold.count, read, deadline, groups=groups)
         first_miss = done.find(0)
         count = hold.count if first_miss < 0 else first_miss
         self._used(chain, count)
@@ -238,7 +279,7 @@ class Node:
         putting = self.begin_put(chain, first, deadline.left_s(), hints)
         try:
             if not putting.refused:
-                self._lanes.each(len(chain) - first, lambda at: putting.store(first + at, source(first + at)), deadline)
+                putting.store_all(source, deadline)
         except DeadlinePassed:
             putting.abandon(wait_s=0.0)
             raise
@@ -262,6 +303,10 @@ class Node:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         return self._leading(count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline)
+
+    def run_for_put(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
+        """The chunks of a put as a run; None where they are stored one by one."""
+        return self._chunks.runs.of(chain, first, count, source) if self._chunks.runs.stages else None
 
     # Looking after it
 
@@ -310,6 +355,7 @@ class Node:
             "holds": len(self.holds),
             "lane_queue": self._lanes.waiting_count,
             "root_hangs": int(self._lanes.stalled),
+            "native_path": int(self._chunks.runs.is_native),
         }
 
     def drain(self) -> None:
@@ -362,6 +408,7 @@ class Putting:
     ) -> None:
         self._node = node
         self._chain = chain
+        self._first = first
         self._present = present
         self._publication = publication
         self._lanes = lanes
@@ -376,6 +423,42 @@ class Putting:
         if not self._publication.find(index):
             self._publication.add(index, sections)
         return True
+
+    def store_all(self, source: Source, deadline: Deadline) -> None:
+        """Stores all chunks from the first on, several lanes at once, and waits for it. Raises what the root raised."""
+        self._begin(source, self._first, len(self._chain) - self._first).wait(deadline)
+
+    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
+        """As ``add``, for ``count`` chunks from index ``first`` on: at most two such runs are in flight."""
+        count = min(count, len(self._chain) - first)
+        if self.refused or count <= 0:
+            return
+        if len(self._pending) >= 2:
+            self._pending.pop(0).wait(Deadline(self._node.clock, deadline_s))
+        self._pending.append(self._begin(source, first, count))
+
+    def _begin(self, source: Source, first: int, count: int) -> Batch:
+        run = self._node.run_for_put(self._chain, first, count, source)
+        if run is None:
+            return self._lanes.start(count, lambda at: self.store(first + at, source(first + at)))
+        size = group_size(count, self._chain.namespace.layout.chunk_bytes, self._lanes.width, GROUP_BYTES_MAX)
+
+        def store(number: int) -> bool:
+            start = first + number * size
+            full: Overloaded | None = None
+            for index in self._publication.add_run(run, start, min(start + size, first + count)):
+                try:
+                    self.store(index, source(index))
+                except Overloaded as error:
+                    if not self._publication.make_room(index):
+                        raise
+                    full = error
+                    self.store(index, source(index))
+            if full is not None:
+                raise full  # what made room is not stored
+            return True
+
+        return self._lanes.start(-(-count // size), store)
 
     def add(self, index: int, sections: Pieces, deadline_s: float) -> None:
         """Begins to store one chunk; its memory must stay as it is until ``finish``.

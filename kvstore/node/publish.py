@@ -17,7 +17,12 @@ from kvstore.format.header import expected_chunk
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
+from kvstore.node.runs import Run
 from kvstore.results import PutResult
+from kvstore.root.interface import Stat
+
+GROUP_BYTES_MAX = 16 << 20
+"""Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
 
 Source = Callable[[int], Pieces]
 """The sections of a chunk, by its index in the chain: views of the caller's memory."""
@@ -74,6 +79,43 @@ class Publication:
             # before its parent is only unreachable until the parent is there.
             self._publish(staged)
             self._completed(index, None)
+
+    def add_run(self, run: Run, start: int, stop: int) -> list[int]:
+        """Finds or stages part of a run, and publishes what it can; returns those that are to be done one by one."""
+        chunks, chain = self._chunks, self._chain
+        outcome = chunks.runs.stage(run, start, stop, chain.addresses, True, self._durable, self._hints)
+        left: list[int] = []
+        try:
+            for index in range(start, stop):
+                found, outcome[index - start] = outcome[index - start], None
+                if found is None:
+                    left.append(index)
+                elif isinstance(found, Stat):
+                    if chunks.lacks(found, self._hints):
+                        self._lacking.add(index)
+                    self._completed(index, None)
+                else:
+                    self._completed(index, Staged(found, expected_chunk(chain, index)))
+        except BaseException:
+            for index, name in enumerate(outcome, start):
+                if isinstance(name, str):
+                    chunks.discard(Staged(name, expected_chunk(chain, index)))
+            raise
+        return left
+
+    def make_room(self, index: int) -> bool:
+        """On a full root: discards what is staged behind chunk ``index``, which can be published only after it.
+
+        False where there is nothing. What was discarded is lost to this put.
+        """
+        with self._lock:
+            behind = {at: staged for at, staged in self._ready.items() if staged and at > index}
+            for at in behind:
+                del self._ready[at]
+        for staged in behind.values():
+            if staged is not None:
+                self._chunks.discard(staged)
+        return bool(behind)
 
     def abandon(self) -> list[Staged]:
         """Nothing more is published. Returns what is staged, to be discarded where it may take its time. Idempotent."""

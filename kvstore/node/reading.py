@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
@@ -12,6 +16,11 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+
+GROUP_BYTES_MIN = 1 << 20
+GROUP_BYTES_MAX = 8 << 20
+"""About a millisecond of copying: how long taking the memory back may have to wait."""
+GROUPS_PER_LANE = 4
 
 
 def matched_count(chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, deadline: Deadline) -> int:
@@ -50,10 +59,34 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
             present = middle + 1
         else:
             absent = middle
-    quantum = chunks.quantum()
-    for address in chain.addresses[known:present]:
-        chunks.known.add(address, quantum, renewed=False, epoch=epoch)
+    chunks.known.add_all(chain.addresses[known:present], chunks.quantum(), renewed=False, epoch=epoch)
     return present
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Chunks that are done several at a time, by one call that does not need the GIL."""
+
+    size: int
+    """Chunks in a group; the last may have fewer."""
+    chunks: int
+    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
+    """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
+
+    @property
+    def count(self) -> int:
+        """How many groups there are."""
+        return -(-self.chunks // self.size)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First chunk of a group, and the one after its last."""
+        return number * self.size, min((number + 1) * self.size, self.chunks)
+
+
+def group_size(chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX) -> int:
+    """Chunks to do in one call: so many that Python costs little beside, so few that all lanes have enough to do."""
+    each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
+    return max(1, min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes))
 
 
 class Reading:
@@ -66,15 +99,20 @@ class Reading:
         count: int,
         read: Callable[[int, Borrowed], bool],
         stop_at_miss: bool = True,
+        groups: Groups | None = None,
     ) -> None:
         self._counters = counters
         self._read = read
         self._stop_at_miss = stop_at_miss
+        self._groups = groups
         self._borrowed = Borrowed()
         self._done = bytearray(count)
         self._batch: Batch | None = None
         try:
-            self._batch = lanes.start(count, self._work)
+            if groups is None:
+                self._batch = lanes.start(count, self._work)
+            else:
+                self._batch = lanes.start(groups.count, self._work_on_group)
         except KVStoreError:
             counters.add("miss_shed")
 
@@ -101,6 +139,18 @@ class Reading:
         if self._batch is not None:
             self._batch.stop()
 
+    def _work_on_group(self, number: int) -> bool:
+        """All that can be read at once is; the others one by one, as if nothing had been."""
+        assert self._groups is not None
+        start, stop = self._groups.bounds(number)
+        try:
+            read = self._groups.read(start, stop, self._borrowed)
+        except Withdrawn:
+            return False
+        self._done[start:stop] = read.tobytes()
+        left = (start + np.flatnonzero(~read)).tolist()
+        return all(self._work(index) for index in left)
+
     def _work(self, index: int) -> bool:
         try:
             intact = self._read(index, self._borrowed)
@@ -120,12 +170,13 @@ def read_chunks(
     read: Callable[[int, Borrowed], bool],
     deadline: Deadline,
     stop_at_miss: bool = True,
+    groups: Groups | None = None,
 ) -> bytearray:
     """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; one byte per index, 1 where it succeeded.
 
     Begins no more after a miss, unless told otherwise.
     """
-    return Reading(lanes, counters, count, read, stop_at_miss).wait(deadline)
+    return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
 
 
 def read_leading(
@@ -142,6 +193,21 @@ def read_leading(
     def read(index: int, borrowed: Borrowed) -> bool:
         return chunks.read(expected_chunk(chain, index), into(index), borrowed)
 
-    done = read_chunks(lanes, counters, count, read, deadline)
+    groups = leading_groups(chunks, lanes, chain, 0, count, into)
+    done = read_chunks(lanes, counters, count, read, deadline, groups=groups)
     first_miss = done.find(0)
     return count if first_miss < 0 else first_miss
+
+
+def leading_groups(
+    chunks: Chunks, lanes: Lanes, chain: Chain, first: int, count: int, into: Callable[[int], Pieces]
+) -> Groups | None:
+    """Chunks ``first`` and following of a chain in groups, counted from 0; None where they are read one by one."""
+    run = chunks.runs.of(chain, first, count, into, fills=True)
+    if run is None:
+        return None
+
+    def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+        return chunks.runs.read(run, first + start, first + stop, chain.addresses, borrowed)
+
+    return Groups(group_size(count, chain.namespace.layout.chunk_bytes, lanes.width), count, read)

@@ -73,6 +73,26 @@ class Space:
     free_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """How native code opens the files of a root by itself, in the way that this root would."""
+
+    path: str
+    """The root's folder, absolute."""
+    never_blocks: bool
+    """Reading never waits for a device: the files are in memory."""
+    stages: bool
+    """Files may be written there too."""
+    direct: bool
+    """What is not cached shall be read around the page cache."""
+
+
+def local_files(root: Root) -> LocalFiles | None:
+    """None where each file has to be asked of the root: wrappers, object stores, memory."""
+    found = getattr(root, "local_files", None)
+    return found if isinstance(found, LocalFiles) else None
+
+
 class Reader(Protocol):
     """An open file; used by one thread at a time. Close it, or use it as a context."""
 

@@ -25,7 +25,8 @@ _memory_lock = threading.Lock()
 def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: bool = True) -> Root:
     """Opens the root at ``url``; connects and tries the store out where it is not a mounted file system.
 
-    A path or ``file:///path`` is a folder, which is made if its parent exists and ``create`` allows it.
+    A path or ``file:///path`` is a folder, which is made if its parent exists and ``create`` allows it. With the option
+    ``direct``, what is not cached is read around the page cache (O_DIRECT), where the file system can.
     ``memory://name`` is one root for everybody in this process who opens that name; ``memory://`` a new one. Anything
     else goes through fsspec, with ``options``; ``fsspec+SCHEME://`` sends it there even where we have a root of our
     own.
@@ -39,10 +40,10 @@ def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: boo
     if found is None:
         if "://" in url or re.match(r"(file|memory|s3):", url):
             raise InvalidRequest(f"root {url!r} is no URL; expected {_KNOWN}")
-        return _open_folder(os.path.abspath(os.path.expanduser(url)), create)
+        return _open_folder(os.path.abspath(os.path.expanduser(url)), create, options)
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
-        return _open_folder(_file_path(url, rest), create)
+        return _open_folder(_file_path(url, rest), create, options)
     if scheme == "memory":
         return _open_memory(rest)
     return _open_remote(url, scheme, rest, options)
@@ -55,7 +56,7 @@ def _file_path(url: str, rest: str) -> str:
     return os.path.abspath(path)
 
 
-def _open_folder(path: str, create: bool) -> PosixRoot:
+def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> PosixRoot:
     if not create and not os.path.lexists(path):
         raise RootMismatch(f"root {path} does not exist: is the path right, and the file system mounted?")
     try:
@@ -73,7 +74,7 @@ def _open_folder(path: str, create: bool) -> PosixRoot:
         raise PermissionDenied(f"root {path}: may not make that folder; make it, owned by this user") from cause
     except OSError as cause:
         raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
-    return PosixRoot(path)
+    return PosixRoot(path, direct=bool((options or {}).get("direct")))
 
 
 def _open_memory(name: str) -> MemoryRoot:

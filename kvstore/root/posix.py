@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
+from kvstore.root.interface import Entry, LocalFiles, Seen, Space, Stat, Traits
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 BOUNCE_BYTES = 1 << 20
@@ -41,9 +41,11 @@ class PosixRoot:
     """A folder. ``step`` is called at named points between system calls, so that a test can stop there.
 
     The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done.
+
+    ``direct``: native reads of what is not cached go around the page cache (O_DIRECT), where the file system can.
     """
 
-    def __init__(self, path: str | Path, *, step: Callable[[str], None] | None = None) -> None:
+    def __init__(self, path: str | Path, *, step: Callable[[str], None] | None = None, direct: bool = False) -> None:
         self.path = os.path.abspath(path)
         self.url = f"file://{self.path}"
         self.traits = Traits(
@@ -58,6 +60,9 @@ class PosixRoot:
         self._format = _content(f"{self.path}/{FORMAT}")
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
         self._never_blocks = file_system_type(self.path) in MEMORY_FILE_SYSTEMS
+        self.local_files: LocalFiles | None = None
+        if type(self) is PosixRoot:  # a subclass that does something else with files has to be asked for each
+            self.local_files = LocalFiles(self.path, self._never_blocks, stages=step is None, direct=direct)
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         path = self._at(name)
@@ -362,6 +367,10 @@ class PosixReader:
                 if cause.errno in MISSING_ERRORS:
                     return None
                 raise
+
+    def fileno(self) -> int:
+        """The file's descriptor, which stays this reader's."""
+        return self._fd
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

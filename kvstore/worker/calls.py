@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import grpc
 
@@ -29,8 +30,32 @@ WORKER_COUNTERS = {
     "calls_failed": "calls that ended by a defect of the worker (its log has the incident)",
     "calls_cancelled": "calls whose client was gone before the end",
     "calls_idle": "streams cancelled because their client moved nothing for too long, or never ended",
+    "puts_deferred": "puts acknowledged when their bytes had come, and written behind",
+    "puts_deferred_lost": "those of them that could not be written",
+    "bulk_connections": "bulk connections of clients that proved their grant",
+    "bulk_refused": "bulk connections cut off: no grant, too many, garbage, or too slow to greet",
 }
 """Every counter of the worker itself, beside those of its node."""
+
+
+class CallContext(Protocol):
+    """What a call knows of its client: gRPC's context, or that of the bulk protocol."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds the client still waits; None where it did not say."""
+        ...
+
+    def is_active(self) -> bool:
+        """Whether the client is there."""
+        ...
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """What goes with a refusal."""
+        ...
+
+    def abort(self, code: grpc.StatusCode, details: str) -> Any:
+        """Raises, so that the call ends with this status."""
+        ...
 
 
 @dataclass(slots=True)
@@ -73,7 +98,7 @@ class Calls:
             return {name: Latency(list(each.buckets), each.sum_s) for name, each in self._latencies.items()}
 
     @contextmanager
-    def serving(self, name: str, context: grpc.ServicerContext, *, light: bool = False) -> Iterator[None]:
+    def serving(self, name: str, context: CallContext, *, light: bool = False) -> Iterator[None]:
         """Around the work of one call. What it raises becomes the call's status."""
         began_s = time.perf_counter()
         code = grpc.StatusCode.OK
@@ -119,12 +144,12 @@ class Calls:
             latency.sum_s += seconds
 
 
-def seconds_left(context: grpc.ServicerContext, most_s: float) -> float:
+def seconds_left(context: CallContext, most_s: float) -> float:
     """What a step of the call may take: the worker's own limit, or most of what the client gave, to answer in time."""
     remaining_s = context.time_remaining()
     return most_s if remaining_s is None else max(0.001, min(most_s, 0.9 * remaining_s))
 
 
-def _abort(context: grpc.ServicerContext, refused: Refusal) -> None:
+def _abort(context: CallContext, refused: Refusal) -> None:
     context.set_trailing_metadata(refused.trailers)
     context.abort(refused.code, refused.message)

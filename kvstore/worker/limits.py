@@ -17,6 +17,16 @@ class WorkerLimits:
     """Calls beyond these: health, reflection, stats, releases of holds, and saying that there are too many."""
     bytes_in_flight_max: int = 1 << 30
     """Memory for payload between network and root. A call that needs more than is free is refused."""
+    deferred_bytes_max: int = 256 << 20
+    """A deferred put over the network of more bytes is not deferred: all of them would be in memory at once."""
+    arena_bytes_max: int = 1 << 30
+    """Memory of its own that one client on this host may share over one connection."""
+    buffers_bytes_max: int = 256 << 20
+    """Memory that is kept to receive and send with again."""
+    bulk_connections_max: int = 1024
+    """Bulk connections at once, one file descriptor each; more are closed."""
+    hello_s: float = 5.0
+    """A bulk connection that has not proved its grant after so long is closed; a grant not used by then is void."""
     window_bytes: int = 4 << 20
     """Payload read in one go while as much is being sent."""
     idle_s: float = 15.0

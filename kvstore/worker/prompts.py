@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import grpc
-
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace, NamespaceDigest
@@ -15,18 +13,22 @@ from kvstore.node.member import Member
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
-from kvstore.worker.calls import seconds_left
+from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.calls import CallContext, seconds_left
 from kvstore.worker.holds import ClientHolds
 
 DIGEST_BYTES = 32
+SETTLE_S = 2.0
+"""How long a call waits for chunks that another put of this worker is still writing behind."""
 
 
 class Prompts:
     """Finds what requests are about."""
 
-    def __init__(self, member: Member, holds: ClientHolds) -> None:
+    def __init__(self, member: Member, holds: ClientHolds, deferred: Deferred) -> None:
         self._member = member
         self._holds = holds
+        self._deferred = deferred
 
     def namespace(self, digest: bytes) -> Namespace:
         """The namespace with this digest. Raises UnknownNamespace, InvalidRequest, or what the root raised."""
@@ -47,10 +49,12 @@ class Prompts:
         tokens = unpack_tokens(packed_tokens)
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
-        return Chain.of(namespace, tokens)
+        chain = self._member.node.chains.of(namespace, tokens)
+        self._deferred.settle(chain.addresses, SETTLE_S)
+        return chain
 
     @contextmanager
-    def held(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[tuple[Hold, int]]:
+    def held(self, request: pb.GetRequest, context: CallContext) -> Iterator[tuple[Hold, int]]:
         """The hold to read under, and how many leading chunks: the client's own, or one for the time of this call."""
         if request.hold:
             if request.namespace or request.tokens:

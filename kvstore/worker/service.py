@@ -17,6 +17,9 @@ from kvstore.wire.messages import namespace_message, namespace_of, parse, pin_me
 from kvstore.wire.watch import Watch
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.blocks import BlockStreams
+from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.getting import GetStreams
 from kvstore.worker.holds import ClientHolds
@@ -29,6 +32,8 @@ Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
 
 PIN_TTL_S_MAX = 30 * 86_400
+DEFERRED_S = 10.0
+"""How long a worker that stops writes on what it has acknowledged."""
 
 
 class Service:
@@ -44,7 +49,11 @@ class Service:
         self.calls = Calls(self.gate, node.ids)
         self.holds = ClientHolds(limits.holds_max, limits.hold_tokens_max, node.release, node.clock)
         self.watch = Watch(clock, "kvstore-worker-watch")
-        self._prompts = Prompts(member, self.holds)
+        self.deferred = Deferred(self.calls)
+        self.bulk: BulkListener | None = None
+        """Set while the worker listens for bulk connections."""
+        self._prompts = Prompts(member, self.holds, self.deferred)
+        self.bulk_requests = BulkRequests(node, self._prompts, self.in_flight, self.calls, limits, self.deferred)
         self._putting = PutStreams(node, self._prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self._prompts, self.in_flight, self.calls, limits)
         self._blocks = BlockStreams(node, self._prompts, self.in_flight, self.calls, limits)
@@ -61,6 +70,8 @@ class Service:
             "calls_in_flight": float(self.gate.inside_count),
             "bytes_in_flight": float(self.in_flight.count),
             "client_holds": float(len(self.holds)),
+            "bulk_connections_open": float(self.bulk.connections_count if self.bulk else 0),
+            "deferred_chunks": float(self.deferred.chunks_count),
             "draining": float(self.gate.draining),
         }
 
@@ -85,12 +96,14 @@ class Service:
                 "GetBlocks": self._many("GetBlocks", pb.GetBlocksRequest, self._blocks.get),
                 "Clear": self._unary("Clear", pb.ClearRequest, self._clear),
                 "Stats": self._unary("Stats", pb.StatsRequest, self._stats, light=True),
+                "OpenBulk": self._unary("OpenBulk", pb.OpenBulkRequest, self._open_bulk),
             },
         )
 
     def close(self) -> None:
-        """Ends the watch over streams; idempotent."""
+        """Ends the watch over streams, and what is written behind; idempotent."""
         self.watch.close()
+        self.deferred.close(DEFERRED_S)
 
     # How calls are served
 
@@ -176,8 +189,24 @@ class Service:
         return pb.CountRefsResponse(refs=self._member.refcount(chain))
 
     def _clear(self, request: pb.ClearRequest, _: Context) -> Message:
-        cleared = self._member.clear(self._prompts.namespace(request.namespace))
+        namespace = self._prompts.namespace(request.namespace)
+        self.deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
+        cleared = self._member.clear(namespace)
         return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes)
 
     def _stats(self, _: pb.StatsRequest, __: Context) -> Message:
         return pb.StatsResponse(counters=self.counters(), gauges=self.gauges())
+
+    def _open_bulk(self, _: pb.OpenBulkRequest, __: Context) -> Message:
+        if self.bulk is None:
+            return pb.OpenBulkResponse()
+        grant = self.bulk.grant()
+        return pb.OpenBulkResponse(
+            unix_path=self.bulk.unix_path,
+            boot_id=self.bulk.boot_id,
+            tcp_port=self.bulk.tcp_port,
+            grant=grant.id,
+            secret=grant.secret,
+            ttl_s=self._limits.hello_s,
+            files=self._node.hands_files,
+        )

@@ -17,6 +17,7 @@ from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
 from kvstore.sources import Clock, SystemClock
 from kvstore.wire.limits import SERVER_OPTIONS
+from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
 from kvstore.worker.standard import Health, Patience
@@ -33,6 +34,9 @@ class Worker:
 
     ``listen`` is ``host:port``, ``[v6]:port`` or ``unix:path``; port 0 is chosen by the system.  ``advertise`` is how
     clients reach it, where that differs: it is what discovery tells them.  ``version`` is for whoever lists workers.
+    With ``bulk`` it also takes bulk connections (kvstore/wire/bulk/BULK.md): on ``bulk_port`` of the same host (0:
+    chosen by the system), and on a unix socket in a folder of its own under ``bulk_folder`` (where temporary files go),
+    which clients on this host must see under the same path.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class Worker:
         advertise: str | None = None,
         version: str = "",
         clock: Clock | None = None,
+        bulk: bool = True,
+        bulk_port: int = 0,
+        bulk_folder: str | None = None,
     ) -> None:
         self.limits = limits or WorkerLimits()
         self.address = ""
@@ -53,6 +60,9 @@ class Worker:
         self.service = Service(member, self.limits, clock or SystemClock())
         self._member = member
         self._listen = listen
+        self._bulk = bulk
+        self._bulk_port = bulk_port
+        self._bulk_folder = bulk_folder
         self._version = version
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
@@ -92,6 +102,17 @@ class Worker:
             raise self._cannot_listen() from cause
         if not bound:
             raise self._cannot_listen()
+        if self._bulk:
+            service = self.service
+            service.bulk = BulkListener(
+                service.bulk_requests,
+                service.calls,
+                self.limits,
+                None if is_path else host,
+                self._bulk_port,
+                self._bulk_folder,
+            )
+            service.bulk.start()
         server.start()
         self._server, self._threads = server, threads
         self.address = self._listen if is_path else f"{host}:{bound}"
@@ -129,6 +150,8 @@ class Worker:
         if self._health is not None:
             self._health.set(False)
         self._deregister()
+        if self.service.bulk is not None:
+            self.service.bulk.close(LAST_ANSWERS_S)
         self._server.stop(grace_s).wait(grace_s + LAST_ANSWERS_S)
         if self._threads is not None:
             self._threads.shutdown(timeout_s=LAST_ANSWERS_S)

@@ -43,6 +43,14 @@ TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 
 
+@pytest.fixture(params=["auto", "tcp", "grpc"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which way the bytes of chunks go."""
+    chosen: str = request.param
+    monkeypatch.setenv("KVSTORE_BULK", chosen)
+    return chosen
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[Served, Served]]:
     """Two workers on one root."""
@@ -259,7 +267,7 @@ def test_no_worker_at_all_is_a_miss_for_reads_and_an_error_for_the_rest() -> Non
 
 def test_a_store_may_be_connected_before_its_worker_runs(tmp_root: Path) -> None:
     address = f"unix:{tmp_root}/socket"
-    with kvstore.connect(address) as store:
+    with kvstore.connect(address, bulk="auto") as store:
         with pytest.raises(Unavailable):
             store.namespace("m", SMALL)
         with serving(listen=address):
@@ -270,7 +278,7 @@ def test_a_store_may_be_connected_before_its_worker_runs(tmp_root: Path) -> None
 
 def test_a_worker_with_a_new_root_is_told_the_namespace_again(tmp_root: Path) -> None:
     address = f"unix:{tmp_root}/socket"
-    with ExitStack() as stack, kvstore.connect(address) as store:
+    with ExitStack() as stack, kvstore.connect(address, bulk="auto") as store:
         with serving(listen=address):
             cache = store.namespace("m", SMALL)
             cache.put(TOKENS, KV)

@@ -21,6 +21,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
+from kvstore.wire.bulk.sockets import dial_tcp
 from tests.node.stores import SMALL, kv_of, same
 from tests.worker.serving import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
 
@@ -248,15 +249,26 @@ class FlippingProxy:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bulk", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_network_that_flips_bits_never_makes_a_wrong_byte(seed: int) -> None:
+def test_a_network_that_flips_bits_never_makes_a_wrong_byte(
+    seed: int, bulk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)  # 128 KiB
     with serving() as served:
         proxy = FlippingProxy(served.address, seed, every_bytes=400_000)
+        bulk_proxies: list[FlippingProxy] = []
+
+        def dial(host: str, port: int, timeout_s: float) -> socket.socket:
+            if not bulk_proxies:
+                bulk_proxies.append(FlippingProxy(f"{host}:{port}", seed, every_bytes=400_000))
+            return dial_tcp(host, int(bulk_proxies[0].address.rpartition(":")[2]), timeout_s)
+
+        monkeypatch.setattr("kvstore.client.bulk.links.dial_tcp", dial)
         acknowledged: set[int] = set()
         misses = 0
         try:
-            with connected(proxy.address, limits=HASTY) as store, connected(served) as direct:
+            with connected(proxy.address, limits=HASTY, bulk=bulk) as store, connected(served) as direct:
                 direct.namespace("m", layout)
                 cache = None
                 for turn in range(60):
@@ -280,5 +292,7 @@ def test_a_network_that_flips_bits_never_makes_a_wrong_byte(seed: int) -> None:
                     assert same(array, kv_of(layout, tokens)[:, :, :count])
                     assert count == len(tokens) or key not in acknowledged
         finally:
-            proxy.close()
-        assert proxy.flipped > 5
+            for each in (proxy, *bulk_proxies):
+                each.close()
+        assert sum(each.flipped for each in (proxy, *bulk_proxies)) > 5
+        assert len(bulk_proxies) == (bulk == "tcp")

@@ -74,9 +74,12 @@ def serving(
         member.close()
 
 
-def connected(*workers: Served | str, limits: ClientLimits | None = None) -> Store:
+def connected(
+    *workers: Served | str, limits: ClientLimits | None = None, bulk: str | None = None, deferred: bool = False
+) -> Store:
     """A store over workers."""
-    return kvstore.connect(*(each if isinstance(each, str) else each.address for each in workers), limits=limits)
+    addresses = (each if isinstance(each, str) else each.address for each in workers)
+    return kvstore.connect(*addresses, limits=limits, bulk=bulk, deferred=deferred)
 
 
 @contextmanager
@@ -154,14 +157,16 @@ print("drained", flush=True)
 class WorkerProcess:
     """A worker in a process of its own. ``address`` is where it listens."""
 
-    def __init__(self, root: Path, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> None:
         self._child = subprocess.Popen(
             [sys.executable, "-c", _PROCESS, str(root), listen],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
+            env={**os.environ, **({"TMPDIR": str(folder)} if folder else {})},
         )
+        self.pid = self._child.pid
         assert self._child.stdout is not None
         self.address = self._child.stdout.readline().strip()
         assert self.address, "the worker did not start"
@@ -181,9 +186,9 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(root: Path, listen: str = "127.0.0.1:0") -> Iterator[WorkerProcess]:
-    """A WorkerProcess, killed at the end."""
-    child = WorkerProcess(root, listen)
+def worker_process(root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> Iterator[WorkerProcess]:
+    """A WorkerProcess, killed at the end; ``folder`` is where it has its temporary files."""
+    child = WorkerProcess(root, listen, folder)
     try:
         yield child
     finally:

@@ -1,0 +1,114 @@
+"""The memory that a client shares with a worker for its puts: a ring, of which the worker says what is free again."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.wire.bulk.ledger import LEDGER_BYTES, PUTS_MAX, entry_of, released_count
+
+ARENA_BYTES_MIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    start: int
+    end: int
+    request: int
+    upto: int
+    """Chunks of that put that are released once this region is."""
+
+
+class Ledger:
+    """What the worker says of the arena: a page of its own, which it writes and we read."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes ``fd`` over. Raises OSError or ValueError where it is no ledger."""
+        try:
+            # Sealed, so that reading it cannot kill us.
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("the ledger is not sealed against shrinking")
+            mapped = mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._entries = np.frombuffer(mapped, np.uint64)
+
+    def released(self, request: int) -> int:
+        """Leading chunks of a put that the worker needs in the arena no more."""
+        return released_count(int(self._entries[entry_of(request)]), request)
+
+
+class Arena:
+    """A ring of ``size_bytes``; regions are taken in order and become free in order."""
+
+    def __init__(self, size_bytes: int, ledger: Ledger) -> None:
+        """Raises OSError where there is no memory."""
+        self.size_bytes = size_bytes
+        self._ledger = ledger
+        self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            mapped = mmap.mmap(self.fd, size_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
+        self._bytes.fill(0)  # every page is there before the first put, which would pay for them otherwise
+        self._regions: deque[_Region] = deque()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the worker needs nothing of it."""
+        self._collect()
+        return not self._regions
+
+    def has_entry(self, request: int) -> bool:
+        """Whether a put of that number has an entry in the ledger that no older one needs any more."""
+        self._collect()
+        return not self._regions or request - self._regions[0].request <= PUTS_MAX
+
+    def take(self, size_bytes: int, request: int, upto: int) -> int | None:
+        """The offset of a region for chunks of a put, which is free when the first ``upto`` chunks of it are released.
+
+        None where there is no room at the moment.
+        """
+        self._collect()
+        start = self._place(size_bytes)
+        if start is not None:
+            self._regions.append(_Region(start, start + size_bytes, request, upto))
+        return start
+
+    def bytes_at(self, offset: int, size_bytes: int) -> npt.NDArray[Any]:
+        """The memory of a region."""
+        return self._bytes[offset : offset + size_bytes]
+
+    def close(self) -> None:
+        """Closes the file; memory that the worker still needs lives on there. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._bytes = np.empty(0, np.uint8)
+
+    def _collect(self) -> None:
+        while self._regions and self._ledger.released(self._regions[0].request) >= self._regions[0].upto:
+            self._regions.popleft()
+
+    def _place(self, size_bytes: int) -> int | None:
+        if not self._regions:
+            return 0 if size_bytes <= self.size_bytes else None
+        tail, head = self._regions[0].start, self._regions[-1].end
+        if head > tail:
+            if head + size_bytes <= self.size_bytes:
+                return head
+            return 0 if size_bytes <= tail else None
+        return head if head + size_bytes <= tail else None

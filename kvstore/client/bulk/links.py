@@ -1,0 +1,279 @@
+"""The bulk connections to one worker: negotiated over gRPC when the first is needed, kept, and used one call each."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import grpc
+
+from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import VERSION, Head, Kind
+from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
+from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
+from kvstore.wire.messages import parse
+from kvstore.wire.statuses import Failure, failure
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""After a worker offered no way but gRPC, it is asked again after this time."""
+ARENA_SIZE = 8
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Bulk(enum.Enum):
+    """Which way the bytes of chunks go."""
+
+    AUTO = "auto"
+    """The shortest that there is: shared, else tcp, else grpc."""
+    SHARED = "shared"
+    TCP = "tcp"
+    GRPC = "grpc"
+
+
+class NoBulkPath(InvalidRequest):
+    """The way that was asked for (``bulk=``) leads to no worker. Take another, or ``auto``."""
+
+
+class BulkRefused(Exception):
+    """A worker refused a request on a bulk connection; carries what that means."""
+
+    def __init__(self, failed: Failure) -> None:
+        super().__init__(str(failed.error))
+        self.failed = failed
+
+
+class Link:
+    """One connection, and the arena that goes with it. Used by one call at a time."""
+
+    def __init__(self, channel: Channel, hands_files: bool, ledger: Ledger | None, address: str) -> None:
+        self.channel = channel
+        self.hands_files = hands_files
+        self.arena: Arena | None = None
+        self.address = address
+        self._ledger = ledger
+        self._number = 0
+        self._never_blocks: dict[int, bool] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the worker is on this host, and memory and files are shared with it."""
+        return self.channel.is_unix
+
+    def next_number(self) -> int:
+        """The number of a new request."""
+        self._number += 1
+        return self._number
+
+    def receive(self, *kinds: Kind) -> tuple[Head, bytes]:
+        """The next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        head = self.channel.receive_head()
+        if head.kind is Kind.REFUSED:
+            self.refused(head)
+        self.channel.expect(head, *kinds)
+        return head, self.channel.receive(head.length)
+
+    def refused(self, head: Head) -> NoReturn:
+        """Raises BulkRefused. The worker closes the connection after it."""
+        refusal = parse(pb.BulkRefusal, self.channel.receive(head.length))
+        self.channel.alive = False
+        code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
+        raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+
+    def share(self, size_bytes: int, room_bytes: int) -> None:
+        """Sees to an arena in which ``size_bytes`` fit twice, of at most ``room_bytes``, as far as that can be had."""
+        arena, ledger = self.arena, self._ledger
+        if ledger is None or (arena is not None and (arena.size_bytes >= size_bytes or not arena.is_free)):
+            return
+        # Twice, so that one put is copied while the one before is being written.
+        wanted = min(max(ARENA_BYTES_MIN, 2 << (size_bytes - 1).bit_length()), room_bytes)
+        if wanted <= (arena.size_bytes if arena else 0):
+            return
+        try:
+            new = Arena(wanted, ledger)
+        except (OSError, MemoryError):
+            return
+        if arena is not None:
+            arena.close()
+        self.arena = new
+        self.channel.send(Kind.ARENA, 0, [wanted.to_bytes(ARENA_SIZE, "little")], [new.fd])
+
+    def never_blocks(self, fd: int) -> bool:
+        """Whether reading a file that was handed over never waits for a device."""
+        device = os.fstat(fd).st_dev
+        known = self._never_blocks.get(device)
+        if known is None:
+            known = self._never_blocks[device] = file_system_type(f"/proc/self/fd/{fd}") in MEMORY_FILE_SYSTEMS
+        return known
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.channel.close()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class Links:
+    """The connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer."""
+
+    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits, ask: Callable[[bytes, float], bytes]) -> None:
+        self._address = address
+        self._bulk = bulk
+        self._limits = limits
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._open: set[Link] = set()
+        self._retry_at_s = 0.0
+        self._why_not = ""
+        self._worked = False
+        self._closed = False
+
+    @contextmanager
+    def link(self, timeout_s: float) -> Iterator[Link | None]:
+        """A connection for one call; None where the bytes have to go over gRPC.
+
+        Raises NoBulkPath where another way is asked for and there is none, and what gRPC raises.
+        """
+        link = self._take(timeout_s)
+        try:
+            yield link
+        except BaseException:
+            if link is not None:
+                link.channel.alive = False  # in the middle of a request
+            raise
+        finally:
+            if link is not None:
+                self._give(link)
+
+    def arena_room(self, link: Link) -> int:
+        """Bytes that the arena of a connection may have, beside those of the others."""
+        with self._lock:
+            used = sum(each.arena.size_bytes for each in self._open if each is not link and each.arena is not None)
+        return max(0, self._limits.arena_bytes_max - used)
+
+    def close(self) -> None:
+        """Closes all connections; calls in progress fail. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = self._open - set(idle)
+            self._open.clear()
+        for link in idle:
+            link.close()
+        for link in busy:
+            link.channel.cut()
+
+    def _take(self, timeout_s: float) -> Link | None:
+        if self._bulk is Bulk.GRPC:
+            return None
+        while True:
+            with self._lock:
+                link = self._idle.pop() if self._idle else None
+                is_full = link is None and len(self._open) >= self._limits.bulk_links_max
+            if link is None:
+                break
+            if link.channel.is_quiet():
+                return link
+            self._drop(link)  # the worker went away, or was restarted
+        if is_full or self._closed:
+            return None
+        if time.monotonic() < self._retry_at_s:
+            self._check_auto()
+            return None
+        link = self._dial(timeout_s)
+        if link is None:
+            self._retry_at_s = time.monotonic() + RETRY_S
+            self._check_auto()
+            return None
+        with self._lock:
+            self._open.add(link)
+            self._worked = True
+        return link
+
+    def _check_auto(self) -> None:
+        """Raises NoBulkPath where a way is asked for that is not there; Unavailable where it was there before."""
+        if self._bulk is not Bulk.AUTO and self._worked:
+            raise Unavailable(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
+        if self._bulk is not Bulk.AUTO:
+            raise NoBulkPath(
+                f"bulk={self._bulk.value!r}: there is no such way to worker {self._address} ({self._why_not}); "
+                "choose another one, or bulk='auto'"
+            )
+
+    def _give(self, link: Link) -> None:
+        with self._lock:
+            if link.channel.alive and not self._closed:
+                self._idle.append(link)
+                return
+        self._drop(link)
+
+    def _drop(self, link: Link) -> None:
+        with self._lock:
+            self._open.discard(link)
+        link.close()
+
+    def _dial(self, timeout_s: float) -> Link | None:
+        """A new connection by the shortest way that works."""
+        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
+        try:
+            answer = pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            self._why_not = "the worker is of an older version"
+            return None
+        reasons: list[str] = []
+        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
+            if self._bulk not in (Bulk.AUTO, way):
+                continue
+            try:
+                return dial(answer)
+            except (OSError, KVStoreError, ValueError) as error:
+                reasons.append(f"{way.value}: {error}")
+        self._why_not = "; ".join(reasons)
+        log.info("client.no_bulk worker=%s why=%s", self._address, self._why_not)
+        return None
+
+    def _dial_shared(self, answer: pb.OpenBulkResponse) -> Link:
+        if not answer.unix_path:
+            raise Unavailable("the worker offers no unix socket")
+        if answer.boot_id != boot_id() or not answer.boot_id:
+            raise Unavailable("it is on another host")
+        channel = Channel(dial_unix(answer.unix_path, self._limits.probe_s), self._limits.probe_s)
+        return self._greeted(channel, answer)
+
+    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Link:
+        if not answer.tcp_port or self._address.startswith("unix:"):
+            raise Unavailable("the worker offers no port")
+        host = self._address.rpartition(":")[0]
+        channel = Channel(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._limits.probe_s)
+        return self._greeted(channel, answer)
+
+    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Link:
+        """Both ends prove that they know the secret, which only gRPC carried."""
+        try:
+            channel.limit(self._limits.probe_s, self._limits.probe_s)
+            grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
+            channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
+            head, proof = channel.receive_frame(Kind.WELCOME)
+            if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
+                raise channel.break_off("whoever listens there is not the worker")
+            ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
+        except BaseException:
+            channel.close()
+            raise
+        return Link(channel, answer.files and channel.is_unix, ledger, self._address)

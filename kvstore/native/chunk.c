@@ -1,0 +1,103 @@
+/* Chunk files as bytes: names, headers, and the verdict on sections while they arrive (kvstore/format/FORMAT.md). */
+#include "native.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { MAGIC = 0, VERSION_AT = 8, HEADER_BYTES_AT = 16, ADDRESS_AT = 40, INCARNATION_AT = 104, SUM_BYTES = 8 };
+
+static const uint8_t magic[8] = {0x93, 'K', 'V', 'C', 'H', 'N', 'K', '\n'};
+
+static void put(uint8_t *at, const void *value, size_t size) { memcpy(at, value, size); }
+
+uint8_t *kv_section(const kv_chunk *chunk, uint32_t section) {
+    uint64_t at = chunk->offset + (chunk->bases ? chunk->bases[section] : section * chunk->section_bytes);
+    return (uint8_t *)(uintptr_t)at;
+}
+
+uint64_t kv_padded(uint64_t size) { return (size + 7) / 8 * 8; }
+
+/* The fixed part and the identity, without incarnation, table and checksum; all else zero. */
+void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
+    const uint16_t version = 1;
+    const uint8_t algorithms[3] = {1, 1, (uint8_t)run->kind};
+    memset(header, 0, chunk->header_bytes);
+    put(header + MAGIC, magic, sizeof magic);
+    put(header + VERSION_AT, &version, sizeof version);
+    put(header + 10, algorithms, sizeof algorithms);
+    put(header + HEADER_BYTES_AT, &chunk->header_bytes, 4);
+    put(header + 20, &chunk->depth, 4);
+    put(header + 24, &chunk->identity_bytes, 4);
+    put(header + 28, &chunk->section_count, 4);
+    put(header + 32, &chunk->section_bytes, 8);
+    put(header + ADDRESS_AT, chunk->address, KV_ADDRESS_BYTES);
+    put(header + 56, chunk->parent, KV_ADDRESS_BYTES);
+    put(header + 72, run->digest, KV_DIGEST_BYTES);
+    put(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes);
+}
+
+const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header) {
+    return (const uint64_t *)(header + KV_FIXED_BYTES + kv_padded(chunk->identity_bytes));
+}
+
+/* Whether a header is exactly the one wanted, and whole. */
+int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header) {
+    uint8_t fixed[KV_FIXED_BYTES];
+    kv_chunk bare = *chunk;
+    bare.header_bytes = KV_FIXED_BYTES;
+    bare.identity_bytes = 0;
+    kv_header_begin(run, &bare, fixed);
+    put(fixed + HEADER_BYTES_AT, &chunk->header_bytes, 4);
+    put(fixed + 24, &chunk->identity_bytes, 4);
+    uint64_t sum;
+    memcpy(&sum, header + chunk->header_bytes - SUM_BYTES, sizeof sum);
+    return !memcmp(header, fixed, INCARNATION_AT) &&
+           !memcmp(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes) &&
+           sum == kv_checksum(header, chunk->header_bytes - SUM_BYTES);
+}
+
+/* Goes on verifying when the first `arrived` bytes of the payload are there; false where a section is not right. */
+int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived) {
+    const uint64_t *table = kv_table(chunk, header), size = chunk->section_bytes;
+    while (verified->section < chunk->section_count) {
+        uint64_t start = verified->section * size;
+        if (arrived <= start && size) break;
+        const uint8_t *bytes = kv_section(chunk, verified->section);
+        if (!verified->hash.blocks_done) kv_hash_begin(&verified->hash);
+        if (arrived < start + size) {
+            kv_hash_absorb(&verified->hash, bytes, size, arrived - start);
+            break;
+        }
+        if (kv_hash_end(&verified->hash, bytes, size) != table[verified->section]) return 0;
+        verified->hash.blocks_done = 0;
+        verified->section++;
+    }
+    return 1;
+}
+
+static char *hex(char *at, const uint8_t *bytes, int count) {
+    static const char digits[] = "0123456789abcdef";
+    for (int i = 0; i < count; i++) {
+        *at++ = digits[bytes[i] >> 4];
+        *at++ = digits[bytes[i] & 15];
+    }
+    *at = 0;
+    return at;
+}
+
+/* Both write into KV_PATH_MAX bytes; false where the name does not fit. */
+int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path) {
+    unsigned shard = (unsigned)(chunk->address[0] << 8 | chunk->address[1]) >> (16 - run->shard_bits);
+    int size = snprintf(path, KV_PATH_MAX - 64, "%s/chunks/%04x/", run->root, shard);
+    if (size < 0 || size >= KV_PATH_MAX - 64) return 0;
+    char *at = hex(path + size, chunk->address, KV_ADDRESS_BYTES);
+    *at++ = '.';
+    hex(at, run->digest, 8);
+    return 1;
+}
+
+int kv_staged_path(const kv_run *run, const kv_chunk *chunk, char *path) {
+    int size = snprintf(path, KV_PATH_MAX, "%s/staging/%s/%llu.part", run->root, run->session,
+                        (unsigned long long)chunk->number);
+    return size > 0 && size < KV_PATH_MAX;
+}

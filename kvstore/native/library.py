@@ -1,0 +1,104 @@
+"""Loads the native library and describes its structures; ``native.h`` is the other side.
+
+Nothing is compiled here: the library is built when kvstore is installed (``.ci/build_native.py``).  ctypes releases the
+GIL for the whole of each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ABI = 1
+LIBRARY = Path(__file__).with_name("libkvstore.so")
+
+DONE, ABSENT, FOUND, BLOCKED, OTHER = range(5)
+"""What came of a chunk. Only DONE and FOUND are answers; after any other Python does the chunk from scratch."""
+
+CHUNK = np.dtype(
+    [
+        ("address", "V16"),
+        ("parent", "V16"),
+        ("incarnation", "V16"),
+        ("identity", "<u8"),
+        ("bases", "<u8"),
+        ("offset", "<u8"),
+        ("section_bytes", "<u8"),
+        ("number", "<u8"),
+        ("mtime_ns", "<i8"),
+        ("section_count", "<u4"),
+        ("header_bytes", "<u4"),
+        ("identity_bytes", "<u4"),
+        ("depth", "<u4"),
+        ("fd", "<i4"),
+        ("status", "<i4"),
+    ]
+)
+"""``kv_chunk``: pointers are plain addresses, kept valid by whoever fills them in."""
+
+VERIFIED_BYTES = 8 * 8 + 8 + 8
+"""``kv_verified``."""
+
+
+class Run(ctypes.Structure):
+    """``kv_run``: what all chunks of one call have in common."""
+
+    _fields_ = (
+        ("root", ctypes.c_char_p),
+        ("session", ctypes.c_char_p),
+        ("digest", ctypes.c_ubyte * 32),
+        ("kind", ctypes.c_uint32),
+        ("shard_bits", ctypes.c_uint32),
+        ("may_wait", ctypes.c_uint32),
+        ("durable", ctypes.c_uint32),
+        ("direct", ctypes.c_uint32),
+    )
+
+
+def _load() -> tuple[Any, str]:
+    """The library, or None with the reason."""
+    if os.environ.get("KVSTORE_NATIVE", "") == "0":
+        return None, "turned off by KVSTORE_NATIVE=0"
+    if sys.byteorder != "little":
+        return None, "this machine is big-endian"
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        if found.kv_abi() != ABI:
+            return None, f"{LIBRARY} is of another version: install kvstore again"
+    except (OSError, AttributeError):
+        return None, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
+    pointer, run = ctypes.c_void_p, ctypes.POINTER(Run)
+    found.kv_checksum.argtypes, found.kv_checksum.restype = (pointer, ctypes.c_uint64), ctypes.c_uint64
+    found.kv_use_width.argtypes = (ctypes.c_int,)
+    found.kv_hash_begin.argtypes, found.kv_hash_begin.restype = (pointer,), None
+    found.kv_hash_absorb.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
+    found.kv_hash_absorb.restype = None
+    found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
+    found.kv_hash_end.restype = ctypes.c_uint64
+    for name in ("kv_open", "kv_read", "kv_verify_files", "kv_look", "kv_stage"):
+        each = getattr(found, name)
+        each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
+    found.kv_close.argtypes, found.kv_close.restype = (pointer, ctypes.c_int64), None
+    found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
+    found.kv_read_cold.restype = ctypes.c_int64
+    found.kv_read_direct.argtypes = (ctypes.c_int,)
+    found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
+    return found, ""
+
+
+library, _reason = _load()
+
+
+def is_available() -> bool:
+    """Whether the native data path is in use."""
+    return library is not None
+
+
+def why_not() -> str:
+    """Why it is not in use; empty where it is."""
+    return _reason

@@ -1,0 +1,86 @@
+/* What the parts of the native library share; `library.py` beside this file describes the same structures to Python.
+ *
+ * It does the common good case of the data path without the GIL, and only that: whatever is not a whole, cached, right
+ * chunk gets a status other than KV_DONE, and Python does that chunk from scratch. So every rule about damage, errors
+ * and slow devices is in one place, and not here. */
+#ifndef KVSTORE_NATIVE_H
+#define KVSTORE_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KV_ABI 1
+#define KV_PUBLIC __attribute__((visibility("default")))
+#define KV_ADDRESS_BYTES 16
+#define KV_DIGEST_BYTES 32
+#define KV_FIXED_BYTES 128
+#define KV_IOV_MAX 1024
+#define KV_PATH_MAX 4096
+
+enum {
+    KV_DONE = 0,      /* read and verified, or staged and complete */
+    KV_ABSENT = 1,    /* there is no such file */
+    KV_FOUND = 2,     /* a put found a file of the right size */
+    KV_BLOCKED = 3,   /* it is not in the page cache */
+    KV_OTHER = 4,     /* Python finds out what it is */
+};
+
+/* What all chunks of one call have in common. */
+typedef struct {
+    const char *root;                /* absolute path without a slash at its end */
+    const char *session;             /* staging folder's last part; only for puts */
+    uint8_t digest[KV_DIGEST_BYTES]; /* of the namespace */
+    uint32_t kind;
+    uint32_t shard_bits;
+    uint32_t may_wait;               /* reading memory file systems never waits, and they know no RWF_NOWAIT */
+    uint32_t durable;
+    uint32_t direct;                 /* what is not cached will be read around the page cache */
+} kv_run;
+
+/* One chunk: what it must be, where its sections lie, and what came of it.
+ * Section s lies at bases[s] + offset; where bases is NULL, at offset + s * section_bytes. */
+typedef struct {
+    uint8_t address[KV_ADDRESS_BYTES];
+    uint8_t parent[KV_ADDRESS_BYTES];
+    uint8_t incarnation[KV_ADDRESS_BYTES]; /* only for puts */
+    const uint8_t *identity;
+    const uint64_t *bases;
+    uint64_t offset;
+    uint64_t section_bytes;
+    uint64_t number;                       /* of the staging name; only for puts */
+    int64_t mtime_ns;                      /* found by a read, given by a put */
+    uint32_t section_count;
+    uint32_t header_bytes;
+    uint32_t identity_bytes;
+    uint32_t depth;
+    int32_t fd;                            /* -1 where none is open */
+    int32_t status;
+} kv_chunk;
+
+/* The hash of one section while its bytes arrive in order; they must lie in one piece. */
+typedef struct {
+    uint64_t lanes[8];
+    uint64_t blocks_done;
+} kv_hash;
+
+/* How far a chunk has been verified: all before section `section`, and `hash` has begun on that one. */
+typedef struct {
+    kv_hash hash;
+    uint32_t section;
+} kv_verified;
+
+uint64_t kv_checksum(const uint8_t *bytes, uint64_t size);
+void kv_hash_begin(kv_hash *hash);
+void kv_hash_absorb(kv_hash *hash, const uint8_t *bytes, uint64_t size, uint64_t arrived);
+uint64_t kv_hash_end(kv_hash *hash, const uint8_t *bytes, uint64_t size);
+
+uint8_t *kv_section(const kv_chunk *chunk, uint32_t section);
+uint64_t kv_padded(uint64_t size);
+void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header);
+int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header);
+const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header);
+int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived);
+int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path);
+int kv_staged_path(const kv_run *run, const kv_chunk *chunk, char *path);
+
+#endif

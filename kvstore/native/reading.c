@@ -1,0 +1,215 @@
+/* Reading a run of chunks: open them, then read and verify each while it is in the cache of the processor.
+ *
+ * Opening may block on a dead mount, so it is a call of its own, before anybody holds a permission to write into the
+ * caller's memory. `kv_read` never waits for a device, `kv_read_cold` does, into memory of ours. */
+#define _GNU_SOURCE
+#include "native.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#ifndef RWF_NOWAIT
+#define RWF_NOWAIT 8
+#endif
+#ifndef PIECE_BYTES
+#define PIECE_BYTES (256 << 10) /* one read: what is hashed after it is still in L2; benchmarks/NOTES.md */
+#endif
+
+static uint64_t payload_bytes(const kv_chunk *chunk) { return chunk->section_count * chunk->section_bytes; }
+
+static int is_missing(int error) {
+    return error == ENOENT || error == ESTALE || error == ENOTCONN || error == ENOTDIR || error == ELOOP;
+}
+
+KV_PUBLIC void kv_close(kv_chunk *chunks, int64_t count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->fd >= 0) close(chunk->fd);
+        chunk->fd = -1;
+    }
+}
+
+/* Opens the files; a chunk whose file is not there or has another size gets a status and no descriptor. */
+KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        char path[KV_PATH_MAX];
+        struct stat found;
+        chunk->fd = -1;
+        chunk->status = KV_OTHER;
+        if (!kv_chunk_path(run, chunk, path)) continue;
+        chunk->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+        if (chunk->fd < 0) {
+            if (is_missing(errno)) chunk->status = KV_ABSENT;
+            continue;
+        }
+        if (!fstat(chunk->fd, &found) && S_ISREG(found.st_mode) &&
+            (uint64_t)found.st_size == chunk->header_bytes + payload_bytes(chunk)) {
+            chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
+            chunk->status = KV_DONE;
+        } else {
+            kv_close(chunk, 1);
+        }
+    }
+}
+
+/* The next pieces of a file from `at` on, up to about PIECE_BYTES; returns how many vectors were set. */
+static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
+    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
+    int count = 0;
+    if (at < chunk->header_bytes) {
+        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
+        at = chunk->header_bytes;
+    }
+    at -= chunk->header_bytes;
+    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
+        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
+        if (!room || count == KV_IOV_MAX) break;
+        if (length > room) length = room;
+        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
+        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
+            parts[count - 1].iov_len += length;
+        else
+            parts[count++] = (struct iovec){bytes, length};
+        room -= length;
+    }
+    return count;
+}
+
+static int read_one(const kv_run *run, kv_chunk *chunk, uint8_t *header) {
+    if (run->direct && !run->may_wait) {
+        /* Asked for one page: what is asked for and not there, the kernel begins to read into the cache. */
+        struct iovec page = {header, 4096};
+        posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_RANDOM);
+        if (preadv2(chunk->fd, &page, 1, 0, RWF_NOWAIT) < 4096) return KV_BLOCKED;
+    }
+    uint64_t done = 0, wanted = chunk->header_bytes + payload_bytes(chunk);
+    kv_verified verified = {.section = 0};
+    struct iovec parts[KV_IOV_MAX];
+    while (done < wanted) {
+        int count = vectors(chunk, header, done, parts);
+        ssize_t got = preadv2(chunk->fd, parts, count, (off_t)done, run->may_wait ? 0 : RWF_NOWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ? KV_BLOCKED : KV_OTHER;
+        if (!got) return KV_OTHER;
+        int began = done < chunk->header_bytes;
+        done += (uint64_t)got;
+        if (done < chunk->header_bytes) continue;
+        if (began && !kv_header_fits(run, chunk, header)) return KV_OTHER;
+        if (!kv_verify(chunk, header, &verified, done - chunk->header_bytes)) return KV_OTHER;
+    }
+    return verified.section == chunk->section_count ? KV_DONE : KV_OTHER;
+}
+
+static uint32_t largest_header(const kv_chunk *chunks, int64_t count) {
+    uint32_t most = 0;
+    for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++)
+        if (chunk->header_bytes > most) most = chunk->header_bytes;
+    return most;
+}
+
+/* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. */
+KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    uint8_t *header = malloc(largest_header(chunks, count));
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->fd < 0) continue;
+        chunk->status = header ? read_one(run, chunk, header) : KV_OTHER;
+        if (chunk->status != KV_BLOCKED) kv_close(chunk, 1);
+    }
+    free(header);
+}
+
+/* One blocking read of up to `size` bytes from `offset` on; returns how many came, or -1. */
+KV_PUBLIC int64_t kv_read_cold(int fd, uint8_t *memory, uint64_t size, uint64_t offset) {
+    uint64_t done = 0;
+    while (done < size) {
+        ssize_t got = pread(fd, memory + done, size - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (!got) break;
+        done += (uint64_t)got;
+        if (got % 4096) break; /* the end of the file: from there on direct reads would be misaligned */
+    }
+    return (int64_t)done;
+}
+
+/* Whether reads of this file shall go around the page cache from now on; false where it cannot. */
+KV_PUBLIC int kv_read_direct(int fd) {
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && !fcntl(fd, F_SETFL, flags | O_DIRECT);
+}
+
+/* Takes `size` bytes of a file, from `offset` on, out of `memory`: the header into `header`, the rest into the
+ * sections, verifying what is whole by then. Pieces must come in order. Returns a status: KV_DONE as far as it is right. */
+KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_verified *verified,
+                      const uint8_t *memory, uint64_t size, uint64_t offset) {
+    uint64_t done = 0;
+    struct iovec parts[KV_IOV_MAX];
+    while (done < size) {
+        int count = vectors(chunk, header, offset + done, parts), began = offset + done < chunk->header_bytes;
+        if (!count) return KV_OTHER;
+        for (int at = 0; at < count && done < size; at++) {
+            uint64_t length = parts[at].iov_len < size - done ? parts[at].iov_len : size - done;
+            memcpy(parts[at].iov_base, memory + done, length);
+            done += length;
+        }
+        if (offset + done < chunk->header_bytes) continue;
+        if (began && !kv_header_fits(run, chunk, header)) return KV_OTHER;
+        if (!kv_verify(chunk, header, verified, offset + done - chunk->header_bytes)) return KV_OTHER;
+    }
+    return KV_DONE;
+}
+
+static int read_all(int fd, uint8_t *memory, uint64_t size, uint64_t offset) {
+    return kv_read_cold(fd, memory, size, offset) == (int64_t)size;
+}
+
+/* Hashes one section that begins at `offset` of the file, in memory of PIECE_BYTES and a little more. */
+static int verify_section(int fd, uint8_t *memory, uint64_t size, uint64_t offset, uint64_t sum) {
+    kv_hash hash;
+    kv_hash_begin(&hash);
+    for (uint64_t done = 0;;) {
+        /* The end of a hash looks back a little: what is left for the last piece must not be less than that. */
+        uint64_t left = size - done, length = left < PIECE_BYTES + 2 * 1024 ? left : PIECE_BYTES;
+        if (!read_all(fd, memory, length, offset + done)) return 0;
+        const uint8_t *start = (const uint8_t *)((uintptr_t)memory - done);
+        if (length == left) return kv_hash_end(&hash, start, size) == sum;
+        done += length;
+        kv_hash_absorb(&hash, start, size, done);
+    }
+}
+
+static int verify_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, uint8_t *memory) {
+    uint64_t size = chunk->section_bytes, at = chunk->header_bytes;
+    if (!read_all(chunk->fd, header, at, 0) || !kv_header_fits(run, chunk, header)) return KV_OTHER;
+    const uint64_t *table = kv_table(chunk, header);
+    uint32_t together = size < PIECE_BYTES ? (uint32_t)(PIECE_BYTES / size) : 1;
+    for (uint32_t section = 0; section < chunk->section_count; section += together) {
+        if (size >= PIECE_BYTES) {
+            if (!verify_section(chunk->fd, memory, size, at + section * size, table[section])) return KV_OTHER;
+            continue;
+        }
+        uint32_t count = chunk->section_count - section < together ? chunk->section_count - section : together;
+        if (!read_all(chunk->fd, memory, count * size, at + section * size)) return KV_OTHER;
+        for (uint32_t one = 0; one < count; one++)
+            if (kv_checksum(memory + one * size, size) != table[section + one]) return KV_OTHER;
+    }
+    return KV_DONE;
+}
+
+/* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.
+ * Reading them into a little memory costs less than going through a mapping, page by page. */
+KV_PUBLIC void kv_verify_files(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    uint8_t *memory = malloc(PIECE_BYTES + 4096), *header = malloc(largest_header(chunks, count));
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->fd < 0) continue;
+        posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
+        chunk->status = memory && header ? verify_file(run, chunk, header, memory) : KV_OTHER;
+        if (chunk->status != KV_DONE) kv_close(chunk, 1);
+    }
+    free(header);
+    free(memory);
+}

@@ -1,0 +1,114 @@
+/* Staging a run of chunks: each is looked for, and written under its staging name where it is missing (rule W1).
+ *
+ * Pieces are hashed just before they are written, so that they are read from memory once; the header, which has the
+ * checksums, is written last. */
+#define _GNU_SOURCE
+#include "native.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#ifndef WRITE_BYTES
+#define WRITE_BYTES (512 << 10)
+#endif
+
+static int write_all(int fd, struct iovec *parts, int count, uint64_t at) {
+    while (count) {
+        ssize_t wrote = pwritev(fd, parts, count, (off_t)at);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) return 0;
+        at += (uint64_t)wrote;
+        while (count && (size_t)wrote >= parts->iov_len) {
+            wrote -= (ssize_t)parts->iov_len;
+            parts++;
+            count--;
+        }
+        if (count) {
+            parts->iov_base = (uint8_t *)parts->iov_base + wrote;
+            parts->iov_len -= (size_t)wrote;
+        }
+    }
+    return 1;
+}
+
+/* Writes a whole chunk file into `fd`, which is empty. */
+static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t *header) {
+    uint64_t size = chunk->section_bytes, at = chunk->header_bytes, pending = 0;
+    struct iovec parts[KV_IOV_MAX];
+    int count = 0;
+    kv_header_begin(run, chunk, header);
+    memcpy(header + 104, chunk->incarnation, KV_ADDRESS_BYTES);
+    uint64_t *table = (uint64_t *)kv_table(chunk, header);
+    for (uint32_t section = 0; section < chunk->section_count; section++) {
+        uint8_t *bytes = kv_section(chunk, section);
+        kv_hash hash;
+        kv_hash_begin(&hash);
+        for (uint64_t done = 0; done < size;) {
+            uint64_t length = size - done < WRITE_BYTES - pending ? size - done : WRITE_BYTES - pending;
+            if (count && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes + done)
+                parts[count - 1].iov_len += length;
+            else
+                parts[count++] = (struct iovec){bytes + done, length};
+            done += length;
+            pending += length;
+            if (done == size)
+                table[section] = kv_hash_end(&hash, bytes, size);
+            else
+                kv_hash_absorb(&hash, bytes, size, done);
+            if (pending < WRITE_BYTES && count < KV_IOV_MAX) continue;
+            if (!write_all(fd, parts, count, at)) return 0;
+            at += pending;
+            pending = 0;
+            count = 0;
+        }
+    }
+    if (count && !write_all(fd, parts, count, at)) return 0;
+    uint64_t sum = kv_checksum(header, chunk->header_bytes - sizeof sum);
+    memcpy(header + chunk->header_bytes - sizeof sum, &sum, sizeof sum);
+    return write_all(fd, &(struct iovec){header, chunk->header_bytes}, 1, 0);
+}
+
+/* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, with its mtime. */
+KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        char path[KV_PATH_MAX];
+        struct stat found;
+        chunk->status = KV_OTHER;
+        if (!kv_chunk_path(run, chunk, path)) continue;
+        if (lstat(path, &found)) {
+            if (errno == ENOENT) chunk->status = KV_ABSENT;
+        } else if (S_ISREG(found.st_mode) &&
+                   (uint64_t)found.st_size == chunk->header_bytes + chunk->section_count * chunk->section_bytes) {
+            chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
+            chunk->status = KV_FOUND;
+        }
+    }
+}
+
+static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
+    char path[KV_PATH_MAX];
+    if (!kv_staged_path(run, chunk, path)) return KV_OTHER;
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0) return KV_OTHER;
+    struct timespec stamp = {chunk->mtime_ns / 1000000000LL, chunk->mtime_ns % 1000000000LL}, times[2] = {stamp, stamp};
+    int whole = write_chunk(run, chunk, fd, header) && !futimens(fd, times) && (!run->durable || !fsync(fd));
+    /* A network file system may say only here that there is no room. */
+    if (close(fd)) whole = 0;
+    if (!whole) unlink(path);
+    return whole ? KV_DONE : KV_OTHER;
+}
+
+/* Stages those chunks whose status is KV_ABSENT; each that is complete then has KV_DONE, the others left nothing. */
+KV_PUBLIC void kv_stage(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->status != KV_ABSENT) continue;
+        uint8_t *header = malloc(chunk->header_bytes);
+        chunk->status = header ? stage_one(run, chunk, header) : KV_OTHER;
+        free(header);
+    }
+}

@@ -1,0 +1,158 @@
+"""Several chunk files at a time, by native code that needs no GIL: found, read, mapped, staged.
+
+Separate from ``chunks.py``, which does one chunk and decides everything: here is only what went well.  What did not is
+said to be not done, and ``Chunks`` does it from scratch.  Called on lanes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import recency
+from kvstore.address import Address, Chain
+from kvstore.buffers import Borrowed
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.hints import Hints
+from kvstore.namespace import Namespace
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.counters import Counters
+from kvstore.node.known import Known
+from kvstore.node.runs import Run, block_run, chain_run
+from kvstore.planes import Planes
+from kvstore.recency import is_fresh, stamp_ns
+from kvstore.root.interface import Root, Stat, local_files
+from kvstore.sources import Ids
+
+
+class ChunkRuns:
+    """Runs of the chunk files of one root; there are none where native code or the root cannot."""
+
+    def __init__(
+        self,
+        root: Root,
+        shard_bits: int,
+        session: Callable[[], bytes],
+        known: Known,
+        counters: Counters,
+        quantum: Callable[[], int],
+        ids: Ids,
+        numbers: Iterator[int],
+    ) -> None:
+        self._files = local_files(root) if is_available() else None
+        self._shard_bits = shard_bits
+        self._session = session
+        self._known = known
+        self._counters = counters
+        self._quantum = quantum
+        self._ids = ids
+        self._numbers = numbers
+
+    def of(self, chain: Chain, first: int, count: int, into: object = None, *, fills: bool = False) -> Run | None:
+        """Chunks of a chain as a run for native code; None where it has to be done one by one.
+
+        ``into`` has their sections, and is written to if it ``fills``; a run without one is only for mapping.
+        """
+        if self._files is None or count < 1:
+            return None
+        if into is None:
+            return chain_run(self._files, self._shard_bits, chain, first, count, None)
+        if not isinstance(into, Planes) or not into.covers(first, count) or (fills and not into.is_writable):
+            return None
+        return chain_run(self._files, self._shard_bits, chain, first, count, into)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native code reads this root's files."""
+        return self._files is not None
+
+    @property
+    def stages(self) -> bool:
+        """Whether runs may be staged too."""
+        return self._files is not None and self._files.stages
+
+    def of_blocks(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        addresses: Sequence[Address],
+        buffers: Sequence[memoryview],
+        *,
+        fills: bool = False,
+    ) -> Run | None:
+        """The same of engine-hashed blocks, each with its buffer."""
+        if self._files is None or not keys or not all(map(len, buffers)):
+            return None
+        if fills and any(buffer.readonly for buffer in buffers):
+            return None
+        return block_run(self._files, self._shard_bits, namespace, keys, addresses, buffers)
+
+    def read(
+        self, run: Run, start: int, stop: int, addresses: Sequence[Address], borrowed: Borrowed
+    ) -> npt.NDArray[np.bool_]:
+        """Reads and verifies part of a run; True for what is right in its sections. The rest is ``Chunks.read``'s."""
+        epoch = self._known.epoch
+        done = run.read(start, stop, borrowed)
+        self._note(run, start, stop, done, addresses, epoch)
+        return done
+
+    def _note(
+        self, run: Run, start: int, stop: int, done: npt.NDArray[np.bool_], addresses: Sequence[Address], epoch: int
+    ) -> None:
+        """Notes the chunks of part of a run that were read."""
+        places = np.flatnonzero(done)
+        if not places.size:
+            return
+        quantum, items = self._quantum(), run.items[start - run.first : stop - run.first][places]
+        renewed = items["mtime_ns"] >= quantum * recency.NS_PER_S
+        read = [addresses[start + place] for place in places.tolist()]
+        self._known.add_all(read, quantum, renewed=renewed, epoch=epoch)
+        self._counters.add_read(int((items["section_count"] * items["section_bytes"]).sum()), places.size)
+
+    def stage(
+        self, run: Run, start: int, stop: int, addresses: Sequence[Address], depths: bool, durable: bool, hints: Hints
+    ) -> list[Name | Stat | None]:
+        """Looks for part of a run and stages what is missing.
+
+        For each the name of the staged file, or what is there already; None where ``Chunks`` has to do it.
+        """
+        epoch, quantum = self._known.epoch, self._quantum()
+        items = run.items[start - run.first : stop - run.first]
+        statuses = run.look(start, stop)
+        outcome: list[Name | Stat | None] = [None] * (stop - start)
+        for place in np.flatnonzero(statuses == native.FOUND).tolist():
+            mtime_ns = int(items["mtime_ns"][place])
+            outcome[place] = Stat(run.file_bytes(start + place), mtime_ns)
+            renewed = is_fresh(mtime_ns, quantum)
+            self._known.add(addresses[start + place], quantum, renewed=renewed, epoch=epoch)
+        missing = np.flatnonzero(statuses == native.ABSENT).tolist()
+        if not missing:
+            return outcome
+        session, names = self._session(), dict[int, Name]()
+        for place in missing:
+            number = next(self._numbers)
+            names[place] = places.staged(session, number)
+            self._known.forget(addresses[start + place])
+            item = items[place]
+            item["number"] = number
+            item["incarnation"] = self._ids.fresh()
+            item["mtime_ns"] = stamp_ns(quantum, start + place if depths else 0, hints)
+        run.stage(start, stop, session, durable)
+        for place in missing:
+            if items["status"][place] == native.DONE:
+                outcome[place] = names[place]
+        return outcome
+
+    def map(
+        self, run: Run, start: int, stop: int, addresses: Sequence[Address]
+    ) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
+        """Verified payloads of part of a run, mapped read-only. The rest is ``Chunks.map``'s."""
+        epoch = self._known.epoch
+        mapped = run.map(start, stop)
+        done = np.array([payload is not None for payload in mapped], np.bool_)
+        self._note(run, start, stop, done, addresses, epoch)
+        return done, mapped

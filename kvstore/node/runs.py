@@ -1,0 +1,218 @@
+"""Runs of chunks for the native library: the chunks of one request as the structures that it takes.
+
+Separate from ``chunks.py`` because nothing here decides anything: what is not done after a call is done by
+``Chunks``, chunk by chunk, from scratch.  Called on lanes only; each lane has its own part of a run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Address, Chain
+from kvstore.buffers import Borrowed
+from kvstore.format.header import PAGE_BYTES, Kind, header_bytes
+from kvstore.namespace import Namespace
+from kvstore.native import library as native
+from kvstore.node.lanes import moved_on
+from kvstore.planes import Planes
+from kvstore.root.interface import LocalFiles
+
+COLD_BYTES = 4 << 20
+"""One blocking read of what is not cached; a multiple of what devices and O_DIRECT want."""
+COLD_POOL_MAX = 4
+"""Memory for such reads that is kept for the next ones."""
+
+Mask = npt.NDArray[np.bool_]
+
+_cold_pool: list[npt.NDArray[np.uint8]] = []
+
+
+class Run:
+    """Chunks ``first`` to ``first + count - 1`` of one request. Indices are those of the request.
+
+    ``alive`` is what the addresses in the structures point into.
+    """
+
+    def __init__(self, files: LocalFiles, shard_bits: int, namespace: Namespace, kind: Kind, first: int, count: int):
+        self.first = first
+        self.count = count
+        self.items: npt.NDArray[Any] = np.zeros(count, native.CHUNK)
+        self.items["fd"] = -1
+        self.common = native.Run(
+            root=files.path.encode("utf-8", "surrogateescape"),
+            digest=(ctypes.c_ubyte * 32).from_buffer_copy(namespace.digest),
+            kind=int(kind),
+            shard_bits=shard_bits,
+            may_wait=files.never_blocks,
+            direct=files.direct,
+        )
+        self.alive: list[object] = []
+        self._start: int = self.items.__array_interface__["data"][0]
+
+    def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
+        """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""
+        native.library.kv_open(self.common, *self._part(start, stop))
+        return self.read_open(start, stop, borrowed)
+
+    def read_open(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
+        """The same of files that are open: their descriptors are in the items, and are closed."""
+        at, count = self._part(start, stop)
+        library, items = native.library, self.items[start - self.first : stop - self.first]
+        try:
+            with borrowed.writing():
+                library.kv_read(self.common, at, count)
+            blocked = np.flatnonzero(items["status"] == native.BLOCKED)
+            if not self.common.direct:
+                for fd in items["fd"][blocked].tolist():
+                    with suppress(OSError):
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            for place in blocked.tolist():
+                self._read_cold(start + place, borrowed)
+        finally:
+            library.kv_close(at, count)
+        done: Mask = items["status"] == native.DONE
+        return done
+
+    def map(self, start: int, stop: int) -> list[memoryview | None]:
+        """Verifies chunks and maps their files, read-only; None for those that are not right, or cannot be mapped."""
+        at, count = self._part(start, stop)
+        mapped: list[memoryview | None] = [None] * count
+        native.library.kv_open(self.common, at, count)
+        try:
+            native.library.kv_verify_files(self.common, at, count)
+            for place in range(count):
+                item = self.items[start - self.first + place]
+                if item["status"] == native.DONE:
+                    with suppress(OSError, ValueError):
+                        file = mmap.mmap(
+                            int(item["fd"]), self.file_bytes(start + place), mmap.MAP_SHARED, mmap.PROT_READ
+                        )
+                        mapped[place] = memoryview(file)[int(item["header_bytes"]) :]
+        finally:
+            native.library.kv_close(at, count)
+        return mapped
+
+    def look(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Looks for the final names; FOUND, ABSENT or OTHER for each, and mtimes in the items."""
+        at, count = self._part(start, stop)
+        native.library.kv_look(self.common, at, count)
+        found: npt.NDArray[np.int32] = self.items["status"][start - self.first : stop - self.first].copy()
+        return found
+
+    def stage(self, start: int, stop: int, session: bytes, durable: bool) -> None:
+        """Stages those that are ABSENT; then DONE where that worked, and nothing is left where it did not."""
+        at, count = self._part(start, stop)
+        common = native.Run.from_buffer_copy(self.common)  # lanes share ours, and a session may end
+        common.session = session.hex().encode()
+        common.durable = durable
+        native.library.kv_stage(common, at, count)
+
+    def file_bytes(self, index: int) -> int:
+        """Bytes that the file of a chunk must have."""
+        item = self.items[index - self.first]
+        return int(item["header_bytes"]) + int(item["section_count"]) * int(item["section_bytes"])
+
+    def _part(self, start: int, stop: int) -> tuple[int, int]:
+        assert self.first <= start <= stop <= self.first + self.count
+        return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
+
+    def _read_cold(self, index: int, borrowed: Borrowed) -> None:
+        """Reads what has to come from a device: into memory of ours, and on from there while it is in the cache."""
+        item, (at, _) = self.items[index - self.first], self._part(index, index + 1)
+        item["status"] = native.OTHER
+        library, fd, size = native.library, int(item["fd"]), self.file_bytes(index)
+        header = np.empty(int(item["header_bytes"]), np.uint8)
+        verified = ctypes.create_string_buffer(native.VERIFIED_BYTES)
+        is_direct = self.common.direct and library.kv_read_direct(fd)
+        with _cold_memory() as memory:
+            offset = 0
+            while offset < size:
+                borrowed.check()
+                moved_on()
+                wanted = min(COLD_BYTES, size - offset)
+                if is_direct:
+                    wanted = -(-wanted // PAGE_BYTES) * PAGE_BYTES
+                got = min(library.kv_read_cold(fd, memory, wanted, offset), size - offset)
+                if got <= 0:
+                    return
+                with borrowed.writing():
+                    status = library.kv_take(self.common, at, header.ctypes.data, verified, memory, got, offset)
+                if status != native.DONE:
+                    return
+                offset += got
+        item["status"] = native.DONE
+
+
+def chain_run(files: LocalFiles, shard_bits: int, chain: Chain, first: int, count: int, planes: Planes | None) -> Run:
+    """Chunks of a chain, whose sections are in ``planes``; None for those that are only looked at, or mapped."""
+    layout = chain.namespace.layout
+    run = Run(files, shard_bits, chain.namespace, Kind.TOKENS, first, count)
+    items, tokens, identity_bytes = run.items, chain.tokens, layout.chunk_tokens * 4
+    assert tokens.flags.c_contiguous and tokens.itemsize == 4
+    indices = np.arange(first, first + count, dtype=np.uint64)
+    chained = b"".join((chain.parent(first), *chain.addresses[first : first + count]))
+    both = np.frombuffer(chained, "V16")
+    items["parent"], items["address"] = both[:count], both[1 : count + 1]
+    items["identity"] = tokens.__array_interface__["data"][0] + indices * identity_bytes
+    items["identity_bytes"] = identity_bytes
+    items["depth"] = indices
+    items["section_count"] = layout.section_count
+    items["section_bytes"] = layout.section_bytes
+    items["header_bytes"] = header_bytes(identity_bytes, layout.section_count)
+    run.alive += (chain, tokens)
+    if planes is not None:
+        assert planes.covers(first, count) and planes.section_bytes == layout.section_bytes
+        bases = planes.addresses()
+        items["bases"] = bases.__array_interface__["data"][0]
+        items["offset"] = planes.offset(first) + np.arange(count, dtype=np.uint64) * planes.section_bytes
+        run.alive += (planes, bases)
+    return run
+
+
+def block_run(
+    files: LocalFiles,
+    shard_bits: int,
+    namespace: Namespace,
+    keys: Sequence[bytes],
+    addresses: Sequence[Address],
+    buffers: Sequence[memoryview],
+) -> Run:
+    """Engine-hashed blocks, each with its key and buffer."""
+    run = Run(files, shard_bits, namespace, Kind.BLOCK, 0, len(keys))
+    items, joined = run.items, np.frombuffer(b"".join(keys), np.uint8)
+    sizes = np.fromiter(map(len, keys), np.uint64, len(keys))
+    arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    items["address"] = np.frombuffer(b"".join(addresses), "V16")
+    items["identity"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
+    items["identity_bytes"] = sizes
+    items["offset"] = [array.__array_interface__["data"][0] for array in arrays]
+    items["section_count"] = 1
+    items["section_bytes"] = [array.size for array in arrays]
+    items["header_bytes"] = np.array([header_bytes(size, 1) for size in range(65)], np.uint32)[sizes.astype(np.intp)]
+    run.alive += (joined, arrays)
+    return run
+
+
+@contextmanager
+def _cold_memory() -> Iterator[int]:
+    """The address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
+
+    From a pool, because a lane that needs it keeps it only for a moment; one that hangs in a dead mount keeps it.
+    """
+    try:
+        memory = _cold_pool.pop()
+    except IndexError:
+        memory = np.frombuffer(mmap.mmap(-1, COLD_BYTES), np.uint8)
+    try:
+        yield memory.__array_interface__["data"][0]
+    finally:
+        if len(_cold_pool) < COLD_POOL_MAX:
+            _cold_pool.append(memory)

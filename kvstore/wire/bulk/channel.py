@@ -1,0 +1,233 @@
+"""One connection of the bulk protocol: frames in and out, files handed over, and no step without an end.
+
+The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end, so bytes
+arrive in the caller's memory only while the caller is in a call of ours.  Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvstore.buffers import Pieces, byte_length, skip
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+STEP_BYTES = 1 << 19
+"""Most bytes of one system call: what arrived is verified while it is in the cache. Of 256 KiB to 1 MiB the fastest."""
+FILES_HELD_MAX = 2 * FILES_MAX
+BUFFER_BYTES = 4 << 20
+_FD = array.array("i").itemsize
+
+
+class LinkBroken(Unavailable):
+    """The connection ended, or its peer does not keep to the protocol."""
+
+
+class LinkLate(Unavailable):
+    """The peer moved nothing for too long, or the request took too long."""
+
+
+class Channel:
+    """Frames over a connected stream socket, which it owns."""
+
+    def __init__(self, sock: socket.socket, idle_s: float) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._is_unix = sock.family == socket.AF_UNIX
+        if self._is_unix:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        else:
+            # The kernel sizes TCP's buffers itself, which was faster than 1 or 4 MiB each.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._idle_s = idle_s
+        self._ends_s = float("inf")
+        self._files: list[int] = []
+        self._poll = select.poll()
+        self.alive = True
+        """False once it is closed, or failed: then it is of no use any more."""
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether files can be handed over."""
+        return self._is_unix
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def limit(self, idle_s: float, most_s: float) -> None:
+        """From now on a step may take ``idle_s``, all of them together ``most_s``."""
+        self._idle_s = idle_s
+        self._ends_s = time.monotonic() + most_s
+
+    def is_quiet(self) -> bool:
+        """Whether nothing came and the peer is there: between requests it has nothing to say."""
+        if not self.alive:
+            return False
+        self._poll.register(self._socket, select.POLLIN)
+        return not self._poll.poll(0)
+
+    def send(
+        self,
+        kind: Kind,
+        request: int,
+        pieces: Sequence[bytes | bytearray | memoryview] = (),
+        files: Sequence[int] = (),
+    ) -> None:
+        """Sends one frame, and the files with its first byte. Raises LinkBroken, LinkLate."""
+        views = [memoryview(piece) for piece in pieces]
+        head = encode_head(kind, request, byte_length(views))
+        self.send_bytes([memoryview(head), *views], files)
+
+    def send_head(self, kind: Kind, request: int, length: int) -> None:
+        """Begins a frame whose ``length`` bytes follow by ``send_bytes``."""
+        self.send_bytes([memoryview(encode_head(kind, request, length))])
+
+    def send_bytes(self, pieces: Pieces, files: Sequence[int] = ()) -> None:
+        """Sends bytes of a frame that was begun."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        left = byte_length(pieces)
+        while left:
+            try:
+                count = self._socket.sendmsg(_step(pieces), ancillary)
+            except BlockingIOError:
+                self._wait(select.POLLOUT)
+                continue
+            except OSError as cause:
+                raise self._broken(f"sending failed: {cause}") from cause
+            ancillary = []
+            left -= count
+            if left:
+                pieces = skip(pieces, count)
+
+    def receive_head(self) -> Head:
+        """The head of the next frame. Raises LinkBroken also where it is none."""
+        raw = bytearray(HEAD_BYTES)
+        self._receive_small(memoryview(raw))
+        try:
+            return decode_head(raw)
+        except InvalidRequest as cause:
+            raise self._broken(str(cause)) from cause
+
+    def receive(self, length: int) -> bytes:
+        """A payload of a frame that is not bulky."""
+        payload = bytearray(length)
+        self._receive_small(memoryview(payload))
+        return bytes(payload)
+
+    def receive_frame(self, *kinds: Kind) -> tuple[Head, bytes]:
+        """The next frame, which must be one of ``kinds``, none of them bulky. Raises LinkBroken otherwise."""
+        head = self.receive_head()
+        self.expect(head, *kinds)
+        return head, self.receive(head.length)
+
+    def expect(self, head: Head, *kinds: Kind) -> None:
+        """Raises LinkBroken unless the frame is one of ``kinds``."""
+        if head.kind not in kinds:
+            raise self._broken(f"a {head.kind.name} frame came: expected {' or '.join(kind.name for kind in kinds)}")
+
+    def receive_some(self, pieces: Pieces) -> int:
+        """Writes what came, at most STEP_BYTES, into ``pieces``; returns the count, at least 1."""
+        while True:
+            try:
+                count = self._socket.recvmsg_into(_step(pieces))[0]
+            except BlockingIOError:
+                self._wait(select.POLLIN)
+                continue
+            except OSError as cause:
+                raise self._broken(f"receiving failed: {cause}") from cause
+            if not count:
+                raise self._broken("the peer closed the connection")
+            return count
+
+    def receive_into(self, pieces: Pieces) -> None:
+        """Fills ``pieces``."""
+        left = byte_length(pieces)
+        while left:
+            count = self.receive_some(pieces)
+            left -= count
+            if left:
+                pieces = skip(pieces, count)
+
+    def take_files(self, count: int) -> list[int]:
+        """The files that came with the last frame, now the caller's to close. Raises LinkBroken for another count."""
+        files, self._files = self._files, []
+        if len(files) != count:
+            _close(files)
+            raise self._broken(f"{len(files)} files came: expected {count}")
+        return files
+
+    def break_off(self, why: str) -> LinkBroken:
+        """Closes the connection because of what the peer did; the error to raise."""
+        return self._broken(why)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.alive = False
+        files, self._files = self._files, []
+        _close(files)
+        self._socket.close()
+
+    def cut(self) -> None:
+        """Ends the connection under a thread that uses it, which then fails; that thread closes it."""
+        self.alive = False
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _receive_small(self, view: memoryview) -> None:
+        """Fills ``view``, taking in the files that come along."""
+        room = socket.CMSG_SPACE(FILES_MAX * _FD) if self._is_unix else 0
+        while len(view):
+            try:
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
+                    [view[:CONTROL_BYTES_MAX]], room, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                self._wait(select.POLLIN)
+                continue
+            except OSError as cause:
+                raise self._broken(f"receiving failed: {cause}") from cause
+            for level, kind, raw in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
+            if flags & socket.MSG_CTRUNC or len(self._files) > FILES_HELD_MAX:
+                raise self._broken("more files came than a frame may have")
+            if not count:
+                raise self._broken("the peer closed the connection")
+            view = view[count:]
+
+    def _wait(self, event: int) -> None:
+        left_s = min(self._idle_s, self._ends_s - time.monotonic())
+        self._poll.register(self._socket, event)
+        if left_s <= 0 or not self._poll.poll(left_s * 1000):
+            self.alive = False
+            raise LinkLate("the peer of a bulk connection moved nothing in time")
+
+    def _broken(self, why: str) -> LinkBroken:
+        self.alive = False
+        return LinkBroken(f"bulk connection: {why}")
+
+
+def _step(pieces: Pieces) -> Pieces:
+    """The first pieces, as many bytes as one system call takes."""
+    size = 0
+    for count, piece in enumerate(pieces):
+        size += len(piece)
+        if size >= STEP_BYTES or count + 1 == IOV_MAX:
+            rest = size - STEP_BYTES
+            return [*pieces[:count], piece[: len(piece) - rest]] if rest > 0 else pieces[: count + 1]
+    return pieces
+
+
+def _close(files: Sequence[int]) -> None:
+    for fd in files:
+        with suppress(OSError):
+            os.close(fd)

@@ -1,0 +1,160 @@
+"""The frames of the bulk protocol and their short payloads, as bytes and back. BULK.md has the rules."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+from kvstore.wire.limits import REQUEST_BYTES_MAX
+
+VERSION = 1
+MAGIC = b"KV"
+HEAD = struct.Struct("<2sHIQ")
+HEAD_BYTES = HEAD.size
+CONTROL_BYTES_MAX = 64 << 10
+"""A payload that is neither a request nor bytes of chunks."""
+RUN_BYTES_MAX = 8 << 20
+"""A run of several chunks in one CHUNKS frame; one chunk alone may be larger."""
+FILES_MAX = 64
+"""Files that one FILES frame hands over; the kernel allows 253."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. Below 64 from client to worker, above from worker to client."""
+
+    HELLO = 1
+    ARENA = 2
+    GET = 3
+    WANT = 4
+    READ = 5
+    PUT = 6
+    PLACED = 7
+    CHUNKS = 8
+
+    WELCOME = 64
+    START = 65
+    FILES = 66
+    FILE = 67
+    END = 68
+    READY = 69
+    STORED = 70
+    REFUSED = 71
+
+
+REQUESTS = (Kind.GET, Kind.PUT)
+BULKY = (Kind.FILE, Kind.CHUNKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The 16 bytes before each payload."""
+
+    kind: Kind
+    request: int
+    length: int
+
+
+class Mode(enum.IntEnum):
+    """How a GET is answered."""
+
+    STREAM = 0
+    FILES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is before the message in a GET or PUT."""
+
+    timeout_s: float
+    flag: int
+    """A GET's mode; of a PUT whether it is deferred."""
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run of ``count`` chunks from index ``first`` on lies in the arena from ``offset`` on."""
+
+    first: int
+    count: int
+    offset: int
+
+
+_REQUEST = struct.Struct("<dB7x")
+_SPAN = struct.Struct("<II")
+_PLACED = struct.Struct("<IIQ")
+SPAN_BYTES = _SPAN.size
+_INDEX = struct.Struct("<I4x")
+INDEX_BYTES = _INDEX.size
+
+
+def encode_head(kind: Kind, request: int, length: int) -> bytes:
+    """The head of a frame."""
+    return HEAD.pack(MAGIC, kind, request, length)
+
+
+def decode_head(raw: bytes | bytearray | memoryview) -> Head:
+    """The fields of a head. Raises InvalidRequest where it is none, or its payload is larger than its kind may have."""
+    magic, number, request, length = HEAD.unpack(raw)
+    if magic != MAGIC or number not in Kind._value2member_map_:
+        raise InvalidRequest("what came is no frame of the bulk protocol: the connection is closed")
+    kind = Kind(number)
+    most = REQUEST_BYTES_MAX if kind in REQUESTS else CONTROL_BYTES_MAX
+    if kind not in BULKY and length > most:
+        raise InvalidRequest(f"a {kind.name} frame says {length} bytes: expected at most {most}")
+    return Head(kind, request, length)
+
+
+def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
+    """The payload of a GET or PUT."""
+    return _REQUEST.pack(timeout_s, flag) + message
+
+
+def decode_request(payload: bytes) -> Request:
+    """The inverse. Raises InvalidRequest."""
+    if len(payload) < _REQUEST.size:
+        raise InvalidRequest(f"a request has {len(payload)} bytes: expected at least {_REQUEST.size}")
+    timeout_s, flag = _REQUEST.unpack_from(payload)
+    if not timeout_s > 0:
+        raise InvalidRequest(f"the timeout of a request is {timeout_s}: expected more than 0 seconds")
+    return Request(timeout_s, flag, payload[_REQUEST.size :])
+
+
+def encode_span(first: int, count: int) -> bytes:
+    """The payload of WANT, READ, FILES and READY, and what is before the bytes in CHUNKS."""
+    return _SPAN.pack(first, count)
+
+
+def decode_span(payload: bytes) -> tuple[int, int]:
+    """The inverse. Raises InvalidRequest."""
+    first, count = _unpacked(_SPAN, payload)
+    return first, count
+
+
+def encode_placed(placed: Placed) -> bytes:
+    """The payload of PLACED."""
+    return _PLACED.pack(placed.first, placed.count, placed.offset)
+
+
+def decode_placed(payload: bytes) -> Placed:
+    """The inverse. Raises InvalidRequest."""
+    first, count, offset = _unpacked(_PLACED, payload)
+    return Placed(first, count, offset)
+
+
+def encode_index(index: int) -> bytes:
+    """What is before the bytes in FILE: which chunk it is, by its index in the prompt."""
+    return _INDEX.pack(index)
+
+
+def decode_index(payload: bytes | bytearray) -> int:
+    """The inverse. Raises InvalidRequest."""
+    return _unpacked(_INDEX, bytes(payload))[0]
+
+
+def _unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
+    if len(payload) != layout.size:
+        raise InvalidRequest(f"a frame has {len(payload)} bytes: expected {layout.size}")
+    return layout.unpack(payload)

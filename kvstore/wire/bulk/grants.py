@@ -1,0 +1,65 @@
+"""How two ends that met over gRPC know each other on another connection, without sending what they know."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from dataclasses import dataclass
+
+GRANT_BYTES = 16
+SECRET_BYTES = 32
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+_HELLO = struct.Struct(f"<{GRANT_BYTES}s{NONCE_BYTES}s{PROOF_BYTES}s")
+HELLO_BYTES = _HELLO.size
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to open one connection."""
+
+    id: bytes
+    secret: bytes
+
+    @classmethod
+    def fresh(cls) -> Grant:
+        """A grant that nobody else has."""
+        return cls(os.urandom(GRANT_BYTES), os.urandom(SECRET_BYTES))
+
+    def hello(self, nonce: bytes) -> bytes:
+        """What a client says first."""
+        return _HELLO.pack(self.id, nonce, _proof(self.secret, b"client", nonce))
+
+    def welcome(self, nonce: bytes) -> bytes:
+        """What the worker answers."""
+        return _proof(self.secret, b"worker", nonce)
+
+    def is_welcome(self, nonce: bytes, payload: bytes) -> bool:
+        """Whether an answer comes from the worker that gave the grant."""
+        return hmac.compare_digest(self.welcome(nonce), payload)
+
+    def is_hello(self, nonce: bytes, proof: bytes) -> bool:
+        """Whether a greeting comes from the client that was given the grant."""
+        return hmac.compare_digest(_proof(self.secret, b"client", nonce), proof)
+
+
+def read_hello(payload: bytes) -> tuple[bytes, bytes, bytes]:
+    """Grant id, nonce and proof of a greeting of HELLO_BYTES bytes."""
+    grant, nonce, proof = _HELLO.unpack(payload)
+    return grant, nonce, proof
+
+
+def boot_id() -> str:
+    """Names this boot of this host; empty where the system does not say."""
+    try:
+        with open(BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hashlib.blake2b(role + nonce, key=secret, digest_size=PROOF_BYTES).digest()

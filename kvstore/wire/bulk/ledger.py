@@ -1,0 +1,25 @@
+"""The page that a worker shares with a client: of each of its last puts, how many chunks the arena may forget."""
+
+from __future__ import annotations
+
+ENTRIES = 64
+ENTRY_BYTES = 8
+LEDGER_BYTES = 4096
+COUNT_BITS = 32
+PUTS_MAX = ENTRIES - 1
+"""Puts of one connection whose chunks may be in its arena at once, so that none shares an entry with another."""
+
+
+def entry_of(request: int) -> int:
+    """Where a put has its entry."""
+    return request % ENTRIES
+
+
+def entry_value(request: int, count: int) -> int:
+    """What the entry says when ``count`` leading chunks of that put are released."""
+    return request << COUNT_BITS | count
+
+
+def released_count(entry: int, request: int) -> int:
+    """How many leading chunks of a put are released; 0 while the entry is still of an older put."""
+    return entry & (1 << COUNT_BITS) - 1 if entry >> COUNT_BITS == request else 0

@@ -1,0 +1,11 @@
+"""The checksums that travel with a run of chunks: one for each plane, so few that they cost nothing."""
+
+from __future__ import annotations
+
+from kvstore.format.checksum import checksum
+from kvstore.planes import Planes
+
+
+def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
+    """XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
+    return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)

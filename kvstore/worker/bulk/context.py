@@ -1,0 +1,45 @@
+"""A request of the bulk protocol as the worker's calls see one: what gRPC's context is for the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+import grpc
+
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.statuses import Refusal
+
+
+class Refused(Exception):
+    """A request was answered with a status; carries it to whoever sends."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class BulkContext:
+    """What a request allows: its time, and how it is refused."""
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        self._channel = channel
+        self._ends_s = time.monotonic() + timeout_s
+        self._trailers: tuple[tuple[str, str], ...] = ()
+
+    def time_remaining(self) -> float | None:
+        """Seconds the client still waits."""
+        return max(0.0, self._ends_s - time.monotonic())
+
+    def is_active(self) -> bool:
+        """Whether the client is there."""
+        return self._channel.alive
+
+    def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str]]) -> None:
+        """What goes with a refusal."""
+        self._trailers = tuple(trailing_metadata)
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """Raises Refused."""
+        raise Refused(Refusal(code, details, self._trailers))

@@ -1,0 +1,91 @@
+"""Puts that were acknowledged when their bytes had come, and are written behind.
+
+Whoever asks this worker for one of their chunks waits until it is written, so a client reads what it wrote.  A chunk
+that cannot be written is lost, counted, and a miss: what a cache may do, and what the client asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvstore.address import Address
+from kvstore.errors import KVStoreError
+from kvstore.worker.calls import Calls
+from kvstore.worker.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+WRITERS = 2
+
+
+class Deferred:
+    """The deferred puts of one worker. Thread-safe."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._changed = threading.Condition()
+        self._pending: Counter[Address] = Counter()
+        self._jobs = 0
+        self._writers = DaemonThreads(WRITERS, "kvstore-deferred")
+
+    @property
+    def chunks_count(self) -> int:
+        """Chunks that are being written behind, or wait for it."""
+        return self._pending.total()
+
+    def submit(self, addresses: Sequence[Address], write: Callable[[], None]) -> None:
+        """Has ``write`` store the chunks of these addresses, soon; it also lets go of their memory."""
+        with self._changed:
+            self._pending.update(addresses)
+            self._jobs += 1
+        self._calls.add("puts_deferred")
+        try:
+            self._writers.submit(self._run, addresses, write)
+        except BaseException:
+            self._done(addresses)
+            raise
+
+    def settle(self, addresses: Sequence[Address], timeout_s: float) -> None:
+        """Returns once none of these chunks is on its way, or the time is over."""
+        if not self._pending:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending.keys().isdisjoint(addresses), timeout_s)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Whether everything was written in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is there, for at most ``timeout_s``; what is left is lost. Idempotent."""
+        ends_s = time.monotonic() + timeout_s
+        if not self.wait_empty(timeout_s):
+            log.warning("worker.deferred_lost chunks=%d", self.chunks_count)
+        self._writers.shutdown(timeout_s=max(0.0, ends_s - time.monotonic()))
+
+    def _run(self, addresses: Sequence[Address], write: Callable[[], None]) -> None:
+        try:
+            write()
+        except KVStoreError as error:
+            self._calls.add("puts_deferred_lost")
+            log.info("worker.deferred_lost chunks=%d why=%s", len(addresses), error)
+        except Exception:
+            self._calls.add("puts_deferred_lost")
+            self._calls.add("calls_failed")
+            log.exception("worker.deferred_failed")
+        finally:
+            self._done(addresses)
+
+    def _done(self, addresses: Sequence[Address]) -> None:
+        with self._changed:
+            self._pending.subtract(addresses)
+            for address in addresses:
+                if self._pending[address] <= 0:
+                    del self._pending[address]
+            self._jobs -= 1
+            self._changed.notify_all()

@@ -1,0 +1,306 @@
+"""The sockets of the bulk protocol: who may connect, and which thread serves whom.
+
+One thread looks at all connections on which nobody speaks, greets new ones, and hands those that begin a request to
+the threads that serve; so a silent connection costs a file descriptor and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore.errors import InvalidRequest
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
+from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
+from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
+from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.serving import BulkRequests
+from kvstore.worker.calls import Calls
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "kvstore-bulk-"
+MARK = "lock"
+PERIOD_S = 0.25
+GRANTS_MAX = 4096
+STRANGERS_MAX = 64
+"""Connections that have not proved a grant yet; the oldest is closed for one more."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class _Stranger:
+    """A connection before its grant is proved."""
+
+    def __init__(self, sock: socket.socket, ends_s: float) -> None:
+        self.socket = sock
+        self.ends_s = ends_s
+        self.said = bytearray()
+
+
+class BulkListener:
+    """Listens for bulk connections, on a unix socket in a folder of its own and on ``port`` of ``host`` if there is one
+    (0: of the system's choice).
+
+    ``folder`` is where that folder is made: both ends must see it under the same path. The system's folder for
+    temporary files where it is None.
+    """
+
+    def __init__(
+        self,
+        requests: BulkRequests,
+        calls: Calls,
+        limits: WorkerLimits,
+        host: str | None,
+        port: int = 0,
+        folder: str | None = None,
+    ) -> None:
+        self._requests = requests
+        self._calls = calls
+        self._limits = limits
+        self._host = host
+        self._port = port
+        self._parent = folder or tempfile.gettempdir()
+        self._folder = ""
+        self._mark = -1
+        self._lock = threading.Lock()
+        self._grants: dict[bytes, tuple[Grant, float]] = {}
+        self._connections: set[Connection] = set()
+        self._strangers: deque[_Stranger] = deque()
+        self._returned: deque[Connection] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listeners: list[socket.socket] = []
+        self._threads = DaemonThreads(limits.calls_max + limits.spare_calls_max, "kvstore-bulk")
+        self._thread = threading.Thread(target=self._run, name="kvstore-bulk-listener", daemon=True)
+        self._closed = False
+        self.unix_path = ""
+        self.tcp_port = 0
+        self.boot_id = boot_id()
+
+    def start(self) -> None:
+        """Listens. What cannot be had is left out, and said in the log: clients then go another way."""
+        try:
+            _remove_dead(self._parent)
+            self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self._parent)  # for this user alone
+            self._mark = _marked(self._folder)
+            path = os.path.join(self._folder, "socket")
+            self._listeners.append(listen_unix(path))
+            self.unix_path = path
+        except OSError as error:
+            log.warning("bulk.no_unix_socket %s", error)
+        if self._host is not None:
+            try:
+                listener = listen_tcp(self._host, self._port)
+                self._listeners.append(listener)
+                self.tcp_port = int(listener.getsockname()[1])
+            except OSError as error:
+                log.warning("bulk.no_port %s", error)
+        for each in self._listeners:
+            self._selector.register(each, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def grant(self) -> Grant:
+        """Leave for one connection within ``hello_s``."""
+        grant, now_s = Grant.fresh(), time.monotonic()
+        with self._lock:
+            for old in [each for each, (_, ends_s) in self._grants.items() if ends_s < now_s]:
+                del self._grants[old]
+            while len(self._grants) >= GRANTS_MAX:
+                del self._grants[next(iter(self._grants))]  # the oldest: its client turns to gRPC
+            self._grants[grant.id] = (grant, now_s + self._limits.hello_s)
+        return grant
+
+    @property
+    def connections_count(self) -> int:
+        """Connections that proved a grant and are open."""
+        return len(self._connections)
+
+    def close(self, timeout_s: float) -> None:
+        """Closes everything; requests in progress are cut. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            connection.channel.cut()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._threads.shutdown(timeout_s=timeout_s)
+        for sock in [*self._listeners, *(each.socket for each in self._strangers)]:
+            sock.close()
+        for connection in connections:
+            connection.close()
+        self._selector.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+        if self._mark >= 0:
+            os.close(self._mark)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # The listening thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._turn()
+
+    def _turn(self) -> None:
+        """One look at all connections; of its own, so that no name here keeps a connection that is closed."""
+        for key, _ in self._selector.select(PERIOD_S):
+            if key.fd == self._wake_in:
+                with suppress(BlockingIOError):
+                    os.read(self._wake_in, 4096)
+            elif isinstance(key.data, _Stranger):
+                self._greet(key.data)
+            elif isinstance(key.data, Connection):
+                self._selector.unregister(key.data.channel)
+                with suppress(RuntimeError):  # closing
+                    self._threads.submit(self._serve, key.data)
+            else:
+                self._accept(key.fileobj)  # type: ignore[arg-type]  # a socket: it was registered as one
+        while self._returned:
+            connection = self._returned.popleft()
+            with suppress(ValueError, KeyError, OSError):
+                self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        now_s = time.monotonic()
+        for late in [each for each in self._strangers if each.ends_s < now_s]:
+            self._turn_away(late)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            time.sleep(0.01)  # out of files, perhaps: not a loop that takes a whole core
+            return
+        try:
+            sock.setblocking(False)
+            if sock.family == socket.AF_UNIX and _user_of(sock) not in (os.geteuid(), 0):
+                raise OSError("another user")
+            if len(self._connections) + len(self._strangers) >= self._limits.bulk_connections_max:
+                raise OSError("too many connections")
+        except OSError:
+            self._calls.add("bulk_refused")
+            sock.close()
+            return
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._turn_away(self._strangers[0])
+        stranger = _Stranger(sock, time.monotonic() + self._limits.hello_s)
+        self._strangers.append(stranger)
+        self._selector.register(sock, selectors.EVENT_READ, stranger)
+
+    def _greet(self, stranger: _Stranger) -> None:
+        """Reads as much of a greeting as there is, and answers a whole one that is right."""
+        try:
+            said = stranger.socket.recv(HEAD_BYTES + HELLO_BYTES - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        stranger.said += said
+        if said and len(stranger.said) < HEAD_BYTES + HELLO_BYTES:
+            return
+        answer = self._answer(bytes(stranger.said)) if said else None
+        if answer is None:
+            self._turn_away(stranger)
+            return
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.socket)
+        connection = Connection(Channel(stranger.socket, self._limits.idle_s))
+        try:
+            files = [connection.ledger.fd] if connection.ledger is not None else []
+            connection.channel.limit(0.1, 0.1)  # a new connection has room for some bytes
+            connection.channel.send(Kind.WELCOME, 0, [answer], files)
+            self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        except (LinkBroken, LinkLate):
+            connection.close()
+            return
+        self._calls.add("bulk_connections")
+        with self._lock:
+            self._connections.add(connection)
+
+    def _answer(self, said: bytes) -> bytes | None:
+        """The proof for a greeting; None for one that is not right. A grant is used up either way."""
+        try:
+            head = decode_head(said[:HEAD_BYTES])
+        except InvalidRequest:
+            return None
+        if head.kind is not Kind.HELLO or head.length != HELLO_BYTES:
+            return None
+        grant_id, nonce, proof = read_hello(said[HEAD_BYTES:])
+        with self._lock:
+            grant, ends_s = self._grants.pop(grant_id, (None, 0.0))
+        if grant is None or ends_s < time.monotonic() or not grant.is_hello(nonce, proof):
+            return None
+        return grant.welcome(nonce)
+
+    def _turn_away(self, stranger: _Stranger) -> None:
+        self._calls.add("bulk_refused")
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.socket)
+        stranger.socket.close()
+
+    # The serving threads
+
+    def _serve(self, connection: Connection) -> None:
+        goes_on = self._requests.serve(connection)
+        with self._lock:
+            goes_on = goes_on and not self._closed
+            if not goes_on:
+                self._connections.discard(connection)
+        if goes_on:
+            self._returned.append(connection)
+            self._wake()
+        else:
+            connection.close()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            os.write(self._wake_out, b"!")
+
+
+def _user_of(sock: socket.socket) -> int:
+    """Who is at the other end of a unix socket."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+def _marked(folder: str) -> int:
+    """A lock in a worker's folder, which ends with its process: by this others see that the folder is in use."""
+    mark = os.open(os.path.join(folder, MARK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(mark)
+        raise
+    return mark
+
+
+def _remove_dead(parent: str) -> None:
+    """Removes what workers of this user that were killed left behind: folders whose lock nobody has."""
+    for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.geteuid():
+                continue
+            mark = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(mark)

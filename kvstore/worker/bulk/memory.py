@@ -1,0 +1,37 @@
+"""The worker's memory for bytes that come and go: buffers that are used again, because fresh memory has to be zeroed
+first, which costs about as much as copying into it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class Buffers:
+    """Buffers by size, of which at most ``kept_bytes_max`` are kept for the next one who asks. Thread-safe."""
+
+    def __init__(self, kept_bytes_max: int) -> None:
+        self._kept_bytes_max = kept_bytes_max
+        self._lock = threading.Lock()
+        self._free: dict[int, list[bytearray]] = {}
+        self._kept_bytes = 0
+
+    def take(self, size_bytes: int) -> bytearray:
+        """A buffer of exactly this size; its content is whatever it was."""
+        with self._lock:
+            free = self._free.get(size_bytes)
+            if free:
+                self._kept_bytes -= size_bytes
+                return free.pop()
+        return bytearray(size_bytes)
+
+    def give(self, buffer: bytearray) -> None:
+        """Gives a buffer back, of which nobody has a view any more."""
+        with self._lock:
+            if self._kept_bytes + len(buffer) > self._kept_bytes_max:
+                # Sizes that nobody asks for any more must not keep out those that are asked for.
+                self._free.clear()
+                self._kept_bytes = 0
+            if len(buffer) <= self._kept_bytes_max:
+                self._free.setdefault(len(buffer), []).append(buffer)
+                self._kept_bytes += len(buffer)

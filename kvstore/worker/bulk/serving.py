@@ -1,0 +1,93 @@
+"""What one request on a bulk connection does, from its first frame to its answer."""
+
+from __future__ import annotations
+
+import struct
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.node.node import Node
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import Kind, decode_request
+from kvstore.wire.statuses import Refusal, refusal
+from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.context import BulkContext, Refused
+from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk.getting import BulkGets
+from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.bulk.putting import BulkPuts
+from kvstore.worker.calls import Calls
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.prompts import Prompts
+
+ARENA = struct.Struct("<Q")
+LINGER_S = 2.0
+"""How long the rest of a refused put is read on, so that the client can read why."""
+
+
+class BulkRequests:
+    """Serves the requests of all bulk connections."""
+
+    def __init__(
+        self,
+        node: Node,
+        prompts: Prompts,
+        in_flight: BytesInFlight,
+        calls: Calls,
+        limits: WorkerLimits,
+        deferred: Deferred,
+    ) -> None:
+        buffers = Buffers(limits.buffers_bytes_max)
+        self._calls = calls
+        self._limits = limits
+        self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers)
+        self._puts = BulkPuts(node, prompts, in_flight, calls, limits, buffers, deferred)
+
+    def serve(self, connection: Connection) -> bool:
+        """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""
+        channel, limits = connection.channel, self._limits
+        number = 0
+        try:
+            channel.limit(limits.idle_s, limits.stream_s_max)
+            head = channel.receive_head()
+            channel.expect(head, Kind.ARENA, Kind.GET, Kind.PUT)
+            number = head.request
+            payload = channel.receive(head.length)
+            if head.kind is Kind.ARENA:
+                if len(payload) != ARENA.size:
+                    raise InvalidRequest(f"an ARENA frame has {len(payload)} bytes: expected {ARENA.size}")
+                connection.adopt_arena(ARENA.unpack(payload)[0], limits.arena_bytes_max)
+                return True
+            request = decode_request(payload)
+            channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
+            context = BulkContext(channel, request.timeout_s)
+            name = "Get" if head.kind is Kind.GET else "Put"
+            with self._calls.serving(name, context):
+                if head.kind is Kind.GET:
+                    self._gets.get(channel, number, request.flag, request.message, context)
+                else:
+                    self._puts.put(connection, number, request.flag, request.message, context)
+            return channel.alive
+        except Refused as refused:
+            self._refuse(connection, number, refused.refusal)
+        except LinkLate:
+            self._calls.add("calls_idle")
+        except KVStoreError as error:
+            self._refuse(connection, number, refusal(error))
+        return False
+
+    def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
+        """Says why. The connection ends with it: what the client sent meanwhile nobody can tell from a new request."""
+        channel = connection.channel
+        if not channel.alive:
+            return
+        message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
+        try:
+            channel.limit(LINGER_S, LINGER_S)
+            channel.send(Kind.REFUSED, number, [message.SerializeToString()])
+            scratch = memoryview(bytearray(1 << 16))
+            while True:
+                channel.receive_some([scratch])
+        except (LinkBroken, LinkLate):
+            pass

@@ -1,0 +1,271 @@
+"""Whatever breaks on the way is a miss or an error in bounded time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import Overloaded, Unavailable
+from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.worker.bulk.listener import FOLDER_PREFIX
+from kvstore.worker.worker import Worker
+from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.node.stores import member_on
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+
+pytestmark = pytest.mark.slow
+BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
+HASTY = ClientLimits(read_s=1.0, write_s=1.0, match_s=1.0, probe_s=0.5)
+TOKENS, KV = tokens_and_kv(100)
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving(tmp_root) as found:
+        yield found
+
+
+def chunk_files(root: Path) -> list[Path]:
+    return sorted((root / "chunks").glob("*/*"))
+
+
+@BOTH
+@pytest.mark.parametrize("damage", ["flipped", "header", "truncated", "removed", "another"])
+def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, way: str, damage: str) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        assert cache.get(TOKENS)[0] == len(TOKENS)
+        victim, other = chunk_files(tmp_root)[:2]
+        content = bytearray(victim.read_bytes())
+        if damage == "flipped":
+            content[4096 + 70_000] ^= 1
+        elif damage == "header":
+            content[50] ^= 1
+        elif damage == "truncated":
+            del content[-5000:]
+        elif damage == "another":
+            content[:] = other.read_bytes()
+        if damage == "removed":
+            victim.unlink()
+        else:
+            victim.write_bytes(content)
+        count, array = cache.get(TOKENS)
+        assert count < len(TOKENS)
+        assert same(array, KV[:, :, :count])
+        if damage != "removed":
+            assert store.stats()["miss_damaged"] >= 1
+            assert not victim.exists()
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+        assert same(cache.get(TOKENS)[1], KV)
+    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+
+@BOTH
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
+    tmp_root: Path, way: str, number: signal.Signals
+) -> None:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        out = np.zeros_like(KV)
+        stopped = threading.Timer(0.2, worker.send, (number,))
+        stopped.start()
+        good, began_s, took_s = len(TOKENS), time.monotonic(), 0.0
+        while good == len(TOKENS) and time.monotonic() < began_s + WAIT_S:
+            call_s = time.monotonic()
+            good = cache.get(TOKENS, out=out)
+            took_s = time.monotonic() - call_s
+        assert good < len(TOKENS)
+        assert took_s < 10
+        assert same(out[:, :, :good], KV[:, :, :good])
+        before = out.copy()
+        began_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            cache.put(*tokens_and_kv(100, seed=1))
+        assert time.monotonic() - began_s < 20
+        stopped.join()
+        if number is signal.SIGSTOP:
+            worker.send(signal.SIGCONT)
+            eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the client comes back to the worker")
+        assert same(out, before), "a read that was given up wrote into the caller's memory"
+
+
+@BOTH
+def test_a_worker_that_is_started_again_is_found_again(tmp_root: Path, way: str) -> None:
+    member = member_on(PosixRoot(tmp_root))
+    first = Worker(member, "127.0.0.1:0")
+    address = first.start()
+    with connected(address, bulk=way, limits=HASTY) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        first.stop()
+        second = Worker(member, address)
+        second.start()
+        try:
+            eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the new worker is used")
+            eventually(lambda: cache.get(TOKENS) and store.stats()[f"client_gets_{way}"] >= 2, "in the same way")
+        finally:
+            second.stop()
+    member.close()
+
+
+def test_without_its_socket_file_a_worker_is_reached_another_way(served: Served) -> None:
+    assert served.worker.service.bulk is not None
+    os.unlink(served.worker.service.bulk.unix_path)
+    with connected(served) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        assert same(cache.get(TOKENS)[1], KV)
+        assert store.stats()["client_gets_tcp"] == 1
+
+
+_CLIENT = """
+import os, sys, time, signal
+import numpy as np, kvstore
+from tests.bulk.ways import MEDIUM, tokens_and_kv
+from kvstore.client.bulk import handed
+store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], deferred=True)
+cache = store.namespace("m", MEDIUM)
+tokens, kv = tokens_and_kv(100)
+cache.put(tokens, kv)
+if sys.argv[2] == "shared":
+    handed._read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    from kvstore.client import fetching
+    fetching.receive_chunk = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+print("reading", flush=True)
+cache.get(tokens)
+"""
+
+
+@BOTH
+def test_a_client_that_is_killed_while_it_reads_leaves_nothing_open(tmp_root: Path, way: str) -> None:
+    with worker_process(tmp_root) as worker:
+        pid = worker.pid
+        for _ in range(3):
+            killed = subprocess.run(
+                [sys.executable, "-c", _CLIENT, worker.address, way],
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                timeout=WAIT_S,
+                check=False,
+            )
+            assert killed.returncode == -signal.SIGKILL
+            assert killed.stdout == b"reading\n"
+        eventually(lambda: not bulk_files_of(pid), "the worker has no chunk, arena or ledger open")
+        with connected(worker.address, bulk=way) as store:
+            in_use = ("holds", "bytes_in_flight", "calls_in_flight")
+            eventually(lambda: not any(store.stats()[name] for name in in_use), "the worker gave up all for them")
+            assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
+
+
+@BOTH
+def test_nothing_leaks_over_many_calls_and_clients(served: Served, way: str) -> None:
+    def calls(seed: int) -> None:
+        with connected(served, bulk=way, deferred=bool(seed % 2)) as store:
+            cache = store.namespace("m", MEDIUM)
+            tokens, kv = tokens_and_kv(70, seed)
+            cache.put(tokens, kv)
+            for _ in range(3):
+                assert same(cache.get(tokens)[1], kv)
+
+    calls(0)
+    eventually(lambda: not bulk_files_of(os.getpid()), "all is closed")
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(1, 6):
+        calls(seed)
+    eventually(lambda: not bulk_files_of(os.getpid()), "all is closed")
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 4, "as few files as before")
+    assert served.worker.service.bulk is not None
+    eventually(lambda: served.worker.service.bulk.connections_count == 0, "no connection is left")  # type: ignore[union-attr]
+
+
+@BOTH
+def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    hang = Hang(after_bytes=5000)
+    with serving(root) as served:
+        with connected(served, bulk=way, limits=HASTY) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.put(TOKENS, KV)
+            out = np.zeros_like(KV)
+            root.set_rules([Rule("read", hang, lambda name: name.startswith("chunks/"))])
+            began_s = time.monotonic()
+            good = cache.get(TOKENS, out=out)
+            assert time.monotonic() - began_s < 20
+            assert good < len(TOKENS)
+            before = out.copy()
+            root.set_rules([])
+            hang.release.set()
+            eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the root is read again")
+            assert same(out, before)
+
+
+def test_what_was_acknowledged_is_written_before_a_worker_ends(tmp_root: Path) -> None:
+    prompts = [tokens_and_kv(40, seed) for seed in range(10)]
+    with worker_process(tmp_root) as worker:
+        with connected(worker.address, deferred=True) as store:
+            cache = store.namespace("m", MEDIUM)
+            for each in prompts:
+                cache.put(*each)
+        assert worker.drain() == "drained"
+    with serving(tmp_root) as served, connected(served) as store:
+        cache = store.namespace("m", MEDIUM)
+        for tokens, kv in prompts:
+            assert same(cache.get(tokens)[1], kv)
+
+
+def test_a_deferred_put_that_fails_is_counted_and_a_miss() -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with serving(root) as served, connected(served, deferred=True) as store:
+        cache = store.namespace("m", MEDIUM)
+        root.set_rules([Rule("stage", ENOSPC)])
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+        assert cache.match(TOKENS) == 0
+        assert store.stats()["puts_deferred_lost"] == 1
+        assert store.stats()["deferred_chunks"] == 0
+        root.set_rules([])
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+        assert cache.match(TOKENS) == len(TOKENS)
+
+
+@BOTH
+def test_an_error_of_the_root_reaches_the_client(way: str) -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with serving(root) as served, connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        root.set_rules([Rule("stage", ENOSPC)])
+        with pytest.raises(Overloaded, match="ENOSPC"):
+            cache.put(*tokens_and_kv(300, seed=3))
+        root.set_rules([])
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_a_worker_that_was_killed_leaves_no_folder_for_long(tmp_root: Path, tmp_path: Path) -> None:
+    with worker_process(tmp_root, folder=tmp_path) as worker:
+        worker.kill()
+    assert list(tmp_path.glob(f"{FOLDER_PREFIX}*"))
+    member = member_on(PosixRoot(tmp_root))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path))
+        worker_here = Worker(member, "127.0.0.1:0")
+        worker_here.start()
+        left = list(tmp_path.glob(f"{FOLDER_PREFIX}*"))
+        worker_here.stop()
+    member.close()
+    assert len(left) == 1
+    assert not list(tmp_path.glob(f"{FOLDER_PREFIX}*"))

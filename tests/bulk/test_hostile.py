@@ -1,0 +1,330 @@
+"""Peers that lie, stay silent or send garbage are cut off, and nobody else notices."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import (
+    CONTROL_BYTES_MAX,
+    HEAD_BYTES,
+    Kind,
+    Mode,
+    Placed,
+    decode_head,
+    encode_head,
+    encode_placed,
+    encode_request,
+    encode_span,
+)
+from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
+from kvstore.worker.limits import WorkerLimits
+from tests.bulk.ways import MEDIUM, bulk_files_of, dialled, greeted, is_closed, offered, same, tokens_and_kv
+from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+
+pytestmark = pytest.mark.slow
+BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
+LIMITS = WorkerLimits(hello_s=0.5, idle_s=1.0, bulk_connections_max=20)
+TOKENS, KV = tokens_and_kv(4)
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving(tmp_root, worker_limits=LIMITS) as found:
+        yield found
+        eventually(lambda: found.worker.service.gate.inside_count == 0, "no call inside")
+        assert found.worker.service.in_flight.count == 0
+        assert len(found.member.node.holds) == 0
+        assert found.worker.service.counters()["calls_failed"] == 0
+
+
+def refused_count(served: Served) -> int:
+    return served.worker.service.counters()["bulk_refused"]
+
+
+def put_request(served: Served, *, deferred: bool = False) -> bytes:
+    with raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
+    return encode_request(WAIT_S, int(deferred), start.SerializeToString())
+
+
+def serves_others(served: Served, way: str) -> None:
+    tokens, kv = tokens_and_kv(3, seed=99)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("others", MEDIUM)
+        cache.put(tokens, kv)
+        assert same(cache.get(tokens)[1], kv)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: worker\r\n" + b"\r\n" * 60,
+        bytes(200),
+        os.urandom(200),
+        encode_head(Kind.HELLO, 0, 1 << 60) + bytes(100),
+        encode_head(Kind.GET, 0, 64) + bytes(64),
+        encode_head(Kind.HELLO, 0, 64) + bytes(64),
+    ],
+    ids=["http", "zeros", "random", "endless", "no-hello", "unknown-grant"],
+)
+def test_whoever_proves_no_grant_is_cut_off(served: Served, way: str, said: bytes) -> None:
+    with dialled(served, way) as sock:
+        sock.sendall(said)
+        assert is_closed(sock)
+    assert refused_count(served) == 1
+    serves_others(served, way)
+
+
+@BOTH
+def test_a_grant_is_good_for_one_connection_and_a_short_time(served: Served, way: str) -> None:
+    answer = offered(served)
+    grant = Grant(answer.grant, answer.secret)
+    for attempt in range(2):
+        with dialled(served, way) as sock:
+            sock.sendall(encode_head(Kind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
+            sock.settimeout(WAIT_S)
+            assert bool(sock.recv(1)) == (attempt == 0)
+    late = offered(served)
+    eventually(lambda: len(dialled_late(served, way, late)) == 0, "a grant that is over is void")
+
+
+def dialled_late(served: Served, way: str, answer: pb.OpenBulkResponse) -> bytes:
+    """What a connection is told that waits longer than its grant lives before it greets."""
+    with dialled(served, way) as sock:
+        sock.settimeout(WAIT_S)
+        sock.recv(1)  # closed for its silence
+    with dialled(served, way) as sock:
+        grant = Grant(answer.grant, answer.secret)
+        sock.sendall(encode_head(Kind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
+        sock.settimeout(WAIT_S)
+        return sock.recv(1)
+
+
+@BOTH
+def test_a_wrong_proof_uses_the_grant_up(served: Served, way: str) -> None:
+    answer = offered(served)
+    for secret in (bytes(32), answer.secret):
+        with dialled(served, way) as sock:
+            sock.sendall(encode_head(Kind.HELLO, 0, 64) + Grant(answer.grant, secret).hello(os.urandom(NONCE_BYTES)))
+            assert is_closed(sock)
+    assert refused_count(served) == 2
+
+
+@BOTH
+def test_silent_connections_are_closed_and_do_not_keep_others_out(served: Served, way: str) -> None:
+    silent = [dialled(served, way) for _ in range(15)]
+    serves_others(served, way)
+    for sock in silent:
+        assert is_closed(sock)
+        sock.close()
+    assert refused_count(served) == 15
+
+
+@BOTH
+def test_more_connections_than_allowed_are_closed_at_once(served: Served, way: str) -> None:
+    many = [dialled(served, way) for _ in range(40)]
+    eventually(lambda: refused_count(served) >= 20, "those over the limit are closed")
+    for sock in many:
+        assert is_closed(sock)
+        sock.close()
+    serves_others(served, way)
+
+
+@BOTH
+def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
+    with greeted(served, way) as channel:
+        channel.send_head(Kind.GET, 1, 1000)
+        sock = socket.socket(fileno=os.dup(channel.fileno()))
+        assert is_closed(sock)
+        sock.close()
+    serves_others(served, way)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [(Kind.GET, 1 << 50), (Kind.ARENA, 1 << 20), (Kind.CHUNKS, 1 << 50), (Kind.WELCOME, 0), (Kind.WANT, 8)],
+)
+def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: str, kind: Kind, length: int) -> None:
+    with greeted(served, way) as channel:
+        channel.send_head(kind, 1, length)
+        sock = socket.socket(fileno=os.dup(channel.fileno()))
+        assert is_closed(sock)
+        sock.close()
+    serves_others(served, way)
+
+
+@BOTH
+def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str) -> None:
+    request = put_request(served)
+    for length, span in [
+        (8, (0, 1)),
+        (1 << 40, (0, 1)),
+        (8 + 4 * MEDIUM.chunk_bytes, (1, 3)),
+        (8, (0, 0)),
+        (8, (0, 5)),
+    ]:
+        with greeted(served, way) as channel:
+            channel.send(Kind.PUT, 1, [request])
+            channel.receive_frame(Kind.READY)
+            channel.send_head(Kind.CHUNKS, 1, length)
+            channel.send_bytes([memoryview(encode_span(*span))])
+            sock = socket.socket(fileno=os.dup(channel.fileno()))
+            assert is_closed(sock)
+            sock.close()
+    assert served.member.node.counters.snapshot()["chunks_written"] == 0
+    serves_others(served, way)
+
+
+@BOTH
+def test_bytes_that_do_not_match_their_checksums_are_refused(served: Served, way: str) -> None:
+    with greeted(served, way) as channel:
+        channel.send(Kind.PUT, 1, [put_request(served)])
+        channel.receive_frame(Kind.READY)
+        wrong = bytes(4 * MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        channel.send(Kind.CHUNKS, 1, [encode_span(0, 4), wrong])
+        _, payload = channel.receive_frame(Kind.REFUSED)
+        refusal = pb.BulkRefusal.FromString(payload)
+        assert "checksums" in refusal.message
+    assert served.member.node.counters.snapshot()["chunks_written"] == 0
+    assert served.worker.service.counters()["wire_damaged"] == 1
+
+
+def memory(size_bytes: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def share(channel: Channel, fd: int, size_bytes: int) -> None:
+    channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)], [fd])
+    os.close(fd)
+
+
+@pytest.mark.parametrize("case", ["unsealed", "shorter", "a file", "nothing", "huge"])
+def test_an_arena_that_could_kill_the_worker_is_refused(served: Served, tmp_path: Path, case: str) -> None:
+    size_bytes = 1 << 20
+    with greeted(served, "shared") as channel:
+        if case == "unsealed":
+            share(channel, memory(size_bytes, fcntl.F_SEAL_GROW), size_bytes)
+        elif case == "shorter":
+            share(channel, memory(size_bytes // 2, fcntl.F_SEAL_SHRINK), size_bytes)
+        elif case == "a file":
+            (tmp_path / "file").write_bytes(bytes(size_bytes))
+            share(channel, os.open(tmp_path / "file", os.O_RDONLY), size_bytes)
+        elif case == "huge":
+            share(channel, memory(size_bytes, fcntl.F_SEAL_SHRINK), 1 << 62)
+        else:
+            channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)])
+        if case == "nothing":
+            sock = socket.socket(fileno=os.dup(channel.fileno()))
+            assert is_closed(sock)
+            sock.close()
+        else:
+            _, payload = channel.receive_frame(Kind.REFUSED)
+            assert "arena" in pb.BulkRefusal.FromString(payload).message
+    serves_others(served, "shared")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("offset", [1, 1 << 20, (1 << 64) - 4096])
+def test_chunks_placed_outside_the_arena_are_refused(served: Served, offset: int, deferred: bool) -> None:
+    size_bytes = 4 * MEDIUM.chunk_bytes
+    with greeted(served, "shared") as channel:
+        share(channel, memory(size_bytes, fcntl.F_SEAL_SHRINK), size_bytes)
+        channel.send(Kind.PUT, 1, [put_request(served, deferred=deferred)])
+        channel.receive_frame(Kind.READY)
+        channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, 4, offset))])
+        _, payload = channel.receive_frame(Kind.REFUSED)
+        assert "arena" in pb.BulkRefusal.FromString(payload).message
+    assert served.member.node.counters.snapshot()["chunks_written"] == 0
+
+
+def test_a_deferred_put_with_an_arena_takes_no_memory_of_the_worker(served: Served) -> None:
+    with greeted(served, "shared") as channel:
+        share(channel, memory(4096, fcntl.F_SEAL_SHRINK), 4096)
+        channel.send(Kind.PUT, 1, [put_request(served, deferred=True)])
+        channel.receive_frame(Kind.READY)
+        channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        sock = socket.socket(fileno=os.dup(channel.fileno()))
+        assert is_closed(sock)
+        sock.close()
+    assert served.worker.service.in_flight.count == 0
+
+
+@pytest.mark.parametrize("span", [(0, 65), (0, 0), (3, 2), (1 << 31, 1)])
+def test_files_that_are_not_held_are_not_handed_over(served: Served, span: tuple[int, int]) -> None:
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(TOKENS, KV)
+    with raw_stub(served) as stub:
+        request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
+    with greeted(served, "shared") as channel:
+        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
+        channel.receive_frame(Kind.START)
+        channel.send(Kind.WANT, 1, [encode_span(*span)])
+        _, payload = channel.receive_frame(Kind.REFUSED)
+        assert "wanted" in pb.BulkRefusal.FromString(payload).message
+
+
+def test_files_are_handed_over_for_reading_only(served: Served) -> None:
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(TOKENS, KV)
+    with raw_stub(served) as stub:
+        request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
+    with greeted(served, "shared") as channel:
+        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
+        channel.receive_frame(Kind.START)
+        channel.send(Kind.WANT, 1, [encode_span(0, 4)])
+        channel.receive_frame(Kind.FILES)
+        for fd in channel.take_files(4):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(fd, b"x")
+            os.close(fd)
+    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "all files are closed")
+
+
+def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> None:
+    """What is hashed and what is written may differ then: a chunk that everybody finds damaged, and a miss."""
+    tokens, _ = tokens_and_kv(4, seed=5)
+    size_bytes = 4 * MEDIUM.chunk_bytes
+    with raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(tokens)).SerializeToString()
+    for _ in range(10):
+        with greeted(served, "shared") as channel:
+            fd = memory(size_bytes, fcntl.F_SEAL_SHRINK)
+            writable = os.dup(fd)
+            share(channel, fd, size_bytes)
+            channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 1, start)])
+            channel.receive_frame(Kind.READY)
+            channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, 4, 0))])
+            for _ in range(20):
+                os.pwrite(writable, os.urandom(size_bytes // 4), 0)
+            os.close(writable)
+            channel.receive_frame(Kind.STORED)
+        with connected(served) as store:
+            cache = store.namespace("m", MEDIUM)
+            found = [cache.get(tokens) for _ in range(2)]
+            # Either a chunk is a miss, or it is the same for everybody, whatever its writer meant it to be.
+            assert found[1][0] <= found[0][0]
+            assert same(found[0][1][:, :, : found[1][0]], found[1][1])
+            cache.clear()
+        serves_others(served, "shared")
+
+
+@pytest.mark.parametrize("raw", [b"", b"KV", bytes(HEAD_BYTES), encode_head(Kind.WANT, 1, CONTROL_BYTES_MAX + 1)])
+def test_a_head_is_checked_before_its_length_is_believed(raw: bytes) -> None:
+    with pytest.raises((InvalidRequest, struct.error)):
+        decode_head(raw)

@@ -1,0 +1,196 @@
+"""Whichever way the bytes of chunks go, the results are the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import InvalidRequest
+from kvstore.results import PutResult
+from kvstore.root.posix import PosixRoot
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
+from tests.bulk.ways import MEDIUM, WAYS, same, tokens_and_kv
+from tests.node.stores import member_on
+from tests.worker.serving import Served, connected, eventually, serving
+
+pytestmark = pytest.mark.slow
+SIZE = MEDIUM.chunk_tokens
+COUNT = 150
+"""More chunks than files are handed over at once, and more bytes than one run has."""
+
+
+@pytest.fixture(scope="module", params=["files", "memory"])
+def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served]:
+    with serving(module_root if request.param == "files" else None) as found:
+        yield found
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("reader", WAYS)
+@pytest.mark.parametrize("writer", WAYS)
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, deferred: bool) -> None:
+    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {reader} {deferred}".encode()))
+    with connected(served, bulk=writer, deferred=deferred) as store:
+        result = store.namespace("m", MEDIUM).put(tokens, kv)
+        assert result == PutResult(len(tokens), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
+        assert store.stats()[f"client_puts_{writer}"] == 1
+    with connected(served, bulk=reader) as store:
+        cache = store.namespace("m", MEDIUM)
+        count, array = cache.get(tokens)
+        assert count == len(tokens)
+        assert same(array, kv)
+        with cache.hold(tokens) as hold:
+            filled = np.zeros_like(kv)
+            assert hold.read_into(filled) == len(tokens)
+            assert same(filled, kv)
+        assert store.stats()[f"client_gets_{reader}"] == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served, way: str) -> None:
+    tokens, kv = tokens_and_kv(20, seed=7)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"slices-{way}", MEDIUM)
+        part = tokens[: 10 * SIZE]
+        assert cache.put(part, kv[:, :, 5 * SIZE : 15 * SIZE]).tokens_present == len(part)
+        larger = np.zeros_like(kv)
+        assert cache.get(part, out=larger[:, :, 3 * SIZE : 13 * SIZE]) == len(part)
+        assert same(larger[:, :, 3 * SIZE : 13 * SIZE], kv[:, :, 5 * SIZE : 15 * SIZE])
+        assert not larger[:, :, : 3 * SIZE].any()
+        assert not larger[:, :, 13 * SIZE :].any()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_grows_turn_by_turn(served: Served, way: str, deferred: bool) -> None:
+    """Each put builds on the one before, which may still be on its way to the root."""
+    tokens, kv = tokens_and_kv(12, seed=8)
+    with connected(served, bulk=way, deferred=deferred) as store:
+        cache = store.namespace(f"turns-{way}-{deferred}", MEDIUM)
+        for turn in range(12):
+            start, end = turn * SIZE, (turn + 1) * SIZE
+            result = cache.put(tokens[:end], kv[:, :, start:end], prefix=start)
+            assert result.tokens_present == end
+        assert cache.match(tokens) == len(tokens)
+        assert same(cache.get(tokens)[1], kv)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_what_is_missing_is_sent(served: Served, way: str) -> None:
+    tokens, kv = tokens_and_kv(9, seed=9)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"missing-{way}", MEDIUM)
+        cache.put(tokens[: 4 * SIZE], kv[:, :, : 4 * SIZE])
+        before = served.worker.service.counters()["wire_bytes_in"]
+        assert cache.put(tokens, kv) == PutResult(len(tokens), 5, 4, 5 * MEDIUM.chunk_bytes)
+        assert served.worker.service.counters()["wire_bytes_in"] - before == 5 * MEDIUM.chunk_bytes
+        assert cache.put(tokens, kv) == PutResult(len(tokens), 0, 9, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_put_behind_a_hole_stores_nothing(served: Served, way: str) -> None:
+    tokens, kv = tokens_and_kv(6, seed=10)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"hole-{way}", MEDIUM)
+        assert cache.put(tokens, kv[:, :, 3 * SIZE :], prefix=3 * SIZE).tokens_present == 0
+        assert cache.match(tokens) == 0
+
+
+@pytest.mark.parametrize("arena_bytes", [1, 16 * MEDIUM.chunk_bytes, 26 << 20, 35 << 20])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, deferred: bool) -> None:
+    limits = ClientLimits(arena_bytes_max=arena_bytes)
+    with connected(served, bulk="shared", limits=limits, deferred=deferred) as store:
+        cache = store.namespace(f"arena-{arena_bytes}-{deferred}", MEDIUM)
+        for seed in range(3):
+            tokens, kv = tokens_and_kv(COUNT if arena_bytes < 1 << 20 else 600, 100 + seed + arena_bytes)
+            assert cache.put(tokens, kv).chunks_written == len(tokens) // SIZE
+            assert same(cache.get(tokens)[1], kv)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) -> None:
+    prompts = [tokens_and_kv(10, 1000 + number) for number in range(100)]
+    with connected(served, bulk=way, deferred=True) as store, ThreadPoolExecutor(6) as threads:
+        cache = store.namespace(f"many-{way}", MEDIUM)
+        assert all(threads.map(lambda each: cache.put(*each).chunks_written == 10, prompts))
+        for (tokens, kv), (count, array) in zip(
+            prompts, threads.map(cache.get, [each[0] for each in prompts]), strict=True
+        ):
+            assert count == len(tokens)
+            assert same(array, kv)
+        assert store.stats()["puts_deferred_lost"] == 0
+    eventually(lambda: served.worker.service.in_flight.count == 0, "all memory is given back")
+    assert served.worker.service.gauges()["deferred_chunks"] == 0
+
+
+def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
+    tokens, kv = tokens_and_kv(40, seed=11)
+    with (
+        connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=1)) as store,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        cache = store.namespace("links", MEDIUM)
+        cache.put(tokens, kv)
+        assert all(same(array, kv) for _, array in threads.map(cache.get, [tokens] * 12))
+        stats = store.stats()
+        assert stats["client_gets_shared"] + stats["client_gets_grpc"] == 12
+        assert stats["client_gets_shared"] > 0
+
+
+def test_a_deferred_put_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
+    tokens, kv = tokens_and_kv(20)
+    with serving(tmp_root, worker_limits=WorkerLimits(deferred_bytes_max=10 * MEDIUM.chunk_bytes)) as served:
+        with connected(served, bulk="tcp", deferred=True) as store:
+            assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
+            assert store.stats()["puts_deferred"] == 0
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_a_way_that_is_not_there_is_said(tmp_root: Path, way: str) -> None:
+    tokens, kv = tokens_and_kv(2)
+    member = member_on(PosixRoot(tmp_root))
+    worker = Worker(member, "127.0.0.1:0", bulk=False)
+    worker.start()
+    try:
+        with connected(worker.address, bulk=way) as store:
+            cache = store.namespace("m", MEDIUM)
+            for call in (lambda: cache.put(tokens, kv), lambda: cache.get(tokens)):
+                with pytest.raises(InvalidRequest, match=f"bulk='{way}'.*bulk='auto'"):
+                    call()
+        with connected(worker.address) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.put(tokens, kv)
+            assert same(cache.get(tokens)[1], kv)
+            assert store.stats()["client_gets_grpc"] == 1
+    finally:
+        worker.stop()
+        member.close()
+
+
+def test_another_host_is_not_taken_for_this_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.client.bulk.links.boot_id", lambda: "another")
+    tokens, kv = tokens_and_kv(3, seed=12)
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(tokens, kv)
+        assert store.stats()["client_puts_tcp"] == 1
+    with connected(served, bulk="shared") as store, pytest.raises(InvalidRequest, match="another host"):
+        store.namespace("m", MEDIUM).get(tokens)
+
+
+def test_the_environment_chooses_where_the_call_does_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_BULK", "tcp")
+    tokens, kv = tokens_and_kv(3, seed=13)
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(tokens, kv)
+        assert store.stats()["client_puts_tcp"] == 1
+    monkeypatch.setenv("KVSTORE_BULK", "pigeon")
+    with pytest.raises(InvalidRequest, match=r"pigeon.*auto, shared, tcp, grpc"):
+        connected(served)

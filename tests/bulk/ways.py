@@ -1,0 +1,102 @@
+"""Workers and clients for the tests of bulk connections, and a client that speaks the protocol itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import Kind
+from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
+from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
+from tests.worker.serving import WAIT_S, Served, raw_stub
+
+MEDIUM = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)
+"""128 KiB a chunk."""
+WAYS = ("shared", "tcp", "grpc")
+
+
+def tokens_and_kv(
+    chunks: int, seed: int = 0, layout: Layout = MEDIUM
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float16]]:
+    """A prompt of so many chunks, that no other seed has, and its KV."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 1 << 31, chunks * layout.chunk_tokens)
+    shape = layout.shape(len(tokens))
+    kv = random.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16)
+    return tokens, kv
+
+
+def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
+    """Whether two arrays have the same bytes."""
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def offered(served: Served) -> pb.OpenBulkResponse:
+    """A grant, and where to take it."""
+    with raw_stub(served) as stub:
+        answer: pb.OpenBulkResponse = stub.OpenBulk(pb.OpenBulkRequest(version=1), timeout=WAIT_S)
+        return answer
+
+
+def dialled(served: Served, way: str) -> socket.socket:
+    """A connection without a greeting."""
+    assert served.worker.service.bulk is not None
+    if way == "shared":
+        return dial_unix(served.worker.service.bulk.unix_path, WAIT_S)
+    return dial_tcp("127.0.0.1", served.worker.service.bulk.tcp_port, WAIT_S)
+
+
+@contextmanager
+def greeted(served: Served, way: str) -> Iterator[Channel]:
+    """A connection that proved its grant."""
+    answer = offered(served)
+    channel = Channel(dialled(served, way), WAIT_S)
+    try:
+        grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
+        channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
+        _, proof = channel.receive_frame(Kind.WELCOME)
+        assert grant.is_welcome(nonce, proof)
+        for fd in channel.take_files(1 if way == "shared" else 0):
+            os.close(fd)
+        yield channel
+    finally:
+        channel.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the peer closes the connection, soon."""
+    sock.settimeout(WAIT_S)
+    try:
+        while sock.recv(65_536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def open_files_of(pid: int) -> list[str]:
+    """What a process has open: memory, sockets, files; without what belongs to its interpreter."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except OSError:
+            continue
+    return found
+
+
+def bulk_files_of(pid: int) -> list[str]:
+    """The chunk files and shared memory among them."""
+    if pid == os.getpid():
+        gc.collect()  # errors that tests looked at keep frames, and frames keep memory
+    return [name for name in open_files_of(pid) if "/chunks/" in name or "memfd:kvstore" in name]

@@ -1,0 +1,72 @@
+"""The native library is optional: turned off, not built or built anew, kvstore says so and works."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "kvstore" / "native"
+USE = """
+import sys, numpy as np, kvstore
+from kvstore.native import is_available, why_not
+layout = kvstore.Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
+tokens, kv = np.arange(16), np.random.default_rng(1).integers(0, 9, layout.shape(16), np.int8)
+with kvstore.open(sys.argv[1]) as store:
+    cache = store.namespace("m", layout)
+    cache.put(tokens, kv)
+    count, found = cache.get(tokens)
+    assert count == 16 and (found == kv).all()
+    assert store.stats()["native_path"] == is_available()
+print(is_available(), why_not())
+"""
+
+
+def used(path: Path, setting: str) -> str:
+    """What a process with ``KVSTORE_NATIVE`` set says after it stored and read something."""
+    search = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = {**os.environ, "KVSTORE_NATIVE": setting, "PYTHONPATH": search}
+    command = [sys.executable, "-c", USE, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def builder() -> ModuleType:
+    """The build hook, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("build_native", ROOT / ".ci" / "build_native.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_turned_off_by_the_environment(tmp_root: Path) -> None:
+    assert used(tmp_root, "0") == "False turned off by KVSTORE_NATIVE=0"
+
+
+def test_without_a_compiler_it_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no C compiler" in builder().build(tmp_path)
+    monkeypatch.setenv("CC", "false")
+    assert "failed" in builder().build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_it_builds_from_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
+        shutil.copy(source, tmp_path)
+    before = set(tmp_path.iterdir())
+    assert builder().build(tmp_path) == ""
+    (built,) = set(tmp_path.iterdir()) - before
+    assert ctypes.CDLL(str(built)).kv_abi() >= 1

@@ -1,0 +1,230 @@
+"""With the native data path and without it a store gives the same results, and leaves the same files."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import Layout
+from kvstore.address import Address, Chain
+from kvstore.client.arrays import KvMemory
+from kvstore.client.store import Store
+from kvstore.format.checksum import checksum
+from kvstore.format.header import decode
+from kvstore.native import is_available
+from kvstore.root.interface import local_files
+from kvstore.root.open import open_root
+from tests.native.modes import chunks_of, opened
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+LARGE = Layout(layers=1, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=150)
+"""Sections of 300 KiB: more than one piece of a read, and not a multiple of it."""
+MANY = Layout(layers=600, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=32)
+"""More sections than one system call takes."""
+UNALIGNED = Layout(layers=2, kv_heads=3, head_dim=7, dtype="int8", chunk_tokens=13)
+
+Spoil = Callable[[bytes], bytes]
+COMPARED = ("miss_damaged", "miss_absent", "quarantined", "chunks_read", "bytes_read", "miss_other_size")
+
+
+def counts(store: Store) -> dict[str, int | float]:
+    stats = store.stats()
+    damages = {name: value for name, value in stats.items() if name.startswith("damage_")}
+    return {name: stats[name] for name in COMPARED} | damages
+
+
+@pytest.mark.parametrize("layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"])
+@pytest.mark.parametrize("writes_natively", [True, False], ids=["native writes", "python writes"])
+def test_what_one_writes_the_other_reads(tmp_root: Path, layout: Layout, writes_natively: bool) -> None:
+    tokens = np.arange(5 * layout.chunk_tokens + 1)
+    kv = kv_of(layout, tokens)
+    with opened(tmp_root, native=writes_natively) as store:
+        result = store.namespace("m", layout).put(tokens, kv)
+        assert (result.chunks_written, result.chunks_found) == (5, 0)
+    for file in chunk_files(tmp_root):
+        header = decode(file.read_bytes()[: layout.chunk_tokens * 4 + layout.section_count * 8 + 8192])
+        assert header.file_bytes == file.stat().st_size
+    for native in (True, False):
+        with opened(tmp_root, native=native) as store:
+            cache = store.namespace("m", layout)
+            count, found = cache.get(tokens)
+            assert count == 5 * layout.chunk_tokens and same(found, kv[:, :, :count])
+            with cache.hold(tokens) as hold:
+                views = hold.view()
+            assert same(np.concatenate(views, axis=2), kv[:, :, :count])
+            assert cache.put(tokens, kv).chunks_found == 5
+            assert store.stats()["miss_damaged"] == 0
+
+
+def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
+    size = SMALL.chunk_tokens
+    tokens = np.arange(6 * size)
+    kv = kv_of(SMALL, tokens)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens[: 2 * size], kv[:, :, : 2 * size])
+        result = cache.put(tokens, kv[:, :, 2 * size :], prefix=2 * size)
+        assert (result.chunks_written, result.tokens_present) == (4, len(tokens))
+        out = np.zeros(SMALL.shape(8 * size), SMALL.numpy_dtype)
+        assert cache.get(tokens, out[:, :, size : 7 * size]) == len(tokens)
+        assert same(out[:, :, size : 7 * size], kv)
+        assert not out[:, :, :size].any() and not out[:, :, 7 * size :].any()
+
+
+def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
+    """With a header field changed and the header's checksum made right again."""
+    header = bytearray(whole[:4096])
+    header[offset : offset + len(value)] = value
+    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
+    return bytes(header) + whole[4096:]
+
+
+def flipped(at: int) -> Spoil:
+    return lambda whole: whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+
+
+DAMAGES: dict[str, Spoil] = {
+    **{f"byte {at}": flipped(at) for at in (0, 8, 10, 11, 12, 13, 16, 20, 24, 28, 32, 40, 56, 72, 104, 120, 128, 144)},
+    **{f"byte {at}": flipped(at) for at in (300, 4087, 4088, 4095, 4096, 4111, 4112, 4159, -1)},
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "one byte short": lambda whole: whole[:-1],
+    "one byte long": lambda whole: whole + b"\0",
+    "zeros": lambda whole: bytes(len(whole)),
+    "other version": lambda whole: resealed(whole, 8, struct.pack("<H", 2)),
+    "other kind": lambda whole: resealed(whole, 12, b"\x01"),
+    "other depth": lambda whole: resealed(whole, 20, struct.pack("<I", 9)),
+    "other tokens": lambda whole: resealed(whole, 128, struct.pack("<I", 77)),
+    "other parent": lambda whole: resealed(whole, 56, b"p" * 16),
+    "other namespace": lambda whole: resealed(whole, 72, b"n" * 32),
+    "other sections": lambda whole: resealed(whole, 28, struct.pack("<IQ", 8, 8)),
+    "bits a reader ignores": lambda whole: resealed(whole, 120, b"\x01"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("way", ["get", "view", "put"])
+def test_each_damage_has_the_same_result(tmp_root: Path, how: str, way: str) -> None:
+    tokens = np.arange(4 * TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    outcomes = []
+    for native in (True, False):
+        path = tmp_root / str(native)
+        path.mkdir()
+        with opened(path, native=native) as store:
+            cache = store.namespace("m", TINY)
+            cache.put(tokens, kv)
+            name = chunks_of(store)._name_of
+            assert name is not None
+            files = sorted(chunk_files(path), key=lambda file: struct.unpack_from("<I", file.read_bytes(), 20))
+            spoiled = DAMAGES[how](files[2].read_bytes())
+            files[2].write_bytes(spoiled)
+            outcome: list[object] = []
+            if way == "get":
+                count, found = cache.get(tokens)
+                assert same(found, kv[:, :, :count])
+                outcome.append(count)
+            elif way == "view":
+                with cache.hold(tokens) as hold:
+                    views = hold.view()
+                outcome.append(len(views))
+                assert all(same(view, kv[:, :, 4 * at : 4 * at + 4]) for at, view in enumerate(views))
+            else:
+                result = cache.put(tokens, kv)
+                outcome += [result.chunks_written, result.tokens_present]
+            seen = counts(store)
+            if outcome[0] != 4:
+                # Lanes race past a miss, so how many of the others are read too is open.
+                seen.pop("chunks_read"), seen.pop("bytes_read")
+            outcomes.append((outcome, seen, files[2].exists()))
+            cache.put(tokens, kv)
+            count, found = cache.get(tokens)
+            assert same(found, kv[:, :, :count])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_another_chunks_file_under_this_name_is_a_miss(tmp_root: Path) -> None:
+    tokens = np.arange(2 * TINY.chunk_tokens)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv_of(TINY, tokens))
+        first, second = chunk_files(tmp_root)
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+        assert cache.get(tokens)[0] == 0
+        assert store.stats()["damage_identity"] >= 1
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_blocks_of_many_sizes(tmp_root: Path, native: bool) -> None:
+    generator = np.random.default_rng(1)
+    sizes = [1, 16, 240, 241, 4096, 65_536, 300_001, 1 << 20]
+    blocks = [generator.integers(0, 256, size, np.uint8) for size in sizes]
+    keys = [bytes([at]) * (16 + 6 * at) for at in range(len(sizes))]
+    with opened(tmp_root, native=native) as store:
+        cache = store.namespace("m", TINY).blocks
+        assert cache.put([*keys, keys[0]], [*blocks, blocks[0]]) == [True] * (len(keys) + 1)
+        assert cache.put(keys, blocks) == [True] * len(keys)
+    with opened(tmp_root, native=not native) as store:
+        cache = store.namespace("m", TINY).blocks
+        found = [np.zeros(size, np.uint8) for size in sizes]
+        absent, other = np.zeros(16, np.uint8), np.zeros(5000, np.uint8)
+        hits = cache.get([*keys, b"absent" * 4, keys[4]], [*found, absent, other])
+        assert hits == [True] * len(keys) + [False, False]
+        assert all(np.array_equal(left, right) for left, right in zip(found, blocks, strict=True))
+        stats = store.stats()
+        assert (stats["miss_absent"], stats["miss_other_size"], stats["miss_damaged"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_what_is_not_cached_is_read_from_the_device(tmp_path: Path, direct: bool) -> None:
+    layout = LARGE
+    tokens = np.arange(12 * layout.chunk_tokens)
+    kv = kv_of(layout, tokens)
+    with opened(tmp_path, native=True, direct=direct) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv)
+        out = np.zeros_like(kv)
+        for spoil in (None, -5):
+            for file in chunk_files(tmp_path):
+                if spoil is not None:
+                    with file.open("r+b") as opened_file:
+                        opened_file.seek(spoil, os.SEEK_END)
+                        opened_file.write(b"\xaa\xbb")
+                fd = os.open(file, os.O_RDONLY)
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+            count = cache.get(tokens, out)
+            assert count == (len(tokens) if spoil is None else 0)
+            assert same(out[:, :, :count], kv[:, :, :count])
+        assert store.stats()["miss_damaged"] >= 1
+
+
+def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
+    tokens = np.arange(SMALL.chunk_tokens)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv_of(SMALL, tokens))
+        frozen = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
+        frozen.flags.writeable = False
+        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        runs = chunks_of(store).runs
+        assert runs.of(chain, 0, 1, KvMemory(frozen, SMALL).sections, fills=True) is None
+        assert runs.of(chain, 0, 2, KvMemory(frozen.copy(), SMALL).sections) is None, "it has no room for two"
+        key = b"k" * 16
+        assert runs.of_blocks(cache.namespace, [key], [Address(key)], [memoryview(b"bytes")], fills=True) is None
+
+
+def test_the_option_direct_reaches_the_root(tmp_root: Path) -> None:
+    for options, direct in ((None, False), ({"direct": True}, True)):
+        files = local_files(open_root(str(tmp_root), options))
+        assert files is not None and files.direct == direct

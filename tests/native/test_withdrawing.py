@@ -1,0 +1,180 @@
+"""A native read never writes into memory that was taken back, leaves no file open, and may end in any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.client.arrays import KvMemory
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.native.modes import chunks_of, opened
+from tests.node.stores import SMALL, kv_of, same
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+CHUNKS = 64
+TOKENS = np.arange(CHUNKS * SMALL.chunk_tokens)
+
+
+class Paused:
+    """The library, one call of which stands still when it is reached: as a mount that hangs."""
+
+    def __init__(self, library: object, name: str) -> None:
+        self._library = library
+        self._name = name
+        self.reached, self.release = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._library, name)
+        if name != self._name:
+            return found
+
+        def slow(*arguments: object) -> object:
+            self.reached.set()
+            assert self.release.wait(30)
+            return found(*arguments)
+
+        return slow
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def paused_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paused]:
+    paused = Paused(native.library, "kv_open")
+    monkeypatch.setattr(native, "library", paused)
+    yield paused
+    paused.release.set()
+
+
+def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, paused_open: Paused) -> None:
+    paused_open.release.set()
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        cache.get(TOKENS)
+        before = open_files()
+        out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
+        chunks = chunks_of(store)
+        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+        run = chunks.runs.of(chain, 0, CHUNKS, KvMemory(out, SMALL).sections)
+        assert run is not None
+        borrowed, ended = Borrowed(), []
+        paused_open.reached.clear()
+        paused_open.release.clear()
+
+        def read() -> None:
+            try:
+                chunks.runs.read(run, 0, CHUNKS, chain.addresses, borrowed)
+            except Withdrawn:
+                ended.append(True)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert paused_open.reached.wait(30)
+        borrowed.withdraw()
+        paused_open.release.set()
+        reader.join(30)
+        assert ended == [True]
+        assert (out == 7).all()
+        assert open_files() == before
+
+
+def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Path) -> None:
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        chunks = chunks_of(store)
+        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+        before = open_files()
+        for attempt in range(40):
+            out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
+            run = chunks.runs.of(chain, 0, CHUNKS, KvMemory(out, SMALL).sections)
+            assert run is not None
+            borrowed = Borrowed()
+
+            def read(start: int, run: object = run, borrowed: Borrowed = borrowed) -> None:
+                try:
+                    for at in range(start, CHUNKS, 8):
+                        chunks.runs.read(run, at, at + 4, chain.addresses, borrowed)  # type: ignore[arg-type]
+                except Withdrawn:
+                    pass
+
+            readers = [threading.Thread(target=read, args=(start,)) for start in (0, 4)]
+            for reader in readers:
+                reader.start()
+            time.sleep(attempt / 40 * 0.001)
+            borrowed.withdraw()
+            out.fill(9)
+            for reader in readers:
+                reader.join(30)
+            assert (out == 9).all()
+        assert open_files() == before
+
+
+def test_a_thousand_reads_and_misses_leave_no_file_open(tmp_root: Path) -> None:
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        kv = kv_of(SMALL, TOKENS)
+        cache.put(TOKENS, kv)
+        cache.get(TOKENS)
+        before = open_files()
+        for number in range(30):
+            assert cache.get(TOKENS)[0] == len(TOKENS)
+            assert cache.get(TOKENS + number + 1)[0] == 0
+            with cache.hold(TOKENS) as hold:
+                assert len(hold.view()) == CHUNKS
+        assert open_files() == before
+
+
+def put_for_ever(root: str) -> None:
+    """Runs in a process of its own until it is killed."""
+    with opened(Path(root), native=True) as store:
+        cache = store.namespace("m", SMALL)
+        for number in range(1_000_000):
+            tokens = TOKENS + number * 7
+            cache.put(tokens, kv_of(SMALL, tokens))
+            print(number, flush=True)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root: Path) -> None:
+    create_or_open(PosixRoot(tmp_root), RandomIds())
+    script = f"from tests.native.test_withdrawing import put_for_ever; put_for_ever({str(tmp_root)!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for attempt in range(5):
+        writer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        try:
+            writer.stdout.readline()
+            time.sleep(0.013 * attempt)
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            written = 1 + len(writer.stdout.read().splitlines())
+            writer.stdout.close()
+            writer.wait(30)
+        with opened(tmp_root, native=True) as store:
+            cache = store.namespace("m", SMALL)
+            for number in range(written + 1):
+                tokens = TOKENS + number * 7
+                count, found = cache.get(tokens)
+                assert count == len(tokens) or number >= written
+                assert same(found, kv_of(SMALL, tokens)[:, :, :count])
+            assert store.stats()["miss_damaged"] == 0
