@@ -18,27 +18,28 @@ SOURCE = Path(kvstore.__file__).resolve().parents[1]
 @click.command(
     cls=Command,
     add_help_option=False,
-    short_help="Measure throughput against memcpy and the disk.",
+    short_help="Measure the store beside fio, memory copies and other stores.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure throughput against memcpy and the disk (arguments go to benchmarks.throughput).
+    """Measure the store beside its limits: workers, memcpy, engine, match, peers or all (arguments go to benchmarks).
 
     The benchmarks are in the source, not in the installed package: run it from a checkout, where `make bench` does the
     same.
 
     \b
     Examples:
-      kvstore bench
-      kvstore bench --help
+      kvstore bench --quick
+      kvstore bench workers --workers 1,8,32 --chunk-mib 2,32 --cache cold
+      kvstore bench workers --help
     """
-    if not (SOURCE / "benchmarks" / "throughput.py").is_file():
+    if not (SOURCE / "benchmarks" / "__main__.py").is_file():
         if "--help" in arguments or "-h" in arguments:
             click.echo(click.get_current_context().get_help())
             return
         raise Unavailable(
             "the benchmarks are in the source, not in the installed package: run make bench in a checkout"
         )
-    done = subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], cwd=SOURCE, check=False)
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=SOURCE, check=False)
     click.get_current_context().exit(done.returncode)

@@ -1,0 +1,68 @@
+"""The page cache under a root: emptied for cold figures, and asked whether it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+LOOKS_MAX = 64
+
+
+def evict(folder: Path) -> None:
+    """Writes back and drops what the page cache has of every file below ``folder``. Needs no privileges."""
+    for path in files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def cached_share(folder: Path) -> float:
+    """Of some files below ``folder``, the share whose middle can be read without the device."""
+    found = files(folder)
+    looked = found[:: max(1, len(found) // LOOKS_MAX)]
+    return sum(_is_cached(path) for path in looked) / max(1, len(looked))
+
+
+def can_be_cold(folder: Path) -> bool:
+    """Whether dropping takes effect on this file system; not in memory, where there is nothing below the cache."""
+    probe = folder / "cold-probe"
+    probe.write_bytes(bytes(1 << 20))
+    try:
+        evict(folder)
+        return not _is_cached(probe)
+    except OSError:
+        return False
+    finally:
+        probe.unlink()
+
+
+def touch(folder: Path, size_bytes: int) -> None:
+    """Writes so much to a file and deletes it: the first touch of memory is slow in a virtual machine."""
+    block = bytes(8 << 20)
+    with (folder / "touched").open("wb") as file:
+        for _ in range(min(size_bytes, shutil.disk_usage(folder).free // 2) // len(block)):
+            file.write(block)
+    (folder / "touched").unlink()
+
+
+def files(folder: Path) -> list[Path]:
+    """Every file below a folder."""
+    return [Path(place) / name for place, _, names in os.walk(folder) for name in names]
+
+
+def _is_cached(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(descriptor, [bytearray(1)], os.fstat(descriptor).st_size // 2, os.RWF_NOWAIT)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+            return False
+        raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""Worker processes that put and get at the same moment, as the engines of a cluster do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from benchmarks.contents import WrongBytes
+from benchmarks.moving import Load, Mover, mover
+from benchmarks.paths import Way
+from benchmarks.rounds import Taken, timed
+from kvstore.errors import KVStoreError
+
+START_S = 180.0
+CALL_S = 600.0
+STOP_S = 20.0
+HEAD_START_S = 0.02
+"""From the word to the start, so that all have heard it."""
+
+
+class CrewFailed(Exception):
+    """A worker process ended, did not answer in time, or could not reach the store."""
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Seconds of each call that moved one chunk."""
+
+    put_s: list[float]
+    get_s: list[float]
+
+
+class Crew:
+    """Processes that do what they are told, together. Made by ``crew``."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._pipes = pipes
+
+    def prepare(self, call: int) -> None:
+        """Each makes what it is going to put."""
+        self._all("prepare", call)
+
+    def put(self) -> list[Taken]:
+        """All put at once; what each took by its own clock."""
+        return self._taken("put")
+
+    def get(self) -> list[Taken]:
+        """All get at once."""
+        return self._taken("get")
+
+    def forget(self) -> None:
+        """Each overwrites the memory that it reads into."""
+        self._all("forget", None)
+
+    def verify(self) -> None:
+        """Each compares every byte that it got last with what it put. Raises WrongBytes."""
+        self._all("verify", None)
+
+    def singles(self, count: int) -> list[Singles]:
+        """Each puts and gets ``count`` prompts of one chunk, all at once."""
+        return list(self._all("singles", count))
+
+    def _taken(self, order: str) -> list[Taken]:
+        return list(self._all(order, time.monotonic() + HEAD_START_S))
+
+    def _all(self, order: str, argument: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((order, argument))
+        return [_answer(pipe, CALL_S) for pipe in self._pipes]
+
+
+@contextmanager
+def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
+    """One process for each load, with the store open; gone afterwards. Raises CrewFailed."""
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    members: list[SpawnProcess] = []
+    try:
+        for load in loads:
+            ours, theirs = context.Pipe()
+            member = context.Process(target=serve, args=(theirs, way, load), daemon=True)
+            member.start()
+            theirs.close()
+            pipes.append(ours)
+            members.append(member)
+        for pipe in pipes:
+            _answer(pipe, START_S)
+        yield Crew(pipes)
+    finally:
+        for pipe in pipes:
+            pipe.close()  # which is how a member hears that it is over
+        deadline_s = time.monotonic() + STOP_S
+        for member in members:
+            member.join(max(0.1, deadline_s - time.monotonic()))
+            if member.is_alive():
+                member.kill()
+                member.join()
+
+
+def serve(pipe: Connection, way: Way, load: Load) -> None:
+    """The life of one member."""
+    try:
+        with way.open() as store:
+            moves = mover(store, load)
+            pipe.send(None)
+            while True:
+                order, argument = pipe.recv()
+                try:
+                    pipe.send(_obey(moves, order, argument))
+                except (WrongBytes, KVStoreError) as error:
+                    pipe.send(error)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the run is over, or its process is gone
+    except KVStoreError as error:
+        pipe.send(error)
+
+
+def _obey(moves: Mover, order: str, argument: Any) -> Any:
+    match order:
+        case "prepare":
+            return moves.prepare(argument)
+        case "put" | "get":
+            time.sleep(max(0.0, argument - time.monotonic()))
+            return timed(moves.put if order == "put" else moves.get)
+        case "forget":
+            return moves.forget()
+        case "verify":
+            return moves.verify()
+        case "singles":
+            return _singles(moves, argument)
+    raise AssertionError(order)
+
+
+def _singles(moves: Mover, count: int) -> Singles:
+    found = Singles([], [])
+    for number in range(count):
+        moves.prepare_one(number)
+        found.put_s.append(timed(moves.put_one).wall_s)
+        found.get_s.append(timed(moves.get_one).wall_s)
+    return found
+
+
+def _answer(pipe: Connection, timeout_s: float) -> Any:
+    try:
+        if not pipe.poll(timeout_s):
+            raise CrewFailed(f"a worker process did not answer within {timeout_s:g} s")
+        said = pipe.recv()
+    except (EOFError, OSError) as cause:
+        raise CrewFailed("a worker process ended; its messages are above") from cause
+    if isinstance(said, WrongBytes):
+        raise said
+    if isinstance(said, Exception):
+        raise CrewFailed(f"{type(said).__name__}: {said}") from said
+    return said

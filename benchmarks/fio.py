@@ -1,0 +1,68 @@
+"""fio on a directory: what the file system gives a plain program, in the same minute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["write", "read"]
+KINDS: tuple[Kind, Kind] = ("write", "read")
+TIMEOUT_S = 600
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: ``jobs`` processes, each with a file of its own, in blocks of ``block_bytes``."""
+
+    folder: Path
+    block_bytes: int
+    size_bytes: int
+    jobs: int
+    direct: bool = False
+    cold: bool = False
+    fsync: bool = False
+
+    def run(self, kind: Kind) -> Figure:
+        """Writes anew (whatever was there is deleted just before), or reads what was written."""
+        self.folder.mkdir(exist_ok=True)
+        blocks = max(1, self.size_bytes // self.jobs // self.block_bytes)
+        command = [
+            "fio", "--name=j", f"--directory={self.folder}", "--ioengine=psync", f"--rw={kind}",
+            f"--bs={self.block_bytes}", f"--size={blocks * self.block_bytes}", f"--numjobs={self.jobs}",
+            "--group_reporting", "--output-format=json", "--fallocate=none", f"--direct={int(self.direct)}",
+            f"--invalidate={int(self.cold)}",
+        ]  # fmt: skip
+        if kind == "write":
+            self.delete()
+            command += ["--fdatasync=1"] if self.fsync else []
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        # Warnings may stand before the JSON.
+        found: dict[str, Any] = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0]
+        moved = found[kind]
+        cpu_s = (found["usr_cpu"] + found["sys_cpu"]) / 100 * found["job_runtime"] / 1e3
+        shares = moved["clat_ns"].get("percentile", {})
+        return Figure(
+            moved["bw_bytes"] / GIB,
+            cpu_s / (moved["io_bytes"] / GIB),
+            shares.get("50.000000", 0) / 1e6,
+            shares.get("99.000000", 0) / 1e6,
+        )
+
+    def delete(self) -> None:
+        """Deletes fio's files."""
+        for old in self.folder.iterdir():
+            old.unlink()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Aggregate GiB/s (all bytes by the longest job's time), processor seconds per GiB, milliseconds per block."""
+
+    gib_per_s: float
+    cpu_s_per_gib: float
+    p50_ms: float
+    p99_ms: float

@@ -1,0 +1,93 @@
+"""What figures were measured on: named beside every one of them, because without it they mean little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GIB = 1 << 30
+SHM = Path("/dev/shm")
+SHARED_LOAD = 0.5
+"""Runnable processes, averaged over a minute before the run, from which on others are said to have disturbed it."""
+
+
+def describe() -> dict[str, Any]:
+    """The machine, the commit, and how busy others kept it just before."""
+    load = os.getloadavg()[0]
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "fio": fio_version() or "not installed",
+        "native": _native(),
+        "commit": commit(),
+        "load_before": round(load, 2),
+        "quiet": load < SHARED_LOAD,
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, with ``+changes`` where files differ from it; unknown outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD")
+        changed = _output("git", "-C", str(here.parent), "status", "--porcelain", "--", "kvstore", "benchmarks")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    # The results themselves change while they are made.
+    code = [line for line in changed.splitlines() if "benchmarks/results" not in line and "RESULTS.md" not in line]
+    return head + ("+changes" if code else "")
+
+
+def fio_version() -> str | None:
+    """What ``fio --version`` says; None where it is not installed."""
+    if shutil.which("fio") is None:
+        return None
+    try:
+        return _output("fio", "--version").removeprefix("fio-")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on, as the kernel's mount table has it."""
+    best, found = Path("/"), "unknown"
+    folder = folder.resolve()
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        mount = Path(place.encode().decode("unicode_escape"))
+        if (folder == mount or mount in folder.parents) and len(mount.parts) >= len(best.parts):
+            best, found = mount, kind
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _native() -> str:
+    """Whether the store's native data path is in use."""
+    try:
+        from kvstore import native  # type: ignore[attr-defined,unused-ignore]
+
+        return "in use" if native.is_available() else "not in use"
+    except (ImportError, AttributeError):
+        return "not built"
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

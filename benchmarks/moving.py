@@ -1,0 +1,180 @@
+"""What one worker moves: chunks of prompts, or blocks that an engine hashed; prepared and checked off the clock.
+
+One array is moved ``calls`` times a round, under other tokens or keys and with other stamps, so that a round can move
+more than memory holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.contents import (
+    STAMP_BYTES,
+    Stamps,
+    WrongBytes,
+    check_count,
+    check_equal,
+    poison,
+    random_bytes,
+    stamp_blocks,
+    stamp_chunks,
+)
+from kvstore import Layout
+from kvstore.client.store import Store
+
+NAMESPACE = "bench"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker moves in one call. ``layout`` None: blocks of ``chunk_bytes`` under the engine's own keys."""
+
+    chunk_bytes: int
+    chunks: int
+    layout: Layout | None
+    seed: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one call."""
+        return self.chunks * self.chunk_bytes
+
+
+class Mover(Protocol):
+    """Moves one load. Each call is named by a number, of which it never sees the same one twice."""
+
+    def prepare(self, call: int) -> None:
+        """Makes the call's tokens or keys, and stamps the bytes."""
+
+    def put(self) -> None:
+        """Stores all."""
+
+    def get(self) -> None:
+        """Reads all into memory of ours."""
+
+    def forget(self) -> None:
+        """Overwrites that memory."""
+
+    def verify(self) -> None:
+        """Compares every byte of it. Raises WrongBytes."""
+
+    def prepare_one(self, call: int) -> None:
+        """As ``prepare``, for a prompt or list of a single chunk."""
+
+    def put_one(self) -> None:
+        """Stores the single chunk."""
+
+    def get_one(self) -> None:
+        """Reads the single chunk. Raises WrongBytes where it is not there."""
+
+
+def mover(store: Store, load: Load) -> Mover:
+    """The mover for a load."""
+    return ChunkMover(store, load, load.layout) if load.layout else BlockMover(store, load)
+
+
+class ChunkMover:
+    """Prompts, by ``Cache.put`` and ``Cache.get``."""
+
+    def __init__(self, store: Store, load: Load, layout: Layout) -> None:
+        self._cache = store.namespace(NAMESPACE, layout)
+        self._layout, self._load = layout, load
+        self._count = load.chunks * layout.chunk_tokens
+        shape = layout.shape(self._count)
+        self.kv = random_bytes(load.size_bytes, load.seed).view(layout.numpy_dtype).reshape(shape)
+        self.out = np.empty(shape, layout.numpy_dtype)
+        poison(self.out)
+        self._one = np.ascontiguousarray(self.kv[:, :, : layout.chunk_tokens])
+        self._one_out = np.zeros_like(self._one)
+        self._tokens = self._one_tokens = np.empty(0, np.uint32)
+        self._stored = self._read = 0
+
+    def prepare(self, call: int) -> None:
+        self._tokens = self._fresh(call, self._count)
+        stamp_chunks(self.kv, self._layout, _stamps(self._load, call))
+
+    def put(self) -> None:
+        self._stored = self._cache.put(self._tokens, self.kv).chunks_written
+
+    def get(self) -> None:
+        self._read = self._cache.get(self._tokens, self.out)
+
+    def forget(self) -> None:
+        poison(self.out)
+
+    def verify(self) -> None:
+        check_count(self._stored, self._load.chunks, "chunks written")
+        check_count(self._read, self._count, "tokens read")
+        check_equal(self.out, self.kv, "get")
+
+    def prepare_one(self, call: int) -> None:
+        self._one_tokens = self._fresh(call, self._layout.chunk_tokens, 1)
+
+    def put_one(self) -> None:
+        self._cache.put(self._one_tokens, self._one)
+
+    def get_one(self) -> None:
+        check_count(self._cache.get(self._one_tokens, self._one_out), len(self._one_tokens), "tokens of one chunk read")
+
+    def _fresh(self, call: int, count: int, kind: int = 0) -> np.typing.NDArray[np.uint32]:
+        return np.random.default_rng([self._load.seed, call, kind]).integers(0, 1 << 32, count, np.uint32)
+
+
+class BlockMover:
+    """Opaque blocks, by ``Cache.blocks``."""
+
+    def __init__(self, store: Store, load: Load) -> None:
+        # The layout says nothing about blocks; the namespace needs one.
+        self._blocks = store.namespace(NAMESPACE, Layout(1, 1, 16, "int8", 16)).blocks
+        self._load = load
+        self.kv = random_bytes(load.size_bytes, load.seed).reshape(load.chunks, load.chunk_bytes)
+        self.out = np.empty_like(self.kv)
+        poison(self.out)
+        self._keys: list[bytes] = []
+        self._one_key: list[bytes] = []
+        self._stored: list[bool] = []
+        self._read: list[bool] = []
+        self._rows, self._out_rows = list(self.kv), list(self.out)
+        self._one_out = np.zeros_like(self.kv[0])
+
+    def prepare(self, call: int) -> None:
+        self._keys = [self._key(call, at) for at in range(self._load.chunks)]
+        stamp_blocks(self.kv, _stamps(self._load, call))
+
+    def put(self) -> None:
+        self._stored = self._blocks.put(self._keys, self._rows)
+
+    def get(self) -> None:
+        self._read = self._blocks.get(self._keys, self._out_rows)
+
+    def forget(self) -> None:
+        poison(self.out)
+
+    def verify(self) -> None:
+        check_count(sum(self._stored), self._load.chunks, "blocks written")
+        check_count(sum(self._read), self._load.chunks, "blocks read")
+        check_equal(self.out, self.kv, "get")
+
+    def prepare_one(self, call: int) -> None:
+        self._one_key = [self._key(call, -1)]
+
+    def put_one(self) -> None:
+        self._blocks.put(self._one_key, self._rows[:1])
+
+    def get_one(self) -> None:
+        if self._blocks.get(self._one_key, [self._one_out]) != [True]:
+            raise WrongBytes("a block that was just put is not there")
+
+    def _key(self, call: int, at: int) -> bytes:
+        return hashlib.blake2b(f"{self._load.seed}/{call}/{at}".encode(), digest_size=32).digest()
+
+
+def _stamps(load: Load, call: int) -> Stamps:
+    """One number for each chunk, that no other chunk of any worker, round or call has."""
+    assert load.chunk_bytes >= STAMP_BYTES and load.chunks < 1 << 24
+    first = np.uint64(load.seed << 44 | call << 24)
+    return first + np.arange(load.chunks, dtype=np.uint64)

@@ -1,0 +1,150 @@
+"""The emulated engine: what it computes, loads and keeps; and that it notices what the store gets wrong."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from benchmarks import analytics, chat, emulated, engine
+from benchmarks.contents import WrongBytes, stamp_chunks
+from benchmarks.emulated import CHUNK_TOKENS, Engine, Prompt, Settings, verify
+from benchmarks.models import Model
+from kvstore.client.cache import Cache
+from tests.benchmarks.sizes import TINY, tiny_options
+
+LENGTH = 300
+FULL = LENGTH // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def prompt_of(seed: int, length: int = LENGTH) -> Prompt:
+    return Prompt.of(np.random.default_rng(seed).integers(0, 1 << 32, length, np.uint32))
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(TINY, 512, decode_step_s=0.0, **more)
+
+
+@pytest.fixture
+def cache(tmp_root: Path) -> Any:
+    with kvstore.open(str(tmp_root)) as store:
+        yield store.namespace("engine", TINY.layout(CHUNK_TOKENS))
+
+
+@pytest.mark.parametrize("push", ["step", "behind"])
+def test_a_restarted_engine_loads_what_the_first_one_computed(cache: Cache, push: str) -> None:
+    first = Engine(settings(push=push), cache)
+    answer = first.serve(prompt_of(1), 1)
+    first.close()
+    assert (answer.computed, answer.from_store, answer.resident) == (LENGTH, 0, 0)
+    second = Engine(settings(push=push), cache)
+    answer = second.serve(prompt_of(1), 1)
+    second.close()
+    assert (answer.computed, answer.from_store, answer.resident) == (LENGTH - FULL, FULL, 0)
+    verify(cache, TINY, [prompt_of(1)], 512)
+
+
+def test_what_is_resident_is_not_read_again(cache: Cache) -> None:
+    one = Engine(settings(resident_tokens=2 * FULL), cache)
+    one.serve(prompt_of(1), 1)
+    assert one.serve(prompt_of(1), 1).resident == FULL
+    for seed in (2, 3):
+        one.serve(prompt_of(seed), 1)
+    assert one.serve(prompt_of(1), 1).resident == 0
+    one.close()
+
+
+def test_an_answer_is_kept_with_its_prompt(cache: Cache) -> None:
+    window = prompt_of(1, 512)
+    one = Engine(settings(), cache)
+    one.serve(Prompt.of(window.tokens[:LENGTH]), 1, window=window)
+    one.close()
+    verify(cache, TINY, [window], 512)
+
+
+def test_without_the_store_nothing_is_pushed(cache: Cache) -> None:
+    one = Engine(settings(), cache)
+    one.serve(prompt_of(1), 1, use_store=False)
+    one.close()
+    assert cache.match(prompt_of(1).tokens) == 0
+
+
+def test_compute_takes_as_long_as_was_published() -> None:
+    slow = Model("slow", 2, 1, 64, 3_000)
+    one = Engine(Settings(slow, 512, decode_step_s=0.01), None)
+    answer = one.serve(prompt_of(1), 5)
+    one.close()
+    assert answer.first_byte_s >= LENGTH / 3_000 + 0.01
+    assert answer.latency_s >= LENGTH / 3_000 + 0.05
+
+
+def test_bytes_of_another_chunk_are_noticed_as_they_come(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Engine(settings(), cache)
+    one.serve(prompt_of(1), 1)
+    one.serve(prompt_of(2), 1)
+    real = Cache.get
+    monkeypatch.setattr(Cache, "get", lambda self, tokens, out: real(self, prompt_of(2).tokens[: len(tokens)], out))
+    with pytest.raises(WrongBytes, match="another chunk"):
+        one.serve(prompt_of(1), 1)
+    one.close()
+
+
+def test_afterwards_every_byte_is_compared(cache: Cache) -> None:
+    one = Engine(settings(), cache)
+    one.serve(prompt_of(1), 1)
+    with pytest.raises(WrongBytes, match="0 of"):
+        verify(cache, TINY, [prompt_of(2)], 512)
+    kv = emulated.base_kv(TINY, FULL)
+    stamp_chunks(kv, TINY.layout(CHUNK_TOKENS), prompt_of(3).stamps)
+    kv.view(np.uint8)[-1, -1, -1, -1, -1] ^= 1
+    cache.put(prompt_of(3).tokens[:FULL], kv)
+    with pytest.raises(WrongBytes, match="wrong bytes"):
+        verify(cache, TINY, [prompt_of(3)], 512)
+    one.close()
+
+
+def test_a_share_of_the_conversations_uses_the_store() -> None:
+    for share in chat.PREFIXED:
+        assert sum(talk.prefixed for talk in chat.conversations(8, share, seed=1)) == 8 * share
+
+
+def test_each_message_sends_the_conversation_so_far() -> None:
+    turns = chat.conversations(1, 0.5, seed=1)[0].turns
+    assert len(turns) == chat.TURNS
+    for before, after in itertools.pairwise(turns):
+        heard = before.window.tokens
+        assert np.array_equal(after.prompt.tokens[: len(heard)], heard)
+        assert before.output_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [*engine.PARTS])
+def test_each_part_runs_and_says_that_it_is_emulated(
+    part: str, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engine, chat, analytics):
+        for name in ("QWEN_3B", "QWEN_7B"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, TINY)
+        monkeypatch.setattr(module, "Settings", functools.partial(Settings, decode_step_s=0.0005), raising=False)
+    monkeypatch.setattr(engine, "BATCHES", (engine.Batch(1024, 100.0),) * 5)
+    monkeypatch.setattr(engine, "touch", lambda folder, size_bytes: None)
+    parts = {part: engine.PARTS[part]}
+    monkeypatch.setattr(engine, "PARTS", parts)
+    result = engine.run(tiny_options(tmp_root))
+    (table,) = result.tables
+    assert "(emulated)" in table.title and "EMULATED" in result.conditions[0]
+    assert table.rows and all(cell is not None for row in table.rows for cell in row)
+    if part == "hit-rate":
+        assert all(isinstance(share, float) for share in table.column("shared prefix"))
+    if part == "chat":
+        hits = [float(share or 0) for share in table.column("tokens from the store")]
+        assert hits[0] == 0 and hits == sorted(hits) and hits[-1] > 0.3
+    if part == "analytics":
+        assert table.column("read MiB") == [0.0]
+    assert list(tmp_root.iterdir()) == []
