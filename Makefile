@@ -12,14 +12,14 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo test chaos model check fast lint types contracts sim bench proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "  PYTHON=... chooses the interpreter, WORKERS=$(WORKERS) the test processes, ARGS=... adds arguments (test, demo, bench)"
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock pyproject.toml .ci/build_native.py $(wildcard kvstore/native/*.[ch])
 	@.ci/venv.sh
 
 setup: $(READY) ## make .venv, which every other command does by itself when it is needed
@@ -31,6 +31,10 @@ demo: $(READY) ## a small cluster on a temporary root, every byte verified, noth
 # Whole files go to one worker process, so that servers shared by a module are started once.
 test: $(READY) ## the whole test suite
 	@$(PYTEST) -q -m "not real_fs" $(ARGS)
+
+# ENGINES chooses some: make test-engines ENGINES="vllm sglang".
+test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and transformers (installs them, without a GPU)
+	@.ci/engines.sh $(ENGINES) -- $(ARGS)
 
 check: lint types contracts fast ## format, lint, types, import contracts, fast tests: under a minute
 
@@ -62,8 +66,15 @@ fast: $(READY) ## the tests that need no servers
 sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
 
-bench: $(READY) ## throughput against memcpy and the disk
-	@$(BIN)/python -m benchmarks.throughput $(ARGS)
+bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="workers --workers 1,32" for some)
+	@$(BIN)/python -m benchmarks $(or $(ARGS),all --quick)
+
+bench-check: $(READY) ## fails when a path has lost a third of its speed relative to a memory copy: about a minute
+	@$(BIN)/python -m benchmarks.check $(ARGS)
+
+results: $(READY) ## measures everything and writes benchmarks/RESULTS.md with its plots (ARGS=--quick for some minutes)
+	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
+	@$(BIN)/python -m benchmarks.report
 
 proto: ## generate kvstore/v1 from proto/, with a pinned compiler
 	@.ci/proto.sh

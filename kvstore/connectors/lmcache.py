@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvstore.client import Cache
 from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, tensors
 from kvstore.connectors.lmcache_locks import Locks
-from kvstore.connectors.settings import LateStore, block_key
+from kvstore.connectors.settings import LateStore, block_key, text
 from kvstore.connectors.tasks import TaskThreads
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.sources import SystemClock
@@ -35,6 +36,7 @@ CLOSE_S = 5.0
 """How long closing waits beside the deadlines of what is under way."""
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class _Outcomes(Generic[R]):
@@ -88,9 +90,13 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stored: _Outcomes[L2StoreResult] = _Outcomes()
         self._found: _Outcomes[Bitmap] = _Outcomes()
         self._loaded: _Outcomes[Bitmap] = _Outcomes()
+        # Of their own each, so that a slow write never delays a read, nor a slow read a look-up.
+        fewer = max(1, settings.threads // 2)
+        self._lookers = TaskThreads(fewer, TASKS_MAX, "kvstore-lmcache-look")
         self._readers = TaskThreads(settings.threads, TASKS_MAX, "kvstore-lmcache-read")
-        # Of their own, so that a slow write never delays a read.
-        self._writers = TaskThreads(max(1, settings.threads // 2), TASKS_MAX, "kvstore-lmcache-write")
+        self._writers = TaskThreads(fewer, TASKS_MAX, "kvstore-lmcache-write")
+        # The same number of bytes says nothing of what a serialiser made them from, and LMCache does not say.
+        self._opaque = f"serde {settings.serde}" if settings.serde else f"process {secrets.token_hex(16)}"
         self._failing: str = ""
 
     # Descriptors
@@ -116,9 +122,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._stored.pop_all()
 
     def _stores(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
-        written, good = 0, True
-        for cache, places in self._by_model(keys):
-            names = [_key_of(keys[place], objects[place]) for place in places]
+        written, good = 0, len(keys) == len(objects)
+        left = len(keys)
+        for cache, places in self._in_time(self._by_model(keys), self._settings.store_timeout_s):
+            left -= len(places)
+            names = [self._key_of(keys[place], objects[place]) for place in places]
             present = cache.blocks.present(names)
             lacking = [at for at, found in enumerate(present) if not found]
             buffers = [_bytes_of(objects[places[at]]) for at in lacking]
@@ -128,7 +136,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             written += sum(sizes.values())
             if sizes:
                 self._notify_keys_stored([keys[place] for place in sizes], list(sizes.values()))
-        return L2StoreResult(good, written)
+        return L2StoreResult(good and not left, written)
 
     # Looking up
 
@@ -136,7 +144,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         def look() -> Bitmap:
             return self._look(keys, group_layout_descs)
 
-        return self._submit(self._readers, self._found, look, Bitmap(len(keys)), self._settings.lookup_timeout_s)
+        return self._submit(self._lookers, self._found, look, Bitmap(len(keys)), self._settings.lookup_timeout_s)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._found.pop(task_id)
@@ -147,7 +155,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _look(self, keys: list[Any], layouts: dict[int, Any]) -> Bitmap:
         found = Bitmap(len(keys))
         made_of = {group: tensors(each.shapes, each.dtypes) for group, each in (layouts or {}).items()}
-        for cache, places in self._by_model(keys):
+        for cache, places in self._in_time(self._by_model(keys), self._settings.lookup_timeout_s):
             places = self._hold(cache, keys, places, made_of, found)
             # A compressed object is only bytes to us, whatever the tensors are that come out of it.
             places = [place for place in places if made_of.get(keys[place].object_group_id, OPAQUE) != OPAQUE]
@@ -159,7 +167,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self, cache: Cache, keys: list[Any], places: list[int], made_of: dict[int, str], found: Bitmap
     ) -> list[int]:
         """Locks what is there; returns the places of the keys that are not."""
-        names = [_name_of(keys[place], made_of.get(keys[place].object_group_id, OPAQUE)) for place in places]
+        names = [self._name_of(keys[place], made_of.get(keys[place].object_group_id, OPAQUE)) for place in places]
         hold = cache.blocks.hold(names, self._settings.lock_s)
         hits = [place for place, present in zip(places, hold.present, strict=True) if present]
         self._locks.add(hold, [keys[place] for place in hits])
@@ -180,10 +188,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _loads(self, keys: list[Any], objects: list[Any]) -> Bitmap:
         loaded = Bitmap(len(keys))
+        ends_s = self._clock.monotonic_s() + self._settings.load_timeout_s
         for cache, places in self._by_model(keys):
-            names = [_key_of(keys[place], objects[place]) for place in places]
+            names = [self._key_of(keys[place], objects[place]) for place in places]
             buffers = [_bytes_of(objects[place]) for place in places]
-            for hold, at in self._by_hold([keys[place] for place in places]):
+            by_hold = self._by_hold([keys[place] for place in places])
+            for hold, at in self._in_time(by_hold, ends_s - self._clock.monotonic_s()):
                 part = [names[each] for each in at], [buffers[each] for each in at]
                 try:
                     hits = hold(*part)
@@ -222,7 +232,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         """Ends what is under way, then the store. LMCache's memory is not touched any more once this returns."""
         settings = self._settings
-        ended = self._readers.close(CLOSE_S + settings.load_timeout_s + settings.lookup_timeout_s)
+        ended = self._lookers.close(CLOSE_S + 2 * settings.lookup_timeout_s)
+        ended = self._readers.close(CLOSE_S + 2 * settings.load_timeout_s) and ended
         ended = self._writers.close(CLOSE_S + settings.store_timeout_s) and ended
         if not ended:
             log.warning("lmcache.close why=tasks did not end in time")
@@ -251,29 +262,42 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             result = work()
             self._failing = ""
         except InvalidRequest as error:
-            log.error("lmcache.task_refused why=%s", error)
+            if self._failing != str(error):
+                log.error("lmcache.task_refused why=%s", error)
+            self._failing = str(error)
         except KVStoreError as error:
             if not self._failing:
                 log.warning("lmcache.task_failed why=%s", error)
             self._failing = str(error)
+        except Exception as error:
+            self._failing = f"{type(error).__name__}: {error}"
+            raise
         finally:
             outcomes.put(task, result)  # without it LMCache would wait for ever
 
+    def _in_time(self, parts: Iterable[T], timeout_s: float) -> Iterator[T]:
+        """``parts``, none of them begun once the time is over: each has a deadline, but there may be many."""
+        ends_s = self._clock.monotonic_s() + timeout_s
+        for part in parts:
+            if self._clock.monotonic_s() > ends_s:
+                return
+            yield part
+
+    def _name_of(self, key: Any, made_of: str) -> bytes:
+        told = [f"{key.kv_rank:#x}", str(key.object_group_id), key.cache_salt, made_of]
+        if made_of == OPAQUE:
+            told.append(self._opaque)
+        return block_key(key.chunk_hash, *map(text, told))
+
+    def _key_of(self, key: Any, made: Any) -> bytes:
+        """The block's key by LMCache's key and the object that is stored or loaded."""
+        meta = made.meta
+        if meta.shapes is None:
+            return self._name_of(key, tensors([meta.shape], [meta.dtype]))
+        return self._name_of(key, tensors(meta.shapes, meta.dtypes))
+
     def _by_model(self, keys: Sequence[Any]) -> list[tuple[Cache, list[int]]]:
         return [(self._caches.of(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]
-
-
-def _name_of(key: Any, made_of: str) -> bytes:
-    told = (f"{key.kv_rank:#x}", str(key.object_group_id), key.cache_salt, made_of)
-    return block_key(key.chunk_hash, *(each.encode() for each in told))
-
-
-def _key_of(key: Any, made: Any) -> bytes:
-    """The block's key by LMCache's key and the object that is stored or loaded."""
-    meta = made.meta
-    if meta.shapes is None:
-        return _name_of(key, tensors([meta.shape], [meta.dtype]))
-    return _name_of(key, tensors(meta.shapes, meta.dtypes))
 
 
 def _bytes_of(made: Any) -> memoryview:

@@ -30,11 +30,15 @@ class Settings(StoreSettings):
     lock_s: float = 120.0
     """What LMCache locked and never unlocked is protected for this long; at most the node's own limit of 300."""
     threads: int = 4
-    """Threads that look up and load; half as many store."""
+    """Threads that load; half as many look up, and as many store."""
+    serde: str = ""
+    """A name for what LMCache's ``serde`` makes; without it such objects are found by the same process alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.threads, int) or not 1 <= self.threads <= THREADS_MAX:
+        if not isinstance(self.serde, str):
+            raise InvalidRequest(f"serde={self.serde!r}: expected text")
+        if not isinstance(self.threads, int) or isinstance(self.threads, bool) or not 1 <= self.threads <= THREADS_MAX:
             raise InvalidRequest(f"threads={self.threads!r}: expected a whole number from 1 to {THREADS_MAX}")
 
 

@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
 from kvstore.connectors.lmcache_keys import ModelCaches, Settings, tensors
-from kvstore.connectors.settings import LateStore, block_key
+from kvstore.connectors.settings import LateStore, block_key, text
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)
@@ -197,8 +197,17 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return self._caches.of(key.model_name)
 
     def _name(self, key: Any) -> bytes:
-        """LMCache's own text of a key: ranks, hash, type and tags."""
-        return block_key(key.to_string().encode(), self._made_of.encode())
+        """By all that LMCache's own text of a key tells, each part by itself: users may write separators into tags."""
+        told = [
+            key.model_name,
+            str(key.world_size),
+            str(key.worker_id),
+            key.chunk_hash_hex,
+            str(key.dtype),
+            self._made_of,
+        ]
+        told += [part for tag, value in key.tags or () for part in (tag, str(value))]
+        return block_key(*map(text, told))
 
 
 def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:

@@ -12,17 +12,19 @@ from hashlib import blake2b
 from typing import Any, Self, TypeVar
 
 from kvstore.client import Cache, Store
+from kvstore.connectors.fingerprints import Fingerprints
 from kvstore.connectors.opening import PLACE_KEYS, check_keys, open_store
-from kvstore.connectors.weights import weights_fingerprint
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import Layout
+from kvstore.namespace import Namespace
 from kvstore.sources import SystemClock
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TIMEOUT_S_MAX = 3600.0
+TIMEOUT_S_MAX = 300.0
+"""A node holds nothing for longer, and a hold must outlast the read that it protects."""
 PAUSE_S = 5.0
 """After the store could not be opened, calls are misses at once for this long."""
 OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
@@ -54,9 +56,11 @@ class StoreSettings:
             value = getattr(self, each.name)
             if isinstance(each.default, float) and not (_is_number(value) and 0 < value <= TIMEOUT_S_MAX):
                 raise InvalidRequest(f"{each.name}={value!r}: expected more than 0 and at most {TIMEOUT_S_MAX} seconds")
-        marks = self.fingerprint.values() if isinstance(self.fingerprint, Mapping) else [self.fingerprint]
+        marks = [*self.fingerprint.values()] if isinstance(self.fingerprint, Mapping) else [self.fingerprint]
         if not all(isinstance(each, str) for each in [*marks, self.tenant]):
             raise InvalidRequest("fingerprint and tenant: expected text; fingerprint may map models to text")
+        for mark in marks:
+            Namespace.of("checked", OPAQUE_LAYOUT, mark, self.tenant)  # their lengths and characters
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
@@ -78,25 +82,6 @@ class StoreSettings:
             self.place, match_s=self.lookup_timeout_s, read_s=self.load_timeout_s, write_s=self.store_timeout_s
         )
 
-    def fingerprint_of(self, model: str) -> str:
-        """The digest of a model's weights: as given, or computed where the model's name is a folder; else empty."""
-        given = self.fingerprint.get(model, "") if isinstance(self.fingerprint, Mapping) else self.fingerprint
-        if given:
-            return given
-        why: object = "its name is no folder"
-        if os.path.isdir(model):
-            try:
-                return weights_fingerprint(model)
-            except KVStoreError as error:
-                why = error
-        log.warning(
-            "connector.no_fingerprint model=%s why=%s: KV of other weights under this name would be served; "
-            "give a digest of the weights, or their revision, as the setting fingerprint",
-            model,
-            why,
-        )
-        return ""
-
 
 class LateStore:
     """The store, which may be down when the engine starts: then it is opened when it is needed, and answers.
@@ -106,6 +91,7 @@ class LateStore:
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
+        self._fingerprints = Fingerprints(settings.fingerprint, settings.lookup_timeout_s)
         self._clock = SystemClock()
         self._lock = threading.Lock()
         self._store: Store | None = None
@@ -121,14 +107,15 @@ class LateStore:
     def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
         """The namespace of a model's blocks; ``path`` is where its weights are, if not at its name.
 
-        Raises what opening it raises; and Unavailable at once for a while after that.
+        Raises what opening it raises; and Unavailable at once for a while after that, and while weights are hashed.
         """
         # The name is for reading, and a model's may be a path of any length: the whole of it is in the attributes.
-        name = f"{engine}-{os.path.basename(model.rstrip('/'))[-100:] or 'model'}"
-        told = {**attributes, "model": blake2b(model.encode(), digest_size=16).hexdigest()}
+        readable = os.path.basename(model.rstrip("/"))[-100:].encode("ascii", "replace").decode()
+        name = f"{engine}-{readable or 'model'}"
+        told = {**attributes, "model": blake2b(text(model), digest_size=16).hexdigest()}
+        fingerprint = self._fingerprints.of(path or model)
 
         def opened() -> Cache:
-            fingerprint = self._settings.fingerprint_of(path or model)
             return self._opened().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
 
         return self._try(opened)
@@ -168,6 +155,11 @@ def block_key(*parts: bytes) -> bytes:
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.digest()
+
+
+def text(value: str) -> bytes:
+    """The bytes of a text that others chose, whatever is in it."""
+    return value.encode(errors="surrogatepass")
 
 
 def _is_number(value: object) -> bool:

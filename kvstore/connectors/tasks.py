@@ -6,8 +6,10 @@ Not the standard executor: its threads are joined when the interpreter ends, and
 from __future__ import annotations
 
 import logging
-import queue
+import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -17,8 +19,11 @@ class TaskThreads:
     """``count`` threads and a bounded queue. Thread-safe."""
 
     def __init__(self, count: int, queue_max: int, name: str) -> None:
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_max)
-        self._closed = threading.Event()
+        self._queue_max = queue_max
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._condition = threading.Condition()
+        self._closed = False
+        self._process = os.getpid()
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(count)
         ]
@@ -26,34 +31,39 @@ class TaskThreads:
             thread.start()
 
     def submit(self, task: Callable[[], None]) -> bool:
-        """Has ``task`` called by one of the threads; False where too many wait, or this is closed."""
-        if self._closed.is_set():
+        """Has ``task`` called by one of the threads; False where too many wait, or this is closed.
+
+        False in a forked process too, which has none of the threads.
+        """
+        if self._process != os.getpid():
             return False
-        try:
-            self._queue.put_nowait(task)
-        except queue.Full:
-            return False
+        with self._condition:
+            if self._closed or len(self._tasks) >= self._queue_max:
+                return False
+            self._tasks.append(task)
+            self._condition.notify()
         return True
 
     def close(self, timeout_s: float) -> bool:
         """Lets the tasks in the queue come to their ends; whether they did, and the threads ended, in time."""
-        if not self._closed.is_set():
-            self._closed.set()
-            for _ in self._threads:
-                try:
-                    self._queue.put(None, timeout=timeout_s / len(self._threads))
-                except queue.Full:
-                    return False
-        each_s = timeout_s / len(self._threads)
+        if self._process != os.getpid():
+            return True
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        ends_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(each_s)
+            thread.join(max(0.0, ends_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
         while True:
-            task = self._queue.get()
-            if task is None:
-                return
+            with self._condition:
+                while not self._tasks:
+                    if self._closed:
+                        return
+                    self._condition.wait()
+                task = self._tasks.popleft()
             try:
                 task()
             except Exception:

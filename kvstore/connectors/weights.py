@@ -7,9 +7,12 @@ and processes that start together wait for the one that is hashing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -20,6 +23,11 @@ import xxhash
 from kvstore.errors import InvalidRequest
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
+"""What the same weights are computed with: RoPE, windows, quantisation."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+WAIT_S_MAX = 600.0
+"""How long to wait for another process that is hashing, before this one hashes by itself."""
 REMEMBERED_MAX = 4096
 READ_BYTES = 8 << 20
 
@@ -31,7 +39,7 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     are no weights, or they cannot be read.
     """
     place = Path(path)
-    if place.parent.name == "snapshots":
+    if place.parent.name == "snapshots" and COMMIT.fullmatch(place.name):
         return f"commit-{place.name}"
     if place.is_file():
         files = [place]
@@ -50,6 +58,23 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     return whole.hexdigest()
 
 
+def model_fingerprint(folder: str | os.PathLike[str]) -> str:
+    """A digest of the weights and of the configuration beside them, for engines that tell nothing of the latter.
+
+    Raises InvalidRequest where there are no weights, or they or the configuration cannot be read.
+    """
+    digest = blake2b(weights_fingerprint(folder).encode(), digest_size=16)
+    for name in SETTINGS_FILES:
+        try:
+            content = Path(folder, name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as cause:
+            raise InvalidRequest(f"the configuration {name} at {folder} cannot be read: {cause}") from cause
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
 def _digest(file: Path) -> str:
     stat = file.stat()
     known_as = blake2b(
@@ -59,7 +84,9 @@ def _digest(file: Path) -> str:
     memory = _memory()
     if memory is None:
         return _hash(file)
-    with _locked(memory.with_suffix(".lock")):
+    with _locked(memory.with_suffix(".lock")) as is_ours:
+        if not is_ours:
+            return _hash(file)
         remembered = _remembered(memory)
         digest = remembered.pop(known_as, "") or _hash(file)
         remembered[known_as] = digest
@@ -78,8 +105,9 @@ def _hash(file: Path) -> str:
 
 def _memory() -> Path | None:
     """Where digests are remembered; None where that cannot be, and then each process hashes by itself."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
-    with suppress(OSError):
+    # A container's user may have no home at all.
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder / "weights.json"
@@ -87,10 +115,30 @@ def _memory() -> Path | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether the lock could be had: a file system may have none, and whoever holds it may be stopped."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    ends_s = time.monotonic() + WAIT_S_MAX
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            if cause.errno != errno.EWOULDBLOCK or time.monotonic() >= ends_s:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
 
 
 def _remembered(memory: Path) -> dict[str, str]:

@@ -72,7 +72,10 @@ def test_a_memory_that_makes_no_sense_is_made_anew(tmp_path: Path, memory: Path,
 
 def test_a_commit_names_the_content(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
-    assert weights_fingerprint(model(tmp_path / "snapshots/abc123", a=b"x")) == "commit-abc123"
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert weights_fingerprint(model(tmp_path / "snapshots" / commit, a=b"x")) == f"commit-{commit}"
+    # A folder of that name that somebody made: its content decides.
+    assert not weights_fingerprint(model(tmp_path / "snapshots/mine", a=b"x")).startswith("commit-")
 
 
 def test_no_weights_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""vLLM's KV connector: a request's prefix is loaded from the store, and the blocks it computes are stored.
+
+Named on vLLM's command line; ``kvstore/connectors/README.md`` says how.  Needs vLLM 0.32 or newer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.connector import KVStoreConnector
+
+__all__ = ["KVStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, because half of this package does not need vLLM, and its tests do without.
+    if name == "KVStoreConnector":
+        from kvstore.connectors.vllm.connector import KVStoreConnector
+
+        return KVStoreConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,179 @@
+"""The class that vLLM loads: its calls, passed to the half that this process runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvstore.connectors.vllm.messages import Orders, Report
+from kvstore.connectors.vllm.metrics import PromMetrics, Stats
+from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.scheduler import SchedulerHalf
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.worker import WorkerHalf
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KV in a kvstore, shared by all engines with the same model and settings.
+
+    ``kv_connector_extra_config`` is described by ``Settings``. Raises InvalidRequest (a ValueError) where the
+    settings, the model or vLLM's configuration do not allow KV to be shared.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config)
+        check_hashes(vllm_config)
+        shape = Shape(vllm_config, kv_cache_config)
+        names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores)
+        else:
+            part, is_writer = shape.part_of(vllm_config.parallel_config.rank)
+            self._worker = WorkerHalf(settings, shape, names[part], part, stores=stores and is_writer)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that was not made is a miss later, never a request that cannot go on."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Only where layers are copied one by one, which a whole graph would skip."""
+        return bool(extra_config.get("layerwise"))
+
+    # In the scheduler
+
+    @property
+    def _scheduling(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Keeps what knows the blocks of a request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduling.manager = kv_cache_manager
+
+    def on_new_request(self, request: Any) -> None:
+        """Begins to track it."""
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens in the store beyond the engine's own; None while they are being looked for."""
+        return self._scheduling.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Orders the load of what was found."""
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        """What the workers are to load and to store in this step."""
+        return self._scheduling.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learns what became of the orders."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._scheduling.learn(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets it. Its blocks were copied out when they were full, so they may be used again at once."""
+        self._scheduling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for a model with several kinds of KV."""
+        self._scheduling.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Leaves all that was stored so far: vLLM asks for it when weights were replaced in memory."""
+        self._scheduling.reset()
+        return True
+
+    # On a worker
+
+    @property
+    def _working(self) -> WorkerHalf:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        return orders
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Learns where the KV is."""
+        self._working.register(kv_caches, self._kv_cache_config)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins what is to be loaded."""
+        self._working.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Returns when this layer of what the step needs is loaded."""
+        self._working.wait_for_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a block is stored with all of its layers, so it is copied out when the last one is computed."""
+
+    def wait_for_save(self) -> None:
+        """Copies out what is to be stored; it is published behind."""
+        self._working.finish_step(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose KV has come."""
+        return None, self._working.finished_loads() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, with those whose KV did not."""
+        return KVConnectorTransferResults(
+            finished_recving=self._working.finished_loads(), failed_recving=self._working.failed_requests()
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that are to be computed after all; what was damaged has been set aside before."""
+        return self._working.failed_blocks()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        """What the scheduler's half must know."""
+        return self._working.report()
+
+    # Both
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Counts since the last call."""
+        half = self._scheduler or self._working
+        counts = half.counts.take()
+        return Stats(data=counts) if counts else None
+
+    def shutdown(self) -> None:
+        """Stores what is on its way, for a while, and closes the store."""
+        half = self._scheduler or self._working
+        half.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """For vLLM's log line."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PromMetrics:
+        """For ``/metrics``."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

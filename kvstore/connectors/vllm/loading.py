@@ -1,0 +1,135 @@
+"""Loading on a worker: blocks read from the store, verified, and copied into the engine's KV memory.
+
+The store reads into memory of ours, never into the engine's: a read that was given up must not write there later.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client.blocks import BLOCKS_MAX
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.messages import Load, Run
+from kvstore.connectors.vllm.pages import Pages
+from kvstore.errors import KVStoreError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loading:
+    """One load under way; complete once ``done`` is set."""
+
+    load: Load
+    after: Any
+    started_s: float
+    keep: bool
+    """Whether what was read stays on the host, for the engine's thread to copy layer by layer."""
+    failed_keys: set[bytes] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    timed_out: bool = False
+    kept: list[tuple[Run, Any]] = field(default_factory=list)
+    """Leading blocks of each run that were read, and the host memory they are in."""
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Loader:
+    """Threads that load. ``pages`` has one per group, ``link`` one cache."""
+
+    def __init__(
+        self, link: Link, pages: Sequence[Pages], counts: Counts, *, timeout_s: float, bytes_max: int, threads: int
+    ) -> None:
+        self._link = link
+        self._pages = pages
+        self._counts = counts
+        self._timeout_s = timeout_s
+        self._bytes_max = bytes_max
+        self._queue: queue.SimpleQueue[Loading | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvstore-vllm-load-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, load: Load, *, keep: bool) -> Loading:
+        """Starts a load; its time runs from now, waiting for a thread included."""
+        loading = Loading(load, self._pages[0].now(), time.monotonic(), keep)
+        self._queue.put(loading)
+        return loading
+
+    def ended(self) -> list[Loading]:
+        """Those that ended since the last call."""
+        ended = []
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        return ended
+
+    def close(self) -> None:
+        """Ends the idle threads; one stuck in a read ends with the process."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            loading = self._queue.get()
+            if loading is None:
+                return
+            try:
+                self._load(loading)
+            except Exception as error:  # noqa: BLE001 - a request must not wait for ever, whatever happened to its load
+                self._give_up(loading, error)
+            self._counts.add("load_seconds", time.monotonic() - loading.started_s)
+            self._counts.add("load_failed_blocks", len(loading.failed_keys))
+            self._ended.put(loading)  # first: whoever waited for it looks there next
+            loading.done.set()
+            del loading
+
+    def _load(self, loading: Loading) -> None:
+        for run in loading.load.runs:
+            pages = self._pages[run.group]
+            at_once = max(1, min(BLOCKS_MAX, self._bytes_max // pages.block_bytes))
+            for start in range(0, len(run.keys), at_once):
+                part = Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once])
+                good = 0 if loading.failed_keys else self._read(loading, part, pages)
+                # From the first block that is missing on, all must be computed anyway.
+                loading.failed_keys.update(part.keys[good : good + 1])
+                loading.failed_blocks.update(part.blocks[good:])
+
+    def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
+        """Reads leading blocks of ``part`` and hands them on; returns how many."""
+        caches = self._link.caches()
+        if caches is None:
+            return 0
+        if time.monotonic() - loading.started_s > self._timeout_s:
+            loading.timed_out = True
+            return 0
+        host = pages.host(len(part.keys))
+        try:
+            hits = caches[0].get(part.keys, list(host.numpy()))
+        except KVStoreError:
+            hits = [False] * len(part.keys)
+        loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s
+        good = hits.index(False) if False in hits else len(hits)
+        if good and loading.keep:
+            loading.kept.append((Run(part.group, part.keys[:good], part.blocks[:good]), host))
+        elif good:
+            pages.write(host[:good], part.blocks[:good], loading.after)
+        self._counts.add("loaded_blocks", good)
+        self._counts.add("loaded_bytes", good * pages.block_bytes)
+        return good
+
+    def _give_up(self, loading: Loading, error: Exception) -> None:
+        log.error("kvstore: a load failed, its blocks are computed: %r", error)
+        loading.kept.clear()
+        for run in loading.load.runs:
+            loading.failed_keys.update(run.keys[:1])
+            loading.failed_blocks.update(run.blocks)

@@ -1,0 +1,171 @@
+"""Look-ups in the background, so that the scheduler never waits for the store.
+
+Each has a deadline that starts when it is asked for; past it, it is a miss, and for a while all others are misses too,
+so that a store that hangs costs one deadline and not one per request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.errors import KVStoreError
+
+POLL_S = 0.02
+"""Between two looks for blocks that another engine is writing."""
+THREADS = 2
+
+
+@dataclass(slots=True)
+class Found:
+    """Leading units of a prompt that are in the store: counted on from its start, and from where it was asked."""
+
+    from_start: int
+    from_asked: int
+    is_known: bool = True
+    """False where the store did not say."""
+
+
+UNKNOWN = Found(0, 0, is_known=False)
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One prompt being looked for. ``keys`` has one list per unit of the prompt, ``asked`` the units known locally."""
+
+    keys: Sequence[Sequence[bytes]]
+    asked: int
+    started_s: float
+    wait_until_s: float
+    found: Found | None = None
+    """Set once: by the thread that looked, or past the deadline."""
+    abandoned: bool = False
+
+
+class Lookups:
+    """Threads that look. Thread-safe; ``begin`` and ``result`` never block."""
+
+    def __init__(
+        self,
+        link: Link,
+        counts: Counts,
+        *,
+        timeout_s: float,
+        wait_s: float,
+        pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._counts = counts
+        self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._pause_s = pause_s
+        self._clock = clock
+        self._paused_until_s = 0.0
+        self._waiting: deque[Lookup] = deque()
+        self._condition = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvstore-vllm-lookup-{number}", daemon=True)
+            for number in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, keys: Sequence[Sequence[bytes]], asked: int) -> Lookup:
+        """Starts to look for the units from ``asked`` on."""
+        now = self._clock()
+        lookup = Lookup(keys, asked, now, now + self._wait_s)
+        if not keys or now < self._paused_until_s or self._link.caches() is None:
+            lookup.found = UNKNOWN
+            return lookup
+        with self._condition:
+            self._waiting.append(lookup)
+            self._condition.notify()
+        return lookup
+
+    def result(self, lookup: Lookup) -> Found | None:
+        """What was found; None while it is being looked for and the deadline has not passed."""
+        if lookup.found is not None:
+            return lookup.found
+        if self._clock() < lookup.started_s + self._wait_s + self._timeout_s:
+            return None
+        lookup.abandoned = True
+        lookup.found = UNKNOWN
+        self._counts.add("lookup_timeouts")
+        self.pause()
+        return lookup.found
+
+    def pause(self) -> None:
+        """The store did not answer in time: look-ups are misses for a while."""
+        self._paused_until_s = self._clock() + self._pause_s
+
+    def close(self) -> None:
+        """Ends the threads; one that is stuck ends with the process."""
+        with self._condition:
+            self._closed = True
+            self._waiting.clear()
+            self._condition.notify_all()
+
+    def _serve(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._waiting or self._closed):
+                    self._condition.wait()
+                if self._closed:
+                    return
+                lookup = self._waiting.popleft()
+            if lookup.abandoned:
+                continue
+            began_s = self._clock()
+            try:
+                found = self._look(lookup)
+            except KVStoreError:
+                found = UNKNOWN
+            if lookup.abandoned:
+                continue
+            if self._clock() - began_s >= self._timeout_s:
+                self.pause()
+            if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
+                self._look_again(lookup)
+                continue
+            lookup.found = found
+
+    def _look_again(self, lookup: Lookup) -> None:
+        """After the others, and after a pause only where there are none: sleeping on it would hold them up."""
+        with self._condition:
+            if not self._waiting:
+                self._condition.wait(POLL_S)
+            if not self._closed:
+                self._waiting.append(lookup)
+
+    def _look(self, lookup: Lookup) -> Found:
+        caches = self._link.caches()
+        if caches is None:
+            return UNKNOWN
+
+        def leading(first: int) -> int:
+            """Units present on every rank, counted from the prompt's start."""
+            count = len(lookup.keys)
+            for cache in caches:
+                if count <= first:
+                    break
+                keys = [key for unit in lookup.keys[first:count] for key in unit]
+                present = cache.match(keys)
+                sizes = 0
+                for index in range(first, count):
+                    sizes += len(lookup.keys[index])
+                    if sizes > present:
+                        count = index
+                        break
+            return max(count, first)
+
+        from_start = leading(0)
+        if from_start >= lookup.asked:
+            return Found(from_start, from_start)
+        return Found(from_start, leading(lookup.asked))

@@ -1,0 +1,68 @@
+"""What the scheduler's half of the connector and the workers' halves tell each other, once per engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks of one KV cache group: the keys they are stored under, and the engine's numbers for them."""
+
+    group: int
+    keys: list[bytes]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """KV to be read for one request."""
+
+    number: int
+    request: str
+    runs: list[Run]
+
+
+@dataclass
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Run] = field(default_factory=list)
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: which loads ended, on how many workers, and what could not be read."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, set[bytes]] = field(default_factory=dict)
+    timed_out: bool = False
+    digests: set[tuple[int, bytes]] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """Both together."""
+        assert isinstance(other, Report)
+        ended: dict[int, int] = dict(self.ended)
+        for number, count in other.ended.items():
+            ended[number] = ended.get(number, 0) + count
+        failed = dict(self.failed)
+        for number, keys in other.failed.items():
+            failed[number] = failed.get(number, set()) | keys
+        return Report(ended, failed, self.timed_out or other.timed_out, self.digests | other.digests)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to tell."""
+        return not (self.ended or self.digests)
+
+
+def block_key(hashed: Any, group: int, era: bytes) -> bytes:
+    """The key of a block: vLLM's chained hash, and the group, since groups hold different layers.
+
+    ``era`` is empty until vLLM resets the connector.
+    """
+    return bytes(hashed) + bytes([group]) + era

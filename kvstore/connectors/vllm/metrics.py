@@ -1,0 +1,51 @@
+"""What the connector did, through vLLM's own hooks: its log line, and Prometheus metrics named ``vllm:kvstore_*``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstore.connectors.vllm.counts import COUNTERS
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last time they were taken; ``data`` maps a name of ``COUNTERS`` to its count."""
+
+    def reset(self) -> None:
+        """Sets all counts to nothing."""
+        self.data: dict[str, int | float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds another's counts."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """As vLLM logs them."""
+        return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter per name of ``COUNTERS``, labelled as vLLM labels its own."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, documentation in COUNTERS.items():
+            metric = self._counter_cls(
+                name=f"vllm:kvstore_{name}", documentation=f"{documentation}.", labelnames=labelnames
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._counters[engine, name] = metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what one engine counted."""
+        for name, count in transfer_stats_data.items():
+            if (engine_idx, name) in self._counters:
+                self._counters[engine_idx, name].inc(count)

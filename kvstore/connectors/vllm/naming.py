@@ -1,0 +1,184 @@
+"""From vLLM's configuration to namespaces: everything that must be equal for two engines to share KV.
+
+One namespace per parallel rank, because each rank holds other heads or layers.  The scheduler names all of them, a
+worker its own, and both come to the same names because they look at nothing that only one of them knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import vllm
+
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.weights import weights_fingerprint
+from kvstore.errors import InvalidRequest
+from kvstore.layout import DTYPES, Layout
+from kvstore.namespace import Namespace
+
+_VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
+"""Fields of a model's configuration that say nothing of its KV, or that are attributes of their own."""
+_RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
+
+
+class Shape:
+    """How one engine cuts its KV: token counts of blocks per group, and which ranks keep which part."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) > 1:
+                raise InvalidRequest(f"{name}={getattr(parallel, name)}: kvstore stores the KV of whole sequences only")
+        self.tp = parallel.tensor_parallel_size
+        self.pp = parallel.pipeline_parallel_size
+        self.replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
+        """Consecutive tensor-parallel ranks that hold the same KV; the first of them stores it."""
+        groups = kv_cache_config.kv_cache_groups
+        cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", tuple(range(len(groups))))
+        self.groups: tuple[int, ...] = tuple(cacheable)
+        if self.groups != tuple(range(len(groups))):
+            raise InvalidRequest(f"kvstore can store {len(self.groups)} of the model's {len(groups)} kinds of KV only")
+        for group in groups:
+            _check_kind(group.kv_cache_spec)
+        self.block_tokens = [int(group.kv_cache_spec.block_size) for group in groups]
+        self.hash_tokens = int(
+            getattr(kv_cache_config, "hash_block_size", None)
+            or getattr(vllm_config.cache_config, "hash_block_size", None)
+            or min(self.block_tokens)
+        )
+        if any(tokens % self.hash_tokens for tokens in self.block_tokens):
+            raise InvalidRequest(f"blocks of {self.block_tokens} tokens are no multiples of {self.hash_tokens}")
+        self.kinds = [_kind(group.kv_cache_spec) for group in groups]
+        self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
+
+    def is_async(self, settings: Settings) -> bool:
+        """Whether loads are asynchronous: always with several groups, where vLLM cannot repair a part of a load."""
+        return settings.load == "async" or len(self.groups) > 1
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Pipeline rank and tensor-parallel part of each namespace."""
+        return [(pp, part) for pp in range(self.pp) for part in range(self.tp // self.replicas)]
+
+    def part_of(self, rank: int) -> tuple[int, bool]:
+        """The index in ``parts`` of what worker ``rank`` holds, and whether it is the one that stores it."""
+        pp, tp = divmod(rank % (self.tp * self.pp), self.tp)
+        return pp * (self.tp // self.replicas) + tp // self.replicas, tp % self.replicas == 0
+
+
+def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) -> list[Namespace]:
+    """One namespace for each of ``shape.parts()``. Raises InvalidRequest."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    layout = Layout(
+        model.get_total_num_hidden_layers(),
+        model.get_num_kv_heads(vllm_config.parallel_config),
+        model.get_head_size(),
+        _dtype(str(cache.cache_dtype), str(model.dtype)),
+        shape.block_tokens[0],
+    )
+    speculative = vllm_config.speculative_config
+    common = {
+        "engine": "vllm " + ".".join(vllm.__version__.split(".")[:2]),
+        "hash": f"{cache.prefix_caching_hash_algo} of {shape.hash_tokens} tokens",
+        "config": _config_digest(model),
+        "dtype": str(model.dtype),
+        "cache dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "rope": _rope(model),
+        "physical layout": shape.physical,
+        "blocks": "; ".join(shape.kinds),
+        "speculative": f"{speculative.method} {speculative.model}" if speculative is not None else "",
+        "pp partition": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
+        "tp": str(shape.tp // shape.replicas),
+        "pp": str(shape.pp),
+    }
+    # The geometry is in the name: another one is another namespace, not a LayoutMismatch.
+    name = (
+        f"{Path(str(model.model)).name[:120]}-{layout.dtype}-{layout.layers}x{layout.kv_heads}x{layout.head_dim}"
+        f"-{'-'.join(map(str, shape.block_tokens[:16]))}"
+    )
+    return [
+        Namespace.of(name, layout, fingerprint, tenant, {**common, "pp rank": str(pp), "tp rank": str(part)})
+        for pp, part in shape.parts()
+    ]
+
+
+def model_fingerprint(vllm_config: Any) -> str:
+    """The digest of the weights that the engine loads. Raises InvalidRequest where they are not at hand."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy-{model.seed}"
+    path = str(getattr(model, "model_weights", "") or model.model)
+    if os.path.exists(path):
+        return weights_fingerprint(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            path, revision=model.revision, cache_dir=load.download_dir, local_files_only=True, allow_patterns=["*.json"]
+        )
+    except (OSError, ValueError) as cause:
+        raise InvalidRequest(
+            f"the weights of {path} are neither a folder nor in the Hugging Face cache: give their digest as "
+            "fingerprint in kv_connector_extra_config"
+        ) from cause
+    return weights_fingerprint(folder)
+
+
+def check_hashes(vllm_config: Any) -> None:
+    """Raises InvalidRequest where another process would hash the same tokens to other keys, so that nothing is hit."""
+    if os.environ.get("PYTHONHASHSEED"):
+        return
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    from vllm.v1.core import kv_cache_utils
+
+    if algorithm in _RANDOM_SEED_HASHES or not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
+        raise InvalidRequest(
+            f"block hashes by {algorithm} in vLLM {vllm.__version__} start from a random seed, so no other process "
+            "could find what this one stores: set the environment variable PYTHONHASHSEED to the same number in every "
+            "engine, or start with --prefix-caching-hash-algo sha256 on vLLM 0.32 or newer"
+        )
+
+
+def _check_kind(spec: Any) -> None:
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    for each in spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,):
+        if not isinstance(each, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
+            raise InvalidRequest(
+                f"the model keeps {type(each).__name__} state, which is not one block of KV per run of tokens: "
+                "kvstore serves attention layers only; start without this connector"
+            )
+
+
+def _kind(spec: Any) -> str:
+    """Only what the scheduler and every worker see alike: which layers a worker has is not among it."""
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return f"{spec.block_size} tokens" + (f", window {window}" if window else "")
+
+
+def _config_digest(model: Any) -> str:
+    """Of the model's own configuration, as overridden on the command line: RoPE, windows, sizes, quantisation."""
+    fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    return blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _rope(model: Any) -> str:
+    """In clear beside the digest, so that an operator sees why two namespaces differ."""
+    config = getattr(model, "hf_text_config", model.hf_config)
+    fields = {key: getattr(config, key, None) for key in ("rope_theta", "rope_scaling", "rope_parameters")}
+    return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)[:4096]
+
+
+def _dtype(cache: str, model: str) -> str:
+    name = model.removeprefix("torch.") if cache == "auto" else cache
+    name = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(name, name)
+    return name if name in DTYPES else "int8"

@@ -1,0 +1,122 @@
+"""Blocks in the engine's KV tensors: copied out to host memory and back, on a CPU or a GPU.
+
+A block in the store is the pages of all layers of its group, one after the other, each in the order in which it lies in
+memory; the namespace says which order that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.errors import InvalidRequest
+
+Rows = npt.NDArray[np.uint8]
+"""Host memory of shape ``(blocks, block_bytes)``."""
+
+
+class Copy:
+    """Blocks on their way from the device to the host; ``rows`` waits until they are there."""
+
+    def __init__(self, host: Any, arrived: Any = None) -> None:
+        self._host = host
+        self._arrived = arrived
+
+    def rows(self) -> Rows:
+        """The blocks, complete."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows: Rows = self._host.numpy()
+        return rows
+
+
+class Pages:
+    """The pages of one KV cache group. ``tensors`` has one per layer, blocks first."""
+
+    def __init__(self, layers: Sequence[str], tensors: Sequence[Any], block_count: int) -> None:
+        self.layers = {name: index for index, name in enumerate(layers)}
+        self._views = [_page_view(name, tensor, block_count) for name, tensor in zip(layers, tensors, strict=True)]
+        ends = np.cumsum([view.shape[1] for view in self._views]).tolist()
+        self._spans = [slice(end - view.shape[1], end) for view, end in zip(self._views, ends, strict=True)]
+        self.block_bytes: int = ends[-1]
+        self._device = self._views[0].device
+        self._is_cuda = self._device.type == "cuda"
+        self._side = torch.cuda.Stream(self._device) if self._is_cuda else None
+
+    def host(self, count: int) -> Any:
+        """Memory on the host for ``count`` blocks; ``.numpy()`` of it are ``Rows``."""
+        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def copy_out(self, blocks: Sequence[int]) -> Copy:
+        """Begins to copy blocks to the host, in the order of the engine's work: what it does next may change them."""
+        numbers = self._numbers(blocks)
+        gathered = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
+        for view, span in zip(self._views, self._spans, strict=True):
+            gathered[:, span] = view.index_select(0, numbers)
+        if not self._is_cuda:
+            return Copy(gathered.cpu())
+        host = self.host(len(blocks))
+        host.copy_(gathered, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Copy(host, arrived)
+
+    def scatter_layer(self, layer: int, blocks: Sequence[int], source: Any) -> None:
+        """Copies one layer's pages to where the engine reads them, in the order of its work."""
+        self._views[layer].index_copy_(0, self._numbers(blocks), source[:, self._spans[layer]].to(self._device))
+
+    def now(self) -> Any:
+        """A moment in the engine's work that a later ``write`` must come after; taken on the engine's thread."""
+        if not self._is_cuda:
+            return None
+        moment = torch.cuda.Event()
+        moment.record(torch.cuda.current_stream(self._device))
+        return moment
+
+    def write(self, source: Any, blocks: Sequence[int], after: Any) -> None:
+        """Copies whole blocks from host memory to where the engine reads them; returns when they are there."""
+        if self._side is None:
+            self._write(source, blocks)
+            return
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(after)
+            self._write(source, blocks)
+            self._side.synchronize()
+
+    def _write(self, source: Any, blocks: Sequence[int]) -> None:
+        on_device = source.to(self._device)
+        for layer in range(len(self._views)):
+            self.scatter_layer(layer, blocks, on_device)
+
+    def _numbers(self, blocks: Sequence[int]) -> Any:
+        return torch.tensor(blocks, dtype=torch.int64).to(self._device)
+
+
+def _page_view(name: str, tensor: Any, block_count: int) -> Any:
+    """Bytes of the tensor's memory as ``(block_count, page_bytes)``, without a copy."""
+    if tensor.dim() < 2 or tensor.shape[0] % block_count:
+        raise InvalidRequest(
+            f"KV of {name} has the shape {tuple(tensor.shape)}: expected {block_count} blocks, or a multiple, first; "
+            "kvstore supports vLLM 0.32 and newer"
+        )
+    per_block = tensor.shape[0] // block_count  # an attention kernel may cut blocks smaller than the cache does
+    inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True), reverse=True)
+    if per_block > 1:
+        inner.insert(0, (tensor.stride(0), per_block))
+    expected = 1
+    for stride, size in reversed(inner):
+        if size > 1 and stride != expected:
+            raise InvalidRequest(
+                f"KV of {name} has the strides {tensor.stride()} for the shape {tuple(tensor.shape)}: the pages of one "
+                "block do not lie together in memory; start vLLM with another KV cache layout"
+            )
+        expected *= size
+    item = tensor.element_size()
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return raw.as_strided(
+        (block_count, expected * item), (tensor.stride(0) * per_block * item, 1), tensor.storage_offset() * item
+    )

@@ -1,0 +1,239 @@
+"""The scheduler's half: what is in the store, what to load for a request, which blocks to store in a step.
+
+It runs in the engine's scheduling loop, so nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.lookups import Lookup, Lookups
+from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, block_key
+from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+AVOID_S = 60.0
+"""A block that could not be loaded is not looked for again for this long, or until it was stored anew."""
+AVOIDED_MAX = 65_536
+STALE_S = 5.0
+"""A look-up that a waiting request has not used after this time is made anew."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request that the engine has and has not finished."""
+
+    request: Any
+    lookup: Lookup | None = None
+    asked_tokens: int = 0
+    """Tokens in the engine's own cache, as of the last look-up."""
+    stored_tokens: int = 0
+    """Leading tokens that are stored already, or ordered to be."""
+
+
+class SchedulerHalf:
+    """The connector's state in the scheduler. Used by its thread alone."""
+
+    def __init__(
+        self, settings: Settings, shape: Shape, namespaces: Sequence[Namespace], *, loads: bool, stores: bool
+    ) -> None:
+        self._settings = settings
+        self._shape = shape
+        self._loads = loads
+        self._stores = stores
+        self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
+        self._workers = shape.tp * shape.pp
+        self._is_async = (
+            settings.load == "async" or len(shape.groups) > 1
+        )  # vLLM cannot repair a part of several groups
+        self._unit = math.lcm(*shape.block_tokens)
+        self.counts = Counts()
+        self._link = Link(settings, namespaces)
+        self._lookups = Lookups(
+            self._link,
+            self.counts,
+            timeout_s=settings.lookup_timeout_s,
+            wait_s=settings.wait_s,
+            pause_s=settings.pause_s,
+        )
+        self._tracked: dict[str, Tracked] = {}
+        self._new_loads: list[Load] = []
+        self._unconfirmed: dict[int, int] = {}
+        """Synchronous loads by number, with the workers that have not said yet how they went."""
+        self._avoided: dict[bytes, float] = {}
+        self._next_load = 0
+        self._era = b""
+        self.manager: Any = None
+
+    # Before a request runs
+
+    def arrived(self, request: Any) -> None:
+        """See ``on_new_request``."""
+        if request.lora_request is not None:
+            # vLLM's hash has the adapter's name only, and another engine may know another adapter by that name.
+            self.counts.add("skipped_lora_requests")
+        else:
+            self._tracked[request.request_id] = Tracked(request)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """See ``get_num_new_matched_tokens``."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
+            tracked.stored_tokens = computed_tokens
+            return 0, False
+        lookup = tracked.lookup
+        if lookup is None or tracked.asked_tokens != computed_tokens or time.monotonic() > lookup.started_s + STALE_S:
+            tracked.asked_tokens = computed_tokens
+            lookup = tracked.lookup = self._lookups.begin(self._unit_keys(request), computed_tokens // self._unit)
+            self.counts.add("lookups")
+        found = self._lookups.result(lookup)
+        if found is None:
+            return None, False
+        new = max(0, found.from_asked * self._unit - computed_tokens)
+        # What the engine still has while the store lost it is stored again.
+        tracked.stored_tokens = (
+            min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
+        )
+        return new, bool(new) and self._is_async
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """See ``update_state_after_alloc``."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.lookup = None
+        if not external_tokens:
+            return
+        first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
+        numbers = blocks.get_block_ids()
+        runs = [self._run(request, group, numbers[group], first, end) for group in self._shape.groups]
+        load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
+        self._next_load += 1
+        self._new_loads.append(load)
+        self.counts.add("lookup_hit_tokens", external_tokens)
+        if not self._is_async:
+            self._unconfirmed[load.number] = self._workers
+
+    # Each step
+
+    def orders(self, scheduled: Any) -> Orders:
+        """See ``build_connector_meta``."""
+        loads, self._new_loads = self._new_loads, []
+        orders = Orders(loads, [])
+        # KV that a synchronous load failed to bring makes everything computed in its step worthless, on every worker
+        # and in requests that share its blocks; so nothing is stored until all such loads are known to have gone well.
+        if not self._stores or self._unconfirmed:
+            return orders
+        cached = scheduled.scheduled_cached_reqs
+        steps = [(each.req_id, each.num_computed_tokens) for each in scheduled.scheduled_new_reqs]
+        steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, computed in steps:
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            done = computed + scheduled.num_scheduled_tokens[request_id] - drafts
+            orders.stores += self._to_store(tracked, computed, done)
+        return orders
+
+    def _to_store(self, tracked: Tracked, computed: int, done: int) -> list[Run]:
+        """The blocks that are full once ``done`` tokens are computed. Those of drafted tokens may not stay."""
+        request = tracked.request
+        done = min(done, len(request.block_hashes) * self._shape.hash_tokens)
+        if self._settings.prompt_only:
+            done = min(done, request.num_prompt_tokens)
+        # Below what was ordered already only where a load failed or the request lost its blocks: stored once more.
+        first = min(tracked.stored_tokens, computed)
+        if all(done // size <= first // size for size in self._shape.block_tokens):
+            return []
+        numbers = self.manager.get_block_ids(request.request_id)
+        runs = [self._run(request, group, numbers[group], first, done) for group in self._shape.groups]
+        tracked.stored_tokens = done
+        for run in runs:
+            for key in run.keys:
+                self._avoided.pop(key, None)
+        return [run for run in runs if run.keys]
+
+    def learn(self, report: Report) -> None:
+        """See ``update_connector_output``."""
+        if report.timed_out:
+            self._lookups.pause()
+        for number, count in report.ended.items():
+            if number in self._unconfirmed:
+                self._unconfirmed[number] -= count
+                if self._unconfirmed[number] <= 0:
+                    del self._unconfirmed[number]
+        expires_s = time.monotonic() + AVOID_S
+        for keys in report.failed.values():
+            for key in keys:
+                self._avoided[key] = expires_s
+        while len(self._avoided) > AVOIDED_MAX:
+            del self._avoided[next(iter(self._avoided))]
+        for part, digest in report.digests:
+            if self._digests.get(part) != digest and self._loads:
+                log.error(
+                    "kvstore: the worker of part %d names its KV otherwise than the scheduler, so nothing can be "
+                    "loaded; please report this model and command line",
+                    part,
+                )
+                self._loads = False
+
+    def finished(self, request: Any) -> None:
+        """The request is over, and its blocks may be used again."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.lookup is not None:
+            tracked.lookup.abandoned = True
+
+    def reset(self) -> None:
+        """See ``reset_cache``, which vLLM calls when weights were replaced in memory: from now on, keys of this engine
+        alone, since nothing says whether another engine has the same weights now."""
+        self._era = os.urandom(16)
+        for tracked in self._tracked.values():
+            tracked.lookup, tracked.stored_tokens = None, 0
+
+    def close(self) -> None:
+        """Ends the threads and closes the store."""
+        self._lookups.close()
+        self._link.close()
+
+    def _unit_keys(self, request: Any) -> list[list[bytes]]:
+        """The keys of each unit of the prompt, up to the first that is avoided; one token is left to compute."""
+        units = []
+        now = time.monotonic()
+        for start in range(0, request.num_tokens - self._unit, self._unit):
+            keys = [
+                key for group in self._shape.groups for key in self._keys(request, group, start, start + self._unit)
+            ]
+            if len(keys) < sum(self._unit // size for size in self._shape.block_tokens):
+                break
+            if any(self._avoided.get(key, 0.0) > now for key in keys):
+                break
+            units.append(keys)
+        return units
+
+    def _keys(self, request: Any, group: int, first: int, end: int) -> list[bytes]:
+        """Keys of the group's full blocks that begin in ``[first, end)``."""
+        size, per_block = self._shape.block_tokens[group], self._shape.block_tokens[group] // self._shape.hash_tokens
+        hashes = request.block_hashes
+        indices = range(first // size, min(end // size, len(hashes) // per_block))
+        return [block_key(hashes[(index + 1) * per_block - 1], group, self._era) for index in indices]
+
+    def _run(self, request: Any, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
+        """The group's full blocks in ``[first, end)`` tokens that exist; block 0 stands for one out of the window."""
+        keys = self._keys(request, group, first, end)
+        start = first // self._shape.block_tokens[group]
+        pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]
+        return Run(group, [key for key, _ in pairs], [number for _, number in pairs])

@@ -1,0 +1,73 @@
+"""The settings of the vLLM connector, checked when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvstore.connectors.opening import PLACE_KEYS, check_keys
+from kvstore.errors import InvalidRequest
+
+LOADS = ("async", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``kv_connector_extra_config``: where the store is (``root`` and ``etcd``, or ``connect``), and what follows."""
+
+    place: Mapping[str, Any] = field(default_factory=dict)
+    """The keys that say where the store is."""
+    fingerprint: str = ""
+    """Digest of the weights; computed from the weight files where it is not given."""
+    tenant: str = ""
+    """Whose KV it is: tenants share nothing."""
+    load: str = "async"
+    """``async``: a request waits aside for its KV while others run. ``sync``: it is loaded within its first step."""
+    layerwise: bool = False
+    """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
+    lookup_timeout_s: float = 1.0
+    """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
+    load_timeout_s: float = 10.0
+    """What has not been read after this time is computed."""
+    store_timeout_s: float = 30.0
+    """A store that takes longer is given up."""
+    wait_s: float = 0.0
+    """How long a look-up waits for blocks that are not there yet: for decode engines, while a prefill engine writes."""
+    pause_s: float = 10.0
+    """After a time-out, look-ups are misses at once for this long."""
+    store_bytes_max: int = 512 << 20
+    """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
+    load_bytes_max: int = 64 << 20
+    """Host memory of one of the threads that load."""
+    load_threads: int = 2
+    """Requests that a worker loads at once."""
+    prompt_only: bool = False
+    """Store the blocks of prompts only, not those of what was generated."""
+    drain_s: float = 5.0
+    """How long a worker that shuts down goes on storing."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, default = getattr(self, each.name), each.default
+            if isinstance(default, bool | str):
+                wanted, fits = type(default).__name__, isinstance(value, type(default))
+            elif isinstance(default, int | float):
+                least = 0 if each.name in ("wait_s", "drain_s", "pause_s") else 1e-3
+                wanted = f"a {type(default).__name__} of at least {least}"
+                fits = isinstance(value, (int, float) if isinstance(default, float) else int)
+                fits = fits and not isinstance(value, bool) and value >= least
+            else:
+                continue
+            if not fits:
+                raise InvalidRequest(f"kv_connector_extra_config {each.name}={value!r}: expected {wanted}")
+        if self.load not in LOADS:
+            raise InvalidRequest(f"kv_connector_extra_config load={self.load!r}: expected one of {', '.join(LOADS)}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """From ``kv_connector_extra_config``. Raises InvalidRequest for keys or values that make no sense."""
+        own = {each.name for each in fields(cls)} - {"place"}
+        check_keys(given, PLACE_KEYS | own, "kv_connector_extra_config")
+        place = {key: value for key, value in given.items() if key in PLACE_KEYS}
+        return cls(place, **{key: value for key, value in given.items() if key in own})

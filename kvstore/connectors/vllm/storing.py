@@ -1,0 +1,111 @@
+"""Storing on a worker: full blocks are copied out within the step that filled them, and published behind it.
+
+The copy is what makes the rest simple: the engine may give the blocks away at once (a finished, preempted or aborted
+request), and a store that hangs costs memory of ours, which is bounded, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.messages import Run
+from kvstore.connectors.vllm.pages import Copy, Pages
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+
+log = logging.getLogger(__name__)
+
+COPY_BYTES = 32 << 20
+"""Copied out in parts of this size: so much memory of the device is needed beside the engine's."""
+
+
+class Storer:
+    """One thread that publishes. ``pages`` has one per group, ``link`` one cache."""
+
+    def __init__(self, link: Link, pages: Sequence[Pages], counts: Counts, *, bytes_max: int, pause_s: float) -> None:
+        self._link = link
+        self._pages = pages
+        self._counts = counts
+        self._bytes_max = bytes_max
+        self._pause_s = pause_s
+        self._paused_until_s = 0.0
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._on_the_way: set[bytes] = set()
+        self._queue: queue.SimpleQueue[tuple[Run, Copy] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-vllm-store", daemon=True)
+        self._thread.start()
+
+    def store(self, run: Run) -> None:
+        """Copies the blocks of ``run`` out, in parts, and publishes them behind the engine's back.
+
+        Those on their way already are left out; those that there is no room for, or no store, are shed.
+        """
+        at_once = max(1, COPY_BYTES // self._pages[run.group].block_bytes)
+        for start in range(0, len(run.keys), at_once):
+            part = self._admit(Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once]))
+            if part is not None:
+                self._queue.put((part, self._pages[part.group].copy_out(part.blocks)))
+
+    def _admit(self, run: Run) -> Run | None:
+        """The blocks of ``run`` that are to be copied out, whose memory counts from now on; None where none are."""
+        if self._link.caches() is None or time.monotonic() < self._paused_until_s:
+            self._counts.add("store_shed_blocks", len(run.keys))
+            return None
+        with self._lock:
+            pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
+            size = len(pairs) * self._pages[run.group].block_bytes
+            if not pairs or self._bytes + size > self._bytes_max:
+                self._counts.add("store_shed_blocks", len(pairs))
+                return None
+            self._bytes += size
+            self._on_the_way.update(key for key, _ in pairs)
+            self._idle.clear()
+        return Run(run.group, [key for key, _ in pairs], [block for _, block in pairs])
+
+    def close(self, timeout_s: float) -> None:
+        """Publishes what is on its way, for at most ``timeout_s``."""
+        self._idle.wait(timeout_s)
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            run, copy = item
+            stored = 0
+            try:
+                stored = self._publish(run, copy)
+            except Exception:
+                log.exception("kvstore: blocks could not be stored")
+            size = self._pages[run.group].block_bytes
+            self._counts.add("stored_blocks", stored)
+            self._counts.add("stored_bytes", stored * size)
+            self._counts.add("store_failed_blocks", len(run.keys) - stored)
+            with self._lock:
+                self._bytes -= len(run.keys) * size
+                self._on_the_way.difference_update(run.keys)
+                if not self._on_the_way:
+                    self._idle.set()
+            del item, run, copy
+
+    def _publish(self, run: Run, copy: Copy) -> int:
+        caches = self._link.caches()
+        if caches is None or time.monotonic() < self._paused_until_s:
+            return 0
+        try:
+            return sum(caches[0].put(run.keys, list(copy.rows())))
+        except (Unavailable, Overloaded):
+            # The next ones would wait as long: they are shed until it may be well again.
+            self._paused_until_s = time.monotonic() + self._pause_s
+        except KVStoreError as error:
+            log.warning("kvstore: the store refuses blocks: %s", error)
+        return 0

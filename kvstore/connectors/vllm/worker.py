@@ -1,0 +1,151 @@
+"""A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports what came of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.loading import Loader, Loading
+from kvstore.connectors.vllm.messages import Orders, Report
+from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.pages import Pages
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.storing import Storer
+from kvstore.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    """The connector's state on one rank. Used by its engine thread alone."""
+
+    def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
+        self._settings = settings
+        self._shape = shape
+        self._stores = stores
+        self.counts = Counts()
+        self._link = Link(settings, [namespace])
+        self._pages: list[Pages] = []
+        self._loader: Loader | None = None
+        self._storer: Storer | None = None
+        self._is_async = shape.is_async(settings)
+        self._syncing: list[Loading] = []
+        self._scattered: set[str] = set()
+        self._report = Report(digests={(part, namespace.digest)})
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+
+    def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:
+        """See ``register_kv_caches``. Raises InvalidRequest for memory that is not cut into blocks."""
+        self._pages = [
+            Pages(group.layer_names, [kv_caches[name] for name in group.layer_names], kv_cache_config.num_blocks)
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        settings = self._settings
+        self._loader = Loader(
+            self._link,
+            self._pages,
+            self.counts,
+            timeout_s=settings.load_timeout_s,
+            bytes_max=settings.load_bytes_max,
+            threads=settings.load_threads,
+        )
+        self._storer = Storer(
+            self._link, self._pages, self.counts, bytes_max=settings.store_bytes_max, pause_s=settings.pause_s
+        )
+
+    # Loading
+
+    def start_loads(self, orders: Orders) -> None:
+        """See ``start_load_kv``. Synchronous loads are waited for here, or layer by layer."""
+        assert self._loader is not None
+        for load in orders.loads:
+            loading = self._loader.begin(load, keep=not self._is_async)
+            if not self._is_async:
+                self._syncing.append(loading)
+        if self._syncing and not self._settings.layerwise:
+            for pages in self._pages:
+                for layer in pages.layers:
+                    self._scatter(layer)
+
+    def wait_for_layer(self, layer: str) -> None:
+        """See ``wait_for_layer_load``."""
+        if self._syncing and layer not in self._scattered:
+            self._scatter(layer)
+
+    def _scatter(self, layer: str) -> None:
+        """Brings one layer of what is being loaded for this step to where the model reads it."""
+        self._scattered.add(layer)
+        for loading in self._syncing:
+            loading.done.wait()
+            for run, host in loading.kept:
+                pages = self._pages[run.group]
+                if layer in pages.layers:
+                    pages.scatter_layer(pages.layers[layer], run.blocks, host[: len(run.blocks)])
+
+    def _end_syncing(self) -> None:
+        """The step is over. Where the model did not ask for a layer, it computed without it: those loads failed."""
+        missed = {layer for pages in self._pages for layer in pages.layers} - self._scattered
+        for loading in self._syncing:
+            loading.done.wait()
+            for run, _ in loading.kept if missed else ():
+                loading.failed_keys.update(run.keys[:1])
+                loading.failed_blocks.update(run.blocks)
+        if self._syncing and missed:
+            log.error("kvstore: layerwise loads do not work with this model, set layerwise to false: %s", min(missed))
+        self._syncing.clear()
+        self._scattered.clear()
+
+    def finished_loads(self) -> set[str]:
+        """Requests whose asynchronous loads ended since the last call."""
+        finished = set()
+        assert self._loader is not None
+        for loading in self._loader.ended():
+            report, number = self._report, loading.load.number
+            report.ended[number] = report.ended.get(number, 0) + 1
+            report.timed_out = report.timed_out or loading.timed_out
+            if loading.failed_keys:
+                report.failed[number] = loading.failed_keys
+                self._failed_blocks |= loading.failed_blocks
+            if self._is_async:
+                finished.add(loading.load.request)
+                if loading.failed_keys:
+                    self._failed_requests.add(loading.load.request)
+        return finished
+
+    def failed_requests(self) -> set[str]:
+        """Requests whose loads failed, where block numbers do not say whose they are (several groups)."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed if len(self._pages) > 1 else set()
+
+    def failed_blocks(self) -> set[int]:
+        """See ``get_block_ids_with_load_errors``."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed if len(self._pages) == 1 else set()
+
+    def report(self) -> Report | None:
+        """See ``build_connector_worker_meta``."""
+        report, self._report = self._report, Report()
+        return None if report.is_empty else report
+
+    # Storing
+
+    def finish_step(self, orders: Orders) -> None:
+        """See ``wait_for_save``: copies out the blocks that this step filled; they are published behind it."""
+        self._end_syncing()
+        stores, orders.stores = orders.stores, []
+        if not self._stores:
+            return
+        assert self._storer is not None
+        for each in stores:
+            self._storer.store(each)
+
+    def close(self) -> None:
+        """Stores what is on its way, for a while, and closes the store."""
+        if self._storer is not None:
+            self._storer.close(self._settings.drain_s)
+        if self._loader is not None:
+            self._loader.close()
+        self._link.close()

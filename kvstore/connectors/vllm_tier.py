@@ -1,0 +1,241 @@
+"""vLLM's secondary tier: chunks of its CPU cache kept in a kvstore, under ``TieringOffloadingSpec``.
+
+All that depends on vLLM's tiering interface, which changes with almost every release, is in this file: vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore.client.blocks import BLOCKS_MAX
+from kvstore.connectors.opening import PLACE_KEYS, check_keys
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+Job = tuple[TransferJob, list[bytes], bytes]
+"""A transfer, vLLM's keys, and the era that they are of."""
+
+OWN_KEYS = frozenset(
+    {"fingerprint", "tenant", "lookup_timeout_s", "load_timeout_s", "store_timeout_s", "pause_s", "load_threads"}
+)
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``Settings`` in ``OWN_KEYS``, and
+    where the store is; beside them ``locality``, as vLLM's other tiers have it.
+
+    Raises InvalidRequest (a ValueError) where KV cannot be shared.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+        **given: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        check_keys(given, PLACE_KEYS | OWN_KEYS, "the entry in secondary_tiers")
+        settings = Settings.of(given)
+        self.locality = Locality(locality) if locality is not None else None
+        # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
+        self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
+        self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._under_way = 0
+        self._lookups = _Lookups(tier_type, self._link, settings)
+        lanes = [self._jobs] * settings.load_threads + [self._stores]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"kvstore-vllm-tier-{number}", daemon=True)
+            for number, lane in enumerate(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """No wishes of its own."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Whether the chunk is in the store; RETRY while it is being looked for."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begins to store chunks."""
+        self._submit(self._stores, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begins to load chunks."""
+        self._submit(self._jobs, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that ended since the last call. What could not be loaded counts as absent from now on."""
+        results = []
+        while not self._finished.empty():
+            result, failed = self._finished.get()
+            self._lookups.mark_miss(failed)
+            results.append(result)
+        return results
+
+    def has_pending_work(self) -> bool:
+        """The engine must go on asking while jobs are under way."""
+        return self._under_way > 0 or not self._finished.empty()
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Sends this step's look-ups."""
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forgets what was looked up for it."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def drain_jobs(self) -> None:
+        """Returns when no job is under way; each ends within the store's deadlines.
+
+        vLLM calls it when the cache is reset, be it because weights were replaced in memory. So from now on the keys
+        are this engine's alone: nothing says whether another engine has the same weights now.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: not self._under_way)
+        self._lookups.era = os.urandom(16)
+
+    def shutdown(self) -> None:
+        """Ends the threads and closes the store; a job that is under way is given the store's deadline."""
+        for lane in [self._jobs] * (len(self._threads) - 1) + [self._stores]:
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+        self._lookups.shutdown()
+        self._link.close()
+
+    def _submit(self, lane: queue.SimpleQueue[Any], job: TransferJob) -> None:
+        with self._condition:
+            self._under_way += 1
+        lane.put((job, [bytes(key) for key in job.keys], self._lookups.era))
+
+    def _serve(self, lane: queue.SimpleQueue[Job | None]) -> None:
+        while (item := lane.get()) is not None:
+            job, keys, era = item
+            began_s = time.monotonic()
+            try:
+                done = self._transfer(job, [key + era for key in keys])
+            except Exception as error:
+                if not isinstance(error, KVStoreError):
+                    log.exception("kvstore: a job of the tier failed")
+                done = [False] * len(keys)
+            good = [key for key, hit in zip(keys, done, strict=True) if hit]
+            result = JobResult(
+                job_id=job.job_id,
+                success=all(done),
+                successful_keys=_same(job.keys, set(good)) if job.is_promotion and good and not all(done) else None,
+                transfer_time=time.monotonic() - began_s,
+                transfer_bytes=len(good) * self.block_size_bytes,
+            )
+            failed = [key for key, hit in zip(keys, done, strict=True) if not hit] if job.is_promotion else []
+            self._finished.put((result, failed))
+            with self._condition:
+                self._under_way -= 1
+                self._condition.notify_all()
+
+    def _transfer(self, job: TransferJob, keys: Sequence[bytes]) -> list[bool]:
+        caches = self._link.caches()
+        if caches is None:
+            return [False] * len(keys)
+        rows = [self._chunks[int(chunk)] for chunk in job.chunk_ids]
+        return caches[0].get(keys, rows) if job.is_promotion else caches[0].put(keys, rows)
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """vLLM's own background look-ups, asked of the store."""
+
+    def __init__(self, tier_type: str, link: Link, settings: Settings) -> None:
+        self._link = link
+        self._settings = settings
+        self._paused_until_s = 0.0
+        self.era = b""
+        """What follows vLLM's keys in ours; empty until the cache is reset."""
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
+        """One flag per key. Past the deadline they are absent, and for a while those of other requests too."""
+        caches, began_s = self._link.caches(), time.monotonic()
+        if caches is None or began_s < self._paused_until_s:
+            return [False] * len(keys)
+        found: list[bool] = []
+        for start in range(0, len(keys), BLOCKS_MAX):
+            found += caches[0].present([bytes(key) + self.era for key in keys[start : start + BLOCKS_MAX]])
+        if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
+            self._paused_until_s = time.monotonic() + self._settings.pause_s
+        return found
+
+
+def _same(keys: Collection[Any], good: set[bytes]) -> tuple[Any, ...]:
+    return tuple(key for key in keys if bytes(key) in good)
+
+
+def _namespace(spec: Any, settings: Settings, chunk_bytes: int) -> Namespace:
+    """The namespace of whole chunks: the KV of all workers, in the layout of the CPU cache."""
+    vllm_config, kv_cache_config = _engine_configuration()
+    check_hashes(vllm_config)
+    fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
+    base = namespaces(vllm_config, Shape(vllm_config, kv_cache_config), fingerprint, settings.tenant)[0]
+    tier = {
+        "kept by": "tier",
+        "chunk": f"{spec.blocks_per_chunk} blocks, {chunk_bytes} bytes",
+        "canonical": str(spec.config.canonical_layout),
+        "replicated": str(spec.config.replicated_layout),
+        "workers": str(spec.config.parallel.world_size),
+    }
+    ranks = {"tp rank": "all", "pp rank": "all"}
+    return Namespace.of(
+        base.name, base.layout, fingerprint, settings.tenant, {**dict(base.attributes), **ranks, **tier}
+    )
+
+
+def _engine_configuration() -> tuple[Any, Any]:
+    """vLLM's whole configuration and that of its KV cache, from whoever is making this tier.
+
+    vLLM gives a tier an extract that lacks RoPE scaling, quantisation and whatever else the command line overrides,
+    and KV of another configuration must never be served; so the callers that have it are looked through.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = [frame.f_locals.get(name) for name in ("vllm_config", "kv_cache_config")]
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+        frame = frame.f_back  # type: ignore[assignment]
+    raise InvalidRequest(
+        "this version of vLLM does not show a tier what it serves: use the connector (kvstore.connectors.vllm)"
+    )

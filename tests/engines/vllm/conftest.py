@@ -1,0 +1,81 @@
+"""What the tests with a real vLLM share: the model, one reference run without a store, a small cluster.
+
+They start engines, which takes minutes: only `make test-engines` runs them, in what .ci/engines.sh makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.engines import HERE, PYTHON, Answer, engine_environment, prompt, running_engine
+from tests.etcd_fixture import running_etcd
+
+collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
+
+LONG = prompt(1, 300)
+"""Nine full blocks and a part of one."""
+PROMPTS = {
+    "long": LONG,
+    "other": prompt(2, 200),
+    "branch": LONG[:128] + prompt(3, 100),
+    "exact": prompt(4, 96),
+    "short": prompt(5, 20),
+    **{f"many {number}": prompt(100 + number, 130) for number in range(6)},
+}
+
+
+@pytest.fixture(scope="session")
+def workplace() -> Iterator[Path]:
+    """A folder for models, logs and caches of this run."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-vllm-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def model(workplace: Path) -> Path:
+    """The tiny model."""
+    return make_model(workplace, "tiny", 7)
+
+
+def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path:
+    """A tiny model with weights from ``seed`` in a folder called ``name``."""
+    folder = workplace / name
+    subprocess.run(
+        [str(PYTHON), str(HERE / "tiny_model.py"), str(folder), "--seed", str(seed), "--changes", json.dumps(changes)],
+        check=True, timeout=300, env=engine_environment(workplace), cwd=workplace,
+    )  # fmt: skip
+    return folder
+
+
+CROWD = [prompt(200 + number, 200) for number in range(8)]
+"""More than the engines of these tests have blocks for at once."""
+CROWD_TOKENS = 60
+
+
+@pytest.fixture(scope="session")
+def reference(workplace: Path, model: Path) -> dict[str, Answer]:
+    """What vLLM without any store answers to each prompt, and as ``crowd`` to all of ``CROWD``."""
+    with running_engine(workplace, {"model": str(model), "enable_prefix_caching": False}) as engine:
+        answers = {name: engine.generate(tokens) for name, tokens in PROMPTS.items()}
+        answers["crowd"] = engine.generate(*CROWD, tokens=CROWD_TOKENS)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def etcd(module_root: Path) -> Iterator[str]:
+    """Endpoints of an etcd of this module."""
+    with running_etcd(module_root / "etcd") as server:
+        yield server.endpoints
+
+
+@pytest.fixture(scope="module")
+def root(module_root: Path) -> Path:
+    """The root of this module."""
+    return module_root / "root"

@@ -1,0 +1,103 @@
+"""What must never be shared: other weights, dtypes, RoPE scalings, parallel sizes; and where the connector refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.conftest import PROMPTS, make_model
+from tests.engines.vllm.engines import (
+    HERE,
+    PYTHON,
+    Answer,
+    engine_environment,
+    full_blocks,
+    running_engine,
+    stored_files,
+    transfer,
+    wait_stored,
+)
+
+LONG = PROMPTS["long"]
+
+
+def test_two_ranks_share_with_two_ranks_only_and_other_weights_share_nothing(
+    workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
+) -> None:
+    weights = workplace / "replaced"
+    make_model(workplace, "replaced", 7)
+    settings = {"model": str(weights), "kv_transfer_config": transfer({"root": str(root)})}
+    with running_engine(workplace, settings) as engine:
+        engine.generate(LONG).check_same(reference["long"])
+        wait_stored(root, 9)
+    with running_engine(workplace, {**settings, "tensor_parallel_size": 2}, processes=True) as engine:
+        first = engine.generate(LONG)
+        assert first.cached == [0]
+        assert first.tokens == reference["long"].tokens
+        wait_stored(root, 9 + 2 * 9)
+        engine.forget()
+        second = engine.generate(LONG)
+        assert second.cached == [full_blocks(LONG)]
+        second.check_same(first)
+    make_model(workplace, "replaced", 8)
+    with running_engine(workplace, settings) as engine:
+        other = engine.generate(LONG)
+        assert other.cached == [0]
+        # So that a hit would have been seen: these weights say something else.
+        assert other.tokens != reference["long"].tokens
+        wait_stored(root, 9 + 2 * 9 + 9)
+        engine.forget()
+        again = engine.generate(LONG)
+        assert again.cached == [full_blocks(LONG)]
+        again.check_same(other)
+    assert len(stored_files(root)) >= 36
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "dtype": {"dtype": "bfloat16"},
+    "cache dtype": {"kv_cache_dtype": "fp8"},
+    "rope theta": {"hf_overrides": {"rope_theta": 20000.0}},
+    "rope scaling": {
+        "hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+    },
+    "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "block size": {"block_size": 64},
+    "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
+    "seeded hash": {"prefix_caching_hash_algo": "xxhash", "seed": "0"},
+}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "hashes that no other process could repeat": (
+        {"prefix_caching_hash_algo": "xxhash"},
+        "set the environment variable PYTHONHASHSEED",
+    ),
+    "weights that are nowhere": ({"load_format": "auto", "seed": "0"}, "no weight files"),
+}
+
+
+def test_every_setting_that_changes_the_kv_changes_the_namespace(workplace: Path, model: Path) -> None:
+    empty = workplace / "without-weights"
+    empty.mkdir()
+    (empty / "config.json").write_bytes((model / "config.json").read_bytes())
+    engines = {name: {"model": str(model), **changes} for name, changes in VARIANTS.items()}
+    engines |= {
+        name: {"model": str(empty if "weights" in name else model), **changes} for name, (changes, _) in REFUSED.items()
+    }
+    done = subprocess.run(
+        [str(PYTHON), str(HERE / "names.py"), json.dumps(engines)], capture_output=True, text=True, timeout=300,
+        check=False, cwd=workplace, env=engine_environment(workplace),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[str] | str] = json.loads(done.stdout.splitlines()[-1])
+    for name, (_, said) in REFUSED.items():
+        assert said in found.pop(name)
+    assert {name: len(digests) for name, digests in found.items()} == {
+        name: 2 if name in ("ranks", "stages") else 1 for name in VARIANTS
+    }
+    every = [digest for digests in found.values() for digest in digests]
+    assert len(set(every)) == len(every)

@@ -1,0 +1,43 @@
+"""A model with two kinds of KV: layers that see everything, and layers with a sliding window."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.engines.vllm.conftest import PROMPTS, make_model
+from tests.engines.vllm.engines import check_clean, damage, mend, running_engine, stored_files, transfer
+
+LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
+
+
+def test_both_kinds_are_stored_loaded_and_when_damaged_computed_anew(workplace: Path, root: Path) -> None:
+    model = make_model(
+        workplace, "hybrid", 7, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=64
+    )
+    settings = {"model": str(model), "kv_transfer_config": transfer({"root": str(root)})}
+    with running_engine(workplace, settings) as engine:
+        computed = {"long": engine.generate(LONG), "branch": engine.generate(BRANCH)}
+        assert computed["long"].cached == [0]
+
+        def generate_until_loaded(name: str, tokens: int) -> None:
+            ends_s = time.monotonic() + 30
+            while True:
+                engine.forget()
+                answer = engine.generate(PROMPTS[name])
+                answer.check_same(computed[name])
+                if answer.cached == [tokens]:
+                    return
+                assert time.monotonic() < ends_s, answer.cached
+
+        generate_until_loaded("long", 288)
+        generate_until_loaded("branch", 224)
+        for path in stored_files(root):
+            damage(path)
+        engine.forget()
+        failed = engine.generate(LONG)
+        failed.check_same(computed["long"])
+        assert engine.counts()["vllm:kvstore_load_failed_blocks"] >= 1
+        generate_until_loaded("long", 288)
+        mend(root)
+    check_clean(root)

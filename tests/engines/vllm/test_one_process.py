@@ -1,0 +1,165 @@
+"""An engine that opens the root itself, a member of the cluster: stores, loads, and what trouble does to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.conftest import CROWD, CROWD_TOKENS, PROMPTS
+from tests.engines.vllm.engines import (
+    Answer,
+    Engine,
+    check_clean,
+    damage,
+    full_blocks,
+    mend,
+    running_engine,
+    running_program,
+    stored_files,
+    transfer,
+    wait_stored,
+)
+
+LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
+LONG_BLOCKS = full_blocks(LONG) // 32
+
+
+@pytest.fixture(scope="module", params=["async", "sync", "sync layerwise"])
+def engine(
+    request: pytest.FixtureRequest, workplace: Path, model: Path, root: Path, etcd: str, reference: dict[str, Answer]
+) -> Iterator[Engine]:
+    """One engine per way of loading, on one root that they share."""
+    load, _, layerwise = str(request.param).partition(" ")
+    place = {"root": str(root), "etcd": etcd, "load": load, "layerwise": bool(layerwise)}
+    settings = {"model": str(model), "num_gpu_blocks_override": 48, "kv_transfer_config": transfer(place)}
+    with running_engine(workplace, settings) as started:
+        yield started
+
+
+def test_what_one_request_computed_the_next_one_loads(engine: Engine, root: Path, reference: dict[str, Answer]) -> None:
+    before = len(stored_files(root))
+    first = engine.generate(LONG)
+    first.check_same(reference["long"])
+    # The first engine computes it, the next ones, in processes of their own, find it.
+    assert first.cached == [full_blocks(LONG) if before else 0]
+    wait_stored(root, LONG_BLOCKS)
+    engine.forget()
+    second = engine.generate(LONG)
+    second.check_same(reference["long"])
+    assert second.cached == [full_blocks(LONG)]
+
+
+def test_a_shared_prefix_is_loaded_and_the_rest_computed(engine: Engine, reference: dict[str, Answer]) -> None:
+    engine.forget()
+    engine.generate(LONG, tokens=1)
+    engine.forget()
+    answer = engine.generate(BRANCH)
+    answer.check_same(reference["branch"])
+    assert answer.cached[0] in (128, full_blocks(BRANCH))
+
+
+def test_a_prompt_of_full_blocks_leaves_one_token_to_compute(engine: Engine, reference: dict[str, Answer]) -> None:
+    cached = []
+    for _ in range(2):
+        engine.forget()
+        answer = engine.generate(PROMPTS["exact"])
+        answer.check_same(reference["exact"])
+        cached += answer.cached
+        time.sleep(0.5)
+    assert cached[-1] == 64
+
+
+def test_many_requests_at_once(engine: Engine, reference: dict[str, Answer]) -> None:
+    names = [name for name in PROMPTS if name.startswith("many")]
+    cached = []
+    for _ in range(2):
+        engine.forget()
+        answer = engine.generate(*(PROMPTS[name] for name in names))
+        for index, name in enumerate(names):
+            assert answer.tokens[index] == reference[name].tokens[0]
+        cached.append(answer.cached)
+        time.sleep(0.5)
+    assert cached[-1] == [128] * len(names)
+
+
+def test_preempted_requests_go_on_from_what_was_stored(engine: Engine, reference: dict[str, Answer]) -> None:
+    before = engine.counts()
+    engine.forget()
+    answer = engine.generate(*CROWD, tokens=CROWD_TOKENS)
+    assert answer.tokens == reference["crowd"].tokens
+    after = engine.counts()
+    assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
+    assert after["vllm:kvstore_loaded_blocks"] > before["vllm:kvstore_loaded_blocks"]
+
+
+def test_a_damaged_block_is_computed_anew_and_repaired(
+    engine: Engine, root: Path, reference: dict[str, Answer]
+) -> None:
+    engine.forget()
+    engine.generate(LONG)
+    before = engine.counts()["vllm:kvstore_load_failed_blocks"]
+    files = stored_files(root)
+    found = {path.stat().st_ino for path in files}
+    for path in files:
+        damage(path)
+    engine.forget()
+    answer = engine.generate(LONG)
+    answer.check_same(reference["long"])
+    assert answer.reasons == ["length"]
+    # One load failed, at its first block; a retry loop would fail again and again.
+    assert 1 <= engine.counts()["vllm:kvstore_load_failed_blocks"] - before <= 2
+    ends_s = time.monotonic() + 30
+    while True:
+        # Repaired: the chain of this prompt is loaded whole again.
+        engine.forget()
+        again = engine.generate(LONG)
+        again.check_same(reference["long"])
+        if again.cached == [full_blocks(LONG)]:
+            break
+        assert time.monotonic() < ends_s, again.cached
+    assert {path.stat().st_ino for path in stored_files(root)} != found
+    mend(root)
+
+
+def test_garbage_collection_at_full_tilt_costs_misses_only(
+    engine: Engine, root: Path, etcd: str, reference: dict[str, Answer]
+) -> None:
+    with running_program(
+        "kvstore_gc", "--root", str(root), "--etcd", etcd, "--interval", "0.1", "--max-bytes", "600KiB",
+        "--high", "0.6", "--low", "0.1",
+    ):  # fmt: skip
+        ends_s = time.monotonic() + 8
+        cached = []
+        while time.monotonic() < ends_s:
+            for name in ("long", "branch", "other"):
+                engine.forget()
+                answer = engine.generate(PROMPTS[name])
+                answer.check_same(reference[name])
+                cached.append((name, *answer.cached))
+        # It did take something away in between.
+        assert len(set(cached)) > 3
+    check_clean(root)
+
+
+def test_after_an_update_of_the_weights_in_memory_nothing_older_is_loaded(
+    engine: Engine, reference: dict[str, Answer]
+) -> None:
+    engine.forget(connector=True)
+    answer = engine.generate(LONG)
+    answer.check_same(reference["long"])
+    assert answer.cached == [0]
+
+
+def test_an_engine_killed_while_it_stores_leaves_a_clean_root(
+    engine: Engine, root: Path, request: pytest.FixtureRequest
+) -> None:
+    crowd = [[3 + shift, *LONG] for shift in range(8)]
+    before = len(stored_files(root))
+    engine.begin(*crowd, tokens=50)
+    time.sleep({"async": 0.05, "sync": 0.3, "sync layerwise": 1.0}[request.node.callspec.params["engine"]])
+    engine.kill()
+    check_clean(root)
+    assert len(stored_files(root)) <= before + 8 * (len(LONG) + 50) // 32

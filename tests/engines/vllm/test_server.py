@@ -1,0 +1,100 @@
+"""vLLM's OpenAI server: a prefill engine that stores, a decode engine that loads, and what ``/metrics`` says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.engines.vllm.conftest import PROMPTS
+from tests.engines.vllm.engines import (
+    PYTHON,
+    START_S,
+    Answer,
+    engine_environment,
+    full_blocks,
+    kill_group,
+    running_engine,
+    stored_files,
+    transfer,
+    wait_stored,
+)
+
+LONG = PROMPTS["long"]
+
+
+@contextmanager
+def running_server(workplace: Path, model: Path, config: dict[str, object]) -> Iterator[str]:
+    """The server's URL, once it answers."""
+    port = 20_000 + os.getpid() % 20_000
+    with open(workplace / "server.log", "wb") as log:
+        child = subprocess.Popen(
+            [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
+             "tiny", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", "32",
+             "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config",
+             json.dumps(config)],
+            stdout=log, stderr=log, cwd=workplace, env=engine_environment(workplace), start_new_session=True,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ends_s = time.monotonic() + START_S
+        while True:
+            assert child.poll() is None and time.monotonic() < ends_s, (workplace / "server.log").read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+            except (urllib.error.URLError, TimeoutError):
+                time.sleep(0.5)
+        yield url
+    finally:
+        kill_group(child)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Counters by name, summed over labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, _, value = line.partition("{")[0].partition(" ")[0], "", line.rsplit(" ", 1)[1]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def test_a_server_that_decodes_loads_what_another_engine_prefilled(
+    workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
+) -> None:
+    place = {"root": str(root)}
+    with running_engine(
+        workplace, {"model": str(model), "kv_transfer_config": transfer(place, "kv_producer")}
+    ) as prefill:
+        prefill.generate(LONG, tokens=1)
+        wait_stored(root, 9)
+        prefill.forget()
+        assert prefill.generate(LONG, tokens=1).cached == [0]  # a producer does not load
+    stored = stored_files(root)
+    with running_server(workplace, model, transfer({**place, "wait_s": 0.5}, "kv_consumer")) as url:
+        for prompt in (LONG, PROMPTS["other"]):
+            request = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+                       "return_token_ids": True}  # fmt: skip
+            body = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(body, timeout=120) as answer:
+                choice = json.load(answer)["choices"][0]
+            name = "long" if prompt is LONG else "other"
+            assert choice["token_ids"] == reference[name].tokens[0]
+        ends_s = time.monotonic() + 20
+        while (seen := metrics(url)).get("vllm:kvstore_loaded_blocks_total") != 9:
+            assert time.monotonic() < ends_s, {name: value for name, value in seen.items() if "kvstore" in name}
+            time.sleep(0.2)
+        assert seen["vllm:external_prefix_cache_hits_total"] == full_blocks(LONG)
+        assert seen["vllm:kvstore_lookup_hit_tokens_total"] == full_blocks(LONG)
+    assert stored_files(root) == stored  # a consumer does not store
