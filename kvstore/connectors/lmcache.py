@@ -25,7 +25,8 @@ from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, place
 from kvstore.connectors.lmcache_locks import Locks
 from kvstore.connectors.settings import LateStore, block_key, text
 from kvstore.connectors.tasks import TaskThreads
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
+from kvstore.connectors.trouble import Trouble
+from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.sources import SystemClock
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._writers = TaskThreads(fewer, TASKS_MAX, "kvstore-lmcache-write")
         # The same number of bytes says nothing of what a serialiser made them from, and LMCache does not say.
         self._opaque = f"serde {settings.serde}" if settings.serde else f"process {secrets.token_hex(16)}"
-        self._failing: str = ""
+        self._trouble = Trouble(log, "lmcache.task_failed")
 
     # Descriptors
 
@@ -220,7 +221,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def report_status(self) -> dict[str, Any]:
         """Whether the last call to the store went well, and why not."""
-        failing = self._failing
+        failing = self._trouble.why
         return {
             "is_healthy": not failing,
             "type": type(self).__name__,
@@ -249,7 +250,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         task = next(self._ids)
         begin_by_s = self._clock.monotonic_s() + timeout_s
         if not threads.submit(partial(self._do, task, outcomes, work, failure, begin_by_s)):
-            self._failing = "too many tasks wait for the store"
+            self._trouble.failed("too many tasks wait for the store, or it is closed")
             outcomes.put(task, failure)
         return task
 
@@ -257,20 +258,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         result = failure
         try:
             if self._clock.monotonic_s() > begin_by_s:
-                self._failing = "tasks waited too long for a thread"
+                self._trouble.failed("tasks waited too long for a thread")
                 return
             result = work()
-            self._failing = ""
-        except InvalidRequest as error:
-            if self._failing != str(error):
-                log.error("lmcache.task_refused why=%s", error)
-            self._failing = str(error)
+            self._trouble.went_well()
         except KVStoreError as error:
-            if not self._failing:
-                log.warning("lmcache.task_failed why=%s", error)
-            self._failing = str(error)
+            self._trouble.failed(error)
         except Exception as error:
-            self._failing = f"{type(error).__name__}: {error}"
+            self._trouble.failed(f"{type(error).__name__}: {error}")
             raise
         finally:
             outcomes.put(task, result)  # without it LMCache would wait for ever

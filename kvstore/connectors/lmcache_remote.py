@@ -18,6 +18,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from kvstore.client import Cache
 from kvstore.connectors.lmcache_keys import ModelCaches, Settings, tensors
 from kvstore.connectors.settings import LateStore, block_key, text
+from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         settings = Settings.of(_given(config.extra_config or {}, plugin_name), "extra_config")
         self._store = LateStore(settings)
         self._caches = ModelCaches(self._store, "remote")
+        self._lookup_trouble = Trouble(log, "lmcache.lookup_failed")
+        self._load_trouble = Trouble(log, "lmcache.load_failed")
+        self._store_trouble = Trouble(log, "lmcache.store_failed")
         self._made_of = tensors(self.meta_shapes, self.meta_dtypes)
 
     # Looking up
@@ -81,7 +85,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         try:
             return self._cache(keys[0]).blocks.match([self._name(key) for key in keys])
         except KVStoreError as error:
-            log.warning("lmcache.lookup_failed why=%s", error)
+            self._lookup_trouble.failed(error)
             return 0
 
     def support_batched_async_contains(self) -> bool:
@@ -123,7 +127,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
                 for at, name, hit in zip(wanted, names, read, strict=True):
                     hits[at] = hit or self._get_part(cache, name, made[at])
         except KVStoreError as error:
-            log.warning("lmcache.load_failed why=%s", error)
+            self._load_trouble.failed(error)
         finally:
             for at, each in enumerate(made):
                 if each is not None and not hits[at]:
@@ -167,7 +171,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             if names:
                 self._cache(keys[0]).blocks.put(names, buffers)
         except KVStoreError as error:
-            log.warning("lmcache.store_failed why=%s", error)
+            self._store_trouble.failed(error)
 
     # The rest
 

@@ -56,7 +56,12 @@ def open_store(settings: Mapping[str, Any], *, match_s: float, read_s: float, wr
     """
     root, connect, etcd = settings.get("root"), settings.get("connect"), settings.get("etcd")
     if root:
-        limits = Limits(match_deadline_s=match_s, read_deadline_s=read_s, write_deadline_s=write_s)
+        limits = Limits(
+            match_deadline_s=match_s,
+            read_deadline_s=read_s,
+            write_deadline_s=write_s,
+            meta_deadline_s=min(Limits().meta_deadline_s, write_s),
+        )
         return kvstore.open(
             root,
             etcd or None,

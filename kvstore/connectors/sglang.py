@@ -10,9 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import sglang
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -24,13 +26,21 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.client import Cache
-from kvstore.connectors.settings import LateStore, StoreSettings
+from kvstore.connectors.settings import LateStore, StoreSettings, text
 from kvstore.connectors.sglang_pages import PagePool
+from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LAUNCHED_WITH = (
+    "model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format",
+    "model_impl", "json_model_override_args", "speculative_draft_model_path", "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+)  # fmt: skip
+"""Arguments of SGLang's launch that change KV, and of which it tells a storage backend nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._kv: PagePool | None = None
         self._pools: dict[str, PagePool] = {}
         self._cache: Cache | None = None
-        self._failing = False
+        self._trouble = Trouble(log, "sglang.call_failed")
         self._store = LateStore(settings)
 
     # Pools
@@ -243,21 +253,31 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             "page tokens": str(self._anchor().page_size),
             **{axis: f"{rank} of {size}" for axis, (rank, size) in ranks.items()},
         }
+        launched = _launched_with()
+        attributes["launched with"] = blake2b(text(repr(sorted(launched.items()))), digest_size=16).hexdigest()
         # SGLang adds the pool's own page format to the model's name.
         tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
-        return self._store.model("sglang", model, attributes, model.removesuffix(f"-{tag}") if tag else model)
+        path = launched.get("model_path") or (model.removesuffix(f"-{tag}") if tag else model)
+        return self._store.model("sglang", model, attributes, path)
 
     def _or_miss(self, call: Callable[[], T], miss: T) -> T:
         """The call's result, or ``miss`` where the store could not answer."""
         try:
             result = call()
         except KVStoreError as error:
-            if not self._failing:
-                log.warning("sglang.call_failed why=%s", error)
-            self._failing = True
+            self._trouble.failed(error)
             return miss
-        self._failing = False
+        self._trouble.went_well()
         return result
+
+
+def _launched_with() -> dict[str, str]:
+    """What this process of SGLang was launched with; empty where nobody launched one, as in tests of storage."""
+    try:
+        given = runtime_context.get_server_args()
+    except (ValueError, AttributeError):
+        return {}
+    return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH}
 
 
 def _leading(pages: Sequence[bool]) -> int:

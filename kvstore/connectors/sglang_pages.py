@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.connectors.settings import block_key
+from kvstore.connectors.settings import block_key, text
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 4
@@ -65,9 +65,7 @@ class PagePool:
     def names(self, keys: Sequence[str]) -> list[bytes]:
         """The keys of the pages' blocks, page by page."""
         return [
-            block_key(self._told, key.encode(), str(number).encode())
-            for key in keys
-            for number in range(len(self.sizes))
+            block_key(self._told, text(key), str(number).encode()) for key in keys for number in range(len(self.sizes))
         ]
 
     def whole(self, blocks: Sequence[bool]) -> list[bool]:
@@ -76,8 +74,11 @@ class PagePool:
         return [all(blocks[start : start + count]) for start in range(0, len(blocks), count)]
 
     def fits(self, pages: int, indices: torch.Tensor | None) -> bool:
-        """Whether ``indices`` are those of so many pages."""
-        return indices is not None and int(indices.numel()) == pages * self.page_size
+        """Whether ``indices`` are those of so many pages, each in one run: only its first index is looked at later."""
+        if indices is None or int(indices.numel()) != pages * self.page_size:
+            return False
+        rows = indices.reshape(pages, self.page_size)
+        return bool((rows >= 0).all()) and bool((rows[:, 1:] - rows[:, :-1] == 1).all())
 
     def to_write(self, indices: torch.Tensor) -> list[memoryview]:
         """The bytes of the pages' blocks: the pool's own memory, or a copy where a page is in too many runs."""

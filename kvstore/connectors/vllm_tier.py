@@ -194,10 +194,13 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         if caches is None or began_s < self._paused_until_s:
             return [False] * len(keys)
         found: list[bool] = []
-        for start in range(0, len(keys), BLOCKS_MAX):
-            found += caches[0].present([bytes(key) + self.era for key in keys[start : start + BLOCKS_MAX]])
-        if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
-            self._paused_until_s = time.monotonic() + self._settings.pause_s
+        try:
+            for start in range(0, len(keys), BLOCKS_MAX):
+                found += caches[0].present([bytes(key) + self.era for key in keys[start : start + BLOCKS_MAX]])
+        finally:
+            # Also where the store gave up with an error, which vLLM takes for absent.
+            if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
+                self._paused_until_s = time.monotonic() + self._settings.pause_s
         return found
 
 
@@ -208,6 +211,11 @@ def _same(keys: Collection[Any], good: set[bytes]) -> tuple[Any, ...]:
 def _namespace(spec: Any, settings: Settings, chunk_bytes: int) -> Namespace:
     """The namespace of whole chunks: the KV of all workers, in the layout of the CPU cache."""
     vllm_config, kv_cache_config = _engine_configuration()
+    if vllm_config.lora_config is not None:
+        raise InvalidRequest(
+            "the tier is not told which requests have an adapter, and vLLM's hash does not have an adapter's weights: "
+            "start without --enable-lora, or use the connector (kvstore.connectors.vllm), which leaves them alone"
+        )
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
     base = namespaces(vllm_config, Shape(vllm_config, kv_cache_config), fingerprint, settings.tenant)[0]

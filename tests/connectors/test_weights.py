@@ -72,10 +72,17 @@ def test_a_memory_that_makes_no_sense_is_made_anew(tmp_path: Path, memory: Path,
 
 def test_a_commit_names_the_content(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
-    commit = "0123456789abcdef" * 2 + "01234567"
+    commit = "0123456789" * 4
     assert weights_fingerprint(model(tmp_path / "snapshots" / commit, a=b"x")) == f"commit-{commit}"
-    # A folder of that name that somebody made: its content decides.
-    assert not weights_fingerprint(model(tmp_path / "snapshots/mine", a=b"x")).startswith("commit-")
+
+
+@pytest.mark.parametrize("name", ["latest", "abc123", "0123456789" * 4 + "a"])
+def test_a_folder_of_snapshots_that_is_not_hugging_faces_is_hashed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "snapshots").mkdir()
+    folder = model(tmp_path / "snapshots" / name, a=b"x")
+    before = weights_fingerprint(folder)
+    (folder / "a.safetensors").write_bytes(b"y")
+    assert weights_fingerprint(folder) != before
 
 
 def test_no_weights_are_refused(tmp_path: Path) -> None:

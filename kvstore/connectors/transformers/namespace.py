@@ -11,7 +11,8 @@ from typing import Any
 import transformers
 
 from kvstore.client import Cache, Store
-from kvstore.connectors.transformers.kept import Kept, check_model, kept_by
+from kvstore.connectors.transformers.kept import Kept, check_model, kept_by, refused
+from kvstore.connectors.transformers.modules import has_hooks, modules_digest
 from kvstore.connectors.transformers.weights import SCHEME, weights_fingerprint
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
@@ -43,7 +44,11 @@ def model_cache(
         raise InvalidRequest(
             f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
         )
+    if attributes is not None and not isinstance(attributes, Mapping):
+        raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
     kept = checked(model)
+    if not attributes:
+        _check_hooks(model)
     layout = kept.layout(chunk_tokens)
     # The geometry is in the name: another chunk length or type is another namespace, not a LayoutMismatch.
     kind = f"{layout.layers}x{layout.kv_heads}x{layout.head_dim}-{layout.dtype}-{chunk_tokens}"
@@ -76,6 +81,8 @@ def check_cache(model: Any, kept: Kept, namespace: Namespace) -> None:
         for key, value in _attributes(model, kept).items()
         if dict(namespace.attributes).get(key) != value
     ]
+    if set(dict(namespace.attributes)) == set(_attributes(model, kept)):
+        _check_hooks(model)
     expected = kept.layout(namespace.layout.chunk_tokens)
     if namespace.layout != expected:
         differing.append(f"its layout is {namespace.layout}, not {expected}")
@@ -103,5 +110,15 @@ def _attributes(model: Any, kept: Kept) -> dict[str, str]:
         "engine": f"transformers {release}",
         "model": type(model).__name__,
         "config": config_digest(model.config),
+        "modules": modules_digest(model),
         "kv": f"k {kept.k[0]}x{kept.k[1]} v {kept.v[0]}x{kept.v[1]}",
     }
+
+
+def _check_hooks(model: Any) -> None:
+    if has_hooks(model):
+        raise refused(
+            model,
+            "forward hooks may change what it computes, and nothing shows how (name what they do in attributes=, to be "
+            "served)",
+        )

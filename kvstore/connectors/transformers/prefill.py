@@ -55,8 +55,10 @@ def prefill_with_store(
     check_prompt(model, input_ids)
     layout = store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)
     chunk_tokens = layout.chunk_tokens
-    if piece_tokens is not None and (piece_tokens < 1 or piece_tokens % chunk_tokens):
-        raise InvalidRequest(f"piece_tokens={piece_tokens}: expected a multiple of chunk_tokens ({chunk_tokens})")
+    if piece_tokens is not None and (
+        not isinstance(piece_tokens, int) or piece_tokens < 1 or piece_tokens % chunk_tokens
+    ):
+        raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
     cache: Cache | None = None
     if isinstance(store, Cache):
         cache = store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,8 @@ from kvstore.connectors.vllm.scheduler import SchedulerHalf
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.worker import WorkerHalf
 
+log = logging.getLogger(__name__)
+
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """KV in a kvstore, shared by all engines with the same model and settings.
@@ -32,11 +35,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = Settings.of(transfer.kv_connector_extra_config)
         check_hashes(vllm_config)
         shape = Shape(vllm_config, kv_cache_config)
+        if not shape.is_async(settings):
+            drafts = vllm_config.speculative_config is not None
+            settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
         names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
         if role is KVConnectorRole.SCHEDULER:
+            if loads and transfer.kv_load_failure_policy == "fail":
+                log.warning(
+                    "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
+                    "output; set it to recompute"
+                )
             self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores)
         else:
             part, is_writer = shape.part_of(vllm_config.parallel_config.rank)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
+from packaging.version import Version
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.weights import weights_fingerprint
@@ -22,6 +25,9 @@ from kvstore.namespace import Namespace
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Fields of a model's configuration that say nothing of its KV, or that are attributes of their own."""
+_MEDIA_FIELDS = (
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
+)  # fmt: skip
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
@@ -81,16 +87,24 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
     )
     speculative = vllm_config.speculative_config
     common = {
-        "engine": "vllm " + ".".join(vllm.__version__.split(".")[:2]),
+        "engine": f"vllm {_release(vllm.__version__)}",
+        "attention": _attention(vllm_config),
         "hash": f"{cache.prefix_caching_hash_algo} of {shape.hash_tokens} tokens",
         "config": _config_digest(model),
         "dtype": str(model.dtype),
-        "cache dtype": str(cache.cache_dtype),
+        "cache dtype": " ".join([str(cache.cache_dtype), *_unquantized_layers(cache)]),
         "quantization": str(model.quantization),
+        "code": " ".join(
+            str(getattr(model, key, None) or "") for key in ("model_impl", "model_class_overrides", "code_revision")
+        ),
         "rope": _rope(model),
+        "length": _length(model),
+        "media": _media(model),
         "physical layout": shape.physical,
         "blocks": "; ".join(shape.kinds),
-        "speculative": f"{speculative.method} {speculative.model}" if speculative is not None else "",
+        "speculative": (
+            f"{speculative.method} {speculative.model} {speculative.num_speculative_tokens}" if speculative else ""
+        ),
         "pp partition": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
         "tp": str(shape.tp // shape.replicas),
         "pp": str(shape.pp),
@@ -168,6 +182,7 @@ def _kind(spec: Any) -> str:
 def _config_digest(model: Any) -> str:
     """Of the model's own configuration, as overridden on the command line: RoPE, windows, sizes, quantisation."""
     fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    fields["of the command line"] = getattr(model, "quantization_config", None)
     return blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
@@ -176,6 +191,50 @@ def _rope(model: Any) -> str:
     config = getattr(model, "hf_text_config", model.hf_config)
     fields = {key: getattr(config, key, None) for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)[:4096]
+
+
+def _unquantized_layers(cache: Any) -> list[str]:
+    """What the cache's dtype does not hold for: other layers of the same number would have the same size."""
+    return sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))
+
+
+def _attention(vllm_config: Any) -> str:
+    """What decides how a kernel packs K and V within a block, which the names of layouts leave open.
+
+    On CPUs it depends on the instructions they have, on ROCm on switches in the environment.
+    """
+    from vllm.platforms import current_platform
+
+    chosen = vllm_config.attention_config
+    kinds = sorted(f"{kind}={backend}" for kind, backend in getattr(chosen, "backend_per_kind", {}).items())
+    found = [str(current_platform.device_name), str(chosen.backend), *kinds]
+    if current_platform.is_cpu():
+        flags = ("_is_amx_tile_supported", "_is_avx512_supported")
+        found += [platform.machine(), *(f"{flag}={getattr(torch.cpu, flag, lambda: None)()}" for flag in flags)]
+    if current_platform.is_rocm():
+        found += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("VLLM_ROCM_"))
+    return " ".join(found)
+
+
+def _length(model: Any) -> str:
+    """``max_model_len`` where vLLM computes even short prompts otherwise for a longer one, else nothing."""
+    config = getattr(model, "hf_text_config", model.hf_config)
+    scaling = str([getattr(config, key, None) for key in ("rope_scaling", "rope_parameters")])
+    depends = "longrope" in scaling or str(getattr(config, "model_type", "")).startswith("llama4")
+    return str(model.max_model_len) if depends else ""
+
+
+def _media(model: Any) -> str:
+    """How pictures and sound are prepared where the command line says so, which vLLM's hash need not have."""
+    config = getattr(model, "multimodal_config", None)
+    fields = {key: getattr(config, key, None) for key in _MEDIA_FIELDS}
+    return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)
+
+
+def _release(version: str) -> str:
+    """The minor version: what is changed between two of them may change KV. Of builds in between, the whole."""
+    parsed = Version(version)
+    return version if parsed.is_prerelease else f"{parsed.major}.{parsed.minor}"
 
 
 def _dtype(cache: str, model: str) -> str:

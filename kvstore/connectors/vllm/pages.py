@@ -93,7 +93,9 @@ class Pages:
             self.scatter_layer(layer, blocks, on_device)
 
     def _numbers(self, blocks: Sequence[int]) -> Any:
-        return torch.tensor(blocks, dtype=torch.int64).to(self._device)
+        # Pinned, since a copy of pageable memory would wait for all that the engine has under way.
+        numbers = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._is_cuda)
+        return numbers.to(self._device, non_blocking=True)
 
 
 def _page_view(name: str, tensor: Any, block_count: int) -> Any:

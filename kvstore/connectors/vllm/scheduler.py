@@ -27,7 +27,7 @@ AVOID_S = 60.0
 """A block that could not be loaded is not looked for again for this long, or until it was stored anew."""
 AVOIDED_MAX = 65_536
 STALE_S = 5.0
-"""A look-up that a waiting request has not used after this time is made anew."""
+"""What a look-up found is looked for anew where the request has not used it after this time."""
 
 
 @dataclass(slots=True)
@@ -36,10 +36,22 @@ class Tracked:
 
     request: Any
     lookup: Lookup | None = None
+    answered_s: float | None = None
+    """When the look-up had an answer."""
     asked_tokens: int = 0
     """Tokens in the engine's own cache, as of the last look-up."""
     stored_tokens: int = 0
     """Leading tokens that are stored already, or ordered to be."""
+
+    def is_stale(self, now_s: float) -> bool:
+        """Whether the look-up has had an answer for too long. One without has a deadline of its own."""
+        return self.answered_s is not None and now_s > self.answered_s + STALE_S
+
+    def abandon(self) -> None:
+        """Forgets the look-up, and spares the threads the rest of it."""
+        if self.lookup is not None:
+            self.lookup.abandoned = True
+        self.lookup = self.answered_s = None
 
 
 class SchedulerHalf:
@@ -54,9 +66,7 @@ class SchedulerHalf:
         self._stores = stores
         self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
         self._workers = shape.tp * shape.pp
-        self._is_async = (
-            settings.load == "async" or len(shape.groups) > 1
-        )  # vLLM cannot repair a part of several groups
+        self._is_async = shape.is_async(settings)
         self._unit = math.lcm(*shape.block_tokens)
         self.counts = Counts()
         self._link = Link(settings, namespaces)
@@ -81,7 +91,7 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """See ``on_new_request``."""
         if request.lora_request is not None:
-            # vLLM's hash has the adapter's name only, and another engine may know another adapter by that name.
+            # vLLM's hash has the adapter's name and path, and another engine may have another adapter there.
             self.counts.add("skipped_lora_requests")
         else:
             self._tracked[request.request_id] = Tracked(request)
@@ -95,13 +105,18 @@ class SchedulerHalf:
             tracked.stored_tokens = computed_tokens
             return 0, False
         lookup = tracked.lookup
-        if lookup is None or tracked.asked_tokens != computed_tokens or time.monotonic() > lookup.started_s + STALE_S:
+        if tracked.asked_tokens != computed_tokens or tracked.is_stale(time.monotonic()):
+            tracked.abandon()
+            lookup = None
+        if lookup is None:
             tracked.asked_tokens = computed_tokens
             lookup = tracked.lookup = self._lookups.begin(self._unit_keys(request), computed_tokens // self._unit)
             self.counts.add("lookups")
         found = self._lookups.result(lookup)
         if found is None:
             return None, False
+        if tracked.answered_s is None:
+            tracked.answered_s = time.monotonic()
         new = max(0, found.from_asked * self._unit - computed_tokens)
         # What the engine still has while the store lost it is stored again.
         tracked.stored_tokens = (
@@ -114,10 +129,13 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        tracked.lookup = None
+        tracked.abandon()
         if not external_tokens:
             return
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
+        if tracked.stored_tokens == first:
+            # Where the load fails fewer are computed, which stores them anew.
+            tracked.stored_tokens = end
         numbers = blocks.get_block_ids()
         runs = [self._run(request, group, numbers[group], first, end) for group in self._shape.groups]
         load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
@@ -194,15 +212,16 @@ class SchedulerHalf:
     def finished(self, request: Any) -> None:
         """The request is over, and its blocks may be used again."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is not None and tracked.lookup is not None:
-            tracked.lookup.abandoned = True
+        if tracked is not None:
+            tracked.abandon()
 
     def reset(self) -> None:
         """See ``reset_cache``, which vLLM calls when weights were replaced in memory: from now on, keys of this engine
         alone, since nothing says whether another engine has the same weights now."""
         self._era = os.urandom(16)
         for tracked in self._tracked.values():
-            tracked.lookup, tracked.stored_tokens = None, 0
+            tracked.abandon()
+            tracked.stored_tokens = 0
 
     def close(self) -> None:
         """Ends the threads and closes the store."""

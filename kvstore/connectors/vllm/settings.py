@@ -36,7 +36,7 @@ class Settings:
     """How long a look-up waits for blocks that are not there yet: for decode engines, while a prefill engine writes."""
     pause_s: float = 10.0
     """After a time-out, look-ups are misses at once for this long."""
-    store_bytes_max: int = 512 << 20
+    store_bytes_max: int = 2 << 30
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
     load_bytes_max: int = 64 << 20
     """Host memory of one of the threads that load."""
@@ -63,6 +63,21 @@ class Settings:
                 raise InvalidRequest(f"kv_connector_extra_config {each.name}={value!r}: expected {wanted}")
         if self.load not in LOADS:
             raise InvalidRequest(f"kv_connector_extra_config load={self.load!r}: expected one of {', '.join(LOADS)}")
+
+    def check_loads(self, *, batches: int, drafts: bool) -> None:
+        """Raises InvalidRequest for synchronous loads where vLLM could not make up for one that failed.
+
+        ``batches`` is how many steps it has under way at once, ``drafts`` whether it decodes speculatively.
+        """
+        if self.load == "sync" and batches > 1:
+            # The next step is computed on KV that did not come before this one is known to have failed.
+            raise InvalidRequest(
+                f"load='sync', and vLLM runs {batches} steps at once: after a load that failed, requests would go on "
+                'with wrong KV; use "load": "async", or start with --no-async-scheduling and no pipeline parallelism'
+            )
+        if self.layerwise and drafts:
+            # vLLM then asks for failed loads before the draft model has asked for its layers.
+            raise InvalidRequest("layerwise loads do not go with speculative decoding: set layerwise to false")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:

@@ -105,6 +105,57 @@ def test_an_object_that_is_only_bytes_is_found_whatever_comes_out_of_it(tmp_root
     assert tensors([(5000,)], [torch.uint8]) == OPAQUE
 
 
+def test_bytes_of_a_serialiser_are_shared_with_those_that_are_told_the_same_of_it(tmp_root: Path) -> None:
+    """As many bytes may come from another type, shape or serialiser, and LMCache does not say which."""
+    packed = {"dtype": torch.uint8, "shape": (5000,)}
+    for settings, found_by in (
+        ({}, []),
+        ({"serde": "fp8 e4m3 tp4"}, [{"serde": "fp8 e4m3 tp4"}]),
+    ):
+        with adapter(root=str(tmp_root), **settings) as l2:
+            stored(l2, [key(1)], [made(1, **packed)])
+            assert found(l2, [key(1)]) == [0]
+        for other in ({}, {"serde": "fp8 e5m2 tp4"}, {"serde": "fp8 e4m3 tp4"}):
+            expected = [0] if other in found_by else []
+            with adapter(root=str(tmp_root), **other) as l2:
+                assert found(l2, [key(1)]) == expected
+                assert loaded(l2, [key(1)], [made(**packed)]) == expected
+
+
+def test_a_salt_may_hold_any_character(tmp_root: Path) -> None:
+    salts = ["", "a", "\ud800", "a\udc80", "\u00e4", "a" * 128]
+    with adapter(root=str(tmp_root)) as l2:
+        for number, salt in enumerate(salts):
+            assert found(l2, [key(1, cache_salt=salt)]) == []
+            stored(l2, [key(1, cache_salt=salt)], [made(number)])
+        for number, salt in enumerate(salts):
+            target = made()
+            assert loaded(l2, [key(1, cache_salt=salt)], [target]) == [0]
+            assert equal([target], [made(number)])
+
+
+def test_what_is_refused_or_breaks_is_told_in_the_status(tmp_root: Path) -> None:
+    with adapter(root=str(tmp_root)) as l2:
+        assert not stored(l2, [key(1), key(2)], [made(1)]).is_successful()
+        assert l2.report_status()["error"]
+        assert found(l2, [key(1)]) == []
+        assert l2.report_status()["is_healthy"]
+        many = [key(number) for number in range(70_000)]
+        assert found(l2, many) == []
+        assert "65536" in l2.report_status()["error"]
+
+
+def test_calls_after_it_was_closed_fail_and_raise_nothing(tmp_root: Path) -> None:
+    with adapter(root=str(tmp_root)) as l2:
+        pass
+    l2.submit_store_task([key(1)], [made(1)])
+    l2.submit_lookup_and_lock_task([key(1)], layouts())
+    l2.submit_load_task([key(1)], [made()])
+    l2.submit_unlock([key(1)])
+    assert not l2.report_status()["is_healthy"]
+    l2.close()
+
+
 @pytest.mark.parametrize(
     ("name", "other"), [("fingerprint", "two"), ("tenant", "two"), ("fingerprint", {"org/model": "x"})]
 )
@@ -196,6 +247,9 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"root": "/x", "load_timeout_s": "1"},
     {"root": "/x", "threads": 1.5},
     {"root": "/x", "threads": 0},
+    {"root": "/x", "threads": True},
+    {"root": "/x", "serde": 1},
+    {"root": "/x", "lock_s": 301},
     {"root": "/x", "tenant": 7},
     {"root": "/x", "fingerprint": {"m": 1}},
 )

@@ -25,8 +25,15 @@ LAYERS, TOKENS, HEADS, DIM = 4, 64, 2, 32
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.5}
 
 
-def key(number: int, model: str = "org/model", worker: int = 0, dtype: torch.dtype = torch.bfloat16) -> CacheEngineKey:
-    return CacheEngineKey(model, 1, worker, number, dtype)
+def key(
+    number: int,
+    model: str = "org/model",
+    worker: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    tags: dict[str, str] | None = None,
+) -> CacheEngineKey:
+    told = {f"lmcache.tag.{name}": value for name, value in (tags or {}).items()}
+    return CacheEngineKey(model, 1, worker, number, dtype, told)
 
 
 class Remote:
@@ -140,6 +147,25 @@ def test_another_model_rank_or_type_is_a_miss(tmp_root: Path) -> None:
             assert opened.do(opened.connector.get(other)) is None
     with remote({"root": str(tmp_root)}, dtype=torch.float16) as opened:
         assert not opened.connector.exists_sync(key(1))
+
+
+def test_a_user_who_writes_separators_into_a_tag_does_not_find_what_others_stored(tmp_root: Path) -> None:
+    others = {"user": "alice", "role": "admin"}
+    with remote({"root": str(tmp_root)}) as opened:
+        opened.do(opened.connector.put(key(1, tags=others), opened.made(1)))
+        assert opened.connector.exists_sync(key(1, tags=others))
+        for tags in ({"user": "alice@role%admin"}, {"user@alice": "@role%admin"}, {"user": "alice"}, {}):
+            assert not opened.connector.exists_sync(key(1, tags=tags))
+        assert not opened.connector.exists_sync(key(1, tags={"user": "\ud800"})), "and no error either"
+
+
+def test_keys_of_several_models_in_one_call_are_apart(tmp_root: Path) -> None:
+    with remote({"root": str(tmp_root)}) as opened:
+        objects = [opened.made(1), opened.made(2)]
+        expected = [values(each) for each in objects]
+        both = [key(1), key(1, model="org/other")]
+        opened.do(opened.connector.batched_put(both, objects))
+        assert [values(each) for each in opened.do(opened.connector.batched_get(both))] == expected
 
 
 def test_a_damaged_chunk_is_a_miss_and_is_repaired(tmp_root: Path) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,35 @@ def test_a_root_that_hangs_is_a_miss_in_time_and_late_bytes_never_reach_the_memo
             assert time.monotonic() < ends_s, "it is not used again"
         assert equal(again, OBJECTS)
         assert all(each.raw_data.equal(before) for each, before in zip(targets, held, strict=True))
+
+
+def test_a_load_of_what_many_look_ups_locked_is_one_load_and_look_ups_do_not_wait_for_it(
+    root: FaultyRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Enough threads that the root never counts as hung, and each read has its whole deadline.
+    patient = replace(LIMITS, stall_s=60.0, lanes=256)
+    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(root, patient))
+    many = [key(number) for number in range(24)]
+    with adapter(root="faulty", **QUICK) as l2:
+        assert stored(l2, many, [made(number) for number in range(24)]).is_successful()
+        assert all(found(l2, [each]) == [0] for each in many)
+        hang = Hang()
+        root.set_rules([Rule(operation, hang) for operation in ("open", "read")])
+        tasks = [l2.submit_load_task(many, [made() for _ in many]) for _ in range(4)]
+        assert hang.reached.wait(30)
+        began_s = time.monotonic()
+        assert found(l2, KEYS) == [0, 1, 2, 3]
+        assert time.monotonic() - began_s < QUICK["load_timeout_s"]
+        assert in_time(lambda: loaded(l2, KEYS, [made() for _ in KEYS])) == []
+        assert all(in_time(partial(_ended, l2, task)) for task in tasks)
+        root.set_rules([])
+        hang.release.set()
+
+
+def _ended(l2: Any, task: int) -> bool:
+    while (result := l2.query_load_result(task)) is None:
+        time.sleep(0.01)
+    return bool(result.popcount() == 0)
 
 
 @pytest.mark.parametrize("fault", [ENOSPC, EROFS, EIO])

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 
 from kvstore.errors import InvalidRequest
@@ -327,3 +329,72 @@ def test_what_cannot_be_served_is_refused_when_it_starts(tmp_root: Path) -> None
     with pytest.raises(InvalidRequest, match="tp_lcm_size"), backend(pool, {"root": str(tmp_root)}, **split):
         pass
     assert config().extra_config["interface_v1"]
+
+
+SCATTERED = {
+    "not in one run": [0, 9, 17, 33, 40, 50, 60, 70],
+    "backwards": [*range(7, -1, -1)],
+    "negative": [*range(-8, 0)],
+    "too few": [*range(7)],
+}
+
+
+@pytest.mark.parametrize("at", SCATTERED.values(), ids=SCATTERED)
+def test_indices_that_are_no_page_are_not_taken_for_one(tmp_root: Path, at: list[int]) -> None:
+    pool = HostPool("page_first")
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        assert hicache.batch_set_v1(hashes(1), torch.tensor(at)) == [False]
+        assert hicache.batch_exists(hashes(1)) == 0
+        assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+        assert hicache.batch_get_v1(hashes(1), torch.tensor(at)) == [False]
+
+
+def test_keys_may_hold_any_character_and_have_any_length(tmp_root: Path) -> None:
+    with backend(HostPool("page_first"), {"root": str(tmp_root)}) as hicache:
+        for key in ("", "\ud800", "k" * (1 << 20)):
+            assert not hicache.exists(key)
+            assert hicache.batch_set_v1([key], indices([0])) == [True]
+            assert hicache.exists(key)
+
+
+LAUNCHED = {"model_path": "org/model", "revision": "main", "quantization": None, "json_model_override_args": "{}"}
+OTHERWISE = {
+    "model_path": "org/finetuned",
+    "revision": "v2",
+    "quantization": "fp8",
+    "json_model_override_args": '{"rope_theta": 5}',
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_sglang_was_launched_with_keeps_engines_apart_under_one_served_name(
+    tmp_root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(**told: Any) -> None:
+        monkeypatch.setattr(runtime_context.get_context(), "_server_args", SimpleNamespace(**{**LAUNCHED, **told}))
+
+    def found() -> int:
+        with backend(HostPool("page_first"), {"root": str(tmp_root), "fingerprint": "x"}) as hicache:
+            return int(hicache.batch_exists(hashes(1)))
+
+    launch()
+    with backend(HostPool("page_first"), {"root": str(tmp_root), "fingerprint": "x"}) as hicache:
+        assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+    assert found() == 1
+    launch(**{name: OTHERWISE[name]})
+    assert found() == 0
+
+
+def test_the_weights_of_a_served_name_are_those_that_were_launched(
+    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    launched = SimpleNamespace(**{**LAUNCHED, "model_path": str(tmp_path)})
+    monkeypatch.setattr(runtime_context.get_context(), "_server_args", launched)
+    found = []
+    for weights in (b"a", b"b", b"a"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        with backend(HostPool("page_first"), {"root": str(tmp_root)}, model_name="served") as hicache:
+            found.append(hicache.batch_exists(hashes(1)))
+            assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+    assert found == [0, 0, 1]

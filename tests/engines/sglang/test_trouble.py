@@ -121,6 +121,28 @@ def test_a_store_that_fails_leaves_nothing_to_be_found(root: FaultyRoot, fault: 
         assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
 
 
+def test_a_store_that_fails_for_long_is_not_logged_for_every_page(
+    root: FaultyRoot, caplog: pytest.LogCaptureFixture
+) -> None:
+    with backend(filled(), {"root": "faulty", **QUICK}) as hicache:
+        root.set_rules([Rule("stage", EROFS)])
+        for number in range(50):
+            assert hicache.batch_set_v1([f"{number:064x}"], indices([0])) == [False]
+            assert hicache.batch_exists(["f" * 64]) == 0
+        root.set_rules([])
+    assert caplog.text.count("sglang.call_failed") == 1
+
+
+def test_calls_after_it_was_closed_are_misses(tmp_root: Path) -> None:
+    pool = filled()
+    with backend(pool, {"root": str(tmp_root)}) as hicache:
+        hicache.batch_set_v1(KEYS, indices(AT))
+    assert hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11])) == [False] * 4
+    assert hicache.batch_set_v1(["a" * 64], indices([0])) == [False]
+    assert not hicache.clear()
+    hicache.close()
+
+
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_a_damaged_page_is_a_miss_and_the_next_set_repairs_it(tmp_root: Path, layout: str) -> None:
     pool = filled(layout)

@@ -109,6 +109,42 @@ def test_weights_changed_in_memory_miss(store: Store, change: Callable[[Any], No
         prefill_with_store(model, IDS, cache)
 
 
+def swapped(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def set_otherwise(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def patched(model: Any) -> None:
+    norm = model.model.layers[2].input_layernorm
+    forward = norm.forward
+
+    def twice(*args: Any) -> Any:
+        return 2 * forward(*args)
+
+    norm.forward = twice
+
+
+@pytest.mark.parametrize("change", [swapped, set_otherwise, patched])
+def test_modules_changed_in_memory_miss(store: Store, change: Callable[[Any], None]) -> None:
+    model = llama()
+    prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
+    change(model)
+    past = prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
+    assert generated(model, IDS, past) == generated(model, IDS)
+    assert found(store, llama()) == 96
+
+
+def test_a_model_that_was_asked_for_hidden_states_finds_what_was_stored(store: Store) -> None:
+    model = llama()
+    prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
+    model(IDS, output_hidden_states=True)
+    assert found(store, model) == 96
+    assert prefill_with_store(model, IDS, store, chunk_tokens=CHUNK).get_seq_length() == 96
+
+
 def test_weights_set_back_find_what_was_stored(store: Store) -> None:
     model = llama()
     prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)

@@ -12,7 +12,7 @@ import transformers
 
 import kvstore
 from kvstore.client import Store
-from kvstore.connectors.transformers import prefill_with_store
+from kvstore.connectors.transformers import model_cache, prefill_with_store
 from kvstore.errors import InvalidRequest
 from tests.engines.transformers.models import (
     CHUNK,
@@ -185,3 +185,29 @@ def test_rope_that_depends_on_the_length_is_served_up_to_the_length_it_starts_at
         for _ in range(2):
             past = prefill_with_store(model, ids, store, chunk_tokens=CHUNK)
             assert difference(logits_after(model, ids, past), expected) == 0.0
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_a_model_with_hooks_is_refused_unless_they_are_named(tmp_root: Path, pre: bool) -> None:
+    model = llama()
+    with kvstore.open(str(tmp_root)) as store:
+        cache = model_cache(model, store, chunk_tokens=CHUNK)
+        module = model.model.layers[1]
+        if pre:
+            module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
+        else:
+            module.register_forward_hook(lambda _, __, out: out * 1.5)
+        ids = prompt(100)
+        for target in (store, cache):
+            with pytest.raises(InvalidRequest, match="hooks"):
+                prefill_with_store(model, ids, target, chunk_tokens=CHUNK)
+        past = prefill_with_store(model, ids, store, chunk_tokens=CHUNK, attributes={"steering": "1.5 at layer 1"})
+        assert difference(logits_after(model, ids, past), logits_without_store(model, ids, 96)) == 0.0
+        named = model_cache(model, store, chunk_tokens=CHUNK, attributes={"steering": "1.5 at layer 1"})
+        assert prefill_with_store(model, ids, named).get_seq_length() == 96
+
+
+@pytest.mark.parametrize("wrong", [{"piece_tokens": "16"}, {"piece_tokens": 16.0}, {"attributes": "x"}], ids=str)
+def test_arguments_of_another_type_are_refused(store: Store, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        prefill_with_store(llama(), prompt(100), store, chunk_tokens=CHUNK, **wrong)

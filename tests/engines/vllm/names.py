@@ -13,22 +13,39 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvstore.connectors import vllm_tier
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
+
+TIER = SimpleNamespace(
+    blocks_per_chunk=8,
+    config=SimpleNamespace(canonical_layout=False, replicated_layout=False, parallel=SimpleNamespace(world_size=1)),
+)
+"""What the tier reads of vLLM's offloading."""
 
 
 def names(arguments: dict[str, Any]) -> list[str] | str:
-    """Digests of the namespaces; or the refusal. ``seed`` is no argument of vLLM but PYTHONHASHSEED."""
-    seed = arguments.pop("seed", None)
+    """Digests of the namespaces; or the refusal.
+
+    Two are no arguments of vLLM: ``seed`` is PYTHONHASHSEED, ``tier`` asks for the tier's namespace.
+    """
+    seed, tier = arguments.pop("seed", None), arguments.pop("tier", False)
     with patch.dict(os.environ, {"PYTHONHASHSEED": seed} if seed else {}):
         settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, **arguments}
-        config = EngineArgs(**settings).create_engine_config()
-        spec = FullAttentionSpec(config.cache_config.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_layout="LBHNC")
+        vllm_config = EngineArgs(**settings).create_engine_config()
+        size = vllm_config.cache_config.block_size
+        spec = FullAttentionSpec(size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_layout="LBHNC"
+        )
         try:
-            check_hashes(config)
-            shape = Shape(config, cache)
-            return [each.digest.hex() for each in namespaces(config, shape, model_fingerprint(config), "")]
+            if tier:
+                # It finds ``vllm_config`` and ``kv_cache_config`` here, as it does in vLLM.
+                return [vllm_tier._namespace(TIER, Settings.of({"root": "memory://"}), 65_536).digest.hex()]
+            check_hashes(vllm_config)
+            shape = Shape(vllm_config, kv_cache_config)
+            return [each.digest.hex() for each in namespaces(vllm_config, shape, model_fingerprint(vllm_config), "")]
         except InvalidRequest as refusal:
             return str(refusal)
 

@@ -55,14 +55,28 @@ def test_two_ranks_share_with_two_ranks_only_and_other_weights_share_nothing(
     assert len(stored_files(root)) >= 36
 
 
+def long_rope(max_model_len: int) -> dict[str, Any]:
+    """vLLM takes the long factors for short prompts too, where ``max_model_len`` is over 1024."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 1024}
+    parameters = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, **factors}
+    return {"hf_overrides": {"rope_parameters": parameters}, "max_model_len": max_model_len}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "dtype": {"dtype": "bfloat16"},
     "cache dtype": {"kv_cache_dtype": "fp8"},
+    "cache dtype but in one layer": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+    "cache dtype but in another layer": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
+    "model code": {"model_impl": "vllm"},
     "rope theta": {"hf_overrides": {"rope_theta": 20000.0}},
     "rope scaling": {
         "hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
     },
+    "long rope": long_rope(1024),
+    "long rope for longer prompts": long_rope(2048),
+    "attention kernel": {"attention_backend": "CPU_ATTN"},
+    "tier": {"tier": True},
     "ranks": {"tensor_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
     "block size": {"block_size": 64},
@@ -76,6 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prefix_caching_hash_algo": "xxhash"},
         "set the environment variable PYTHONHASHSEED",
     ),
+    "a tier where requests may have adapters": ({"tier": True, "enable_lora": True}, "start without --enable-lora"),
     "weights that are nowhere": ({"load_format": "auto", "seed": "0"}, "no weight files"),
 }
 

@@ -1,0 +1,47 @@
+"""What of a model's code shows in memory: modules that were swapped or patched compute other KV from equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
+"""Settings of modules that say nothing of what they compute."""
+LOOKS_ONLY = "transformers.utils.output_capturing"
+"""Whose hooks change nothing: transformers leaves them behind where hidden states were asked for once."""
+
+
+def modules_digest(model: Any) -> str:
+    """A digest of each module's class, its plain settings, and the functions that it was given."""
+    digest = blake2b(digest_size=16)
+    for name, module in model.named_modules():
+        digest.update(f"{name}\0{_named(type(module))}\0".encode())
+        for key, value in _settings(module):
+            digest.update(f"{key}\0{value}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def has_hooks(model: Any) -> bool:
+    """Whether somebody looks at, or changes, what goes in and out of the modules."""
+    kinds = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+    for module in model.modules():
+        kinds += [module._forward_hooks, module._forward_pre_hooks]
+    return any(getattr(hook, "__module__", "") != LOOKS_ONLY for hooks in kinds for hook in hooks.values())
+
+
+def _settings(module: Any) -> Iterator[tuple[str, str]]:
+    for key, value in sorted(vars(module).items()):
+        if key.startswith("_") or key in SILENT:
+            continue
+        if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+            yield key, repr(value)
+        elif callable(value):
+            yield key, _named(value)
+
+
+def _named(code: Any) -> str:
+    return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"

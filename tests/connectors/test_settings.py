@@ -1,0 +1,147 @@
+"""What LMCache's and SGLang's settings may say, and the fingerprint of the model that they name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.connectors import fingerprints, weights
+from kvstore.connectors.settings import LateStore, StoreSettings
+from kvstore.connectors.trouble import Trouble
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.namespace import Namespace
+
+WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
+    ({"connect": 7}, "connect=7"),
+    ({"connect": ["h:1", 2]}, "connect"),
+    ({"root": "/x", "etcd": 5}, "etcd=5"),
+    ({"root": "/x", "root_options": "x"}, "root_options"),
+    ({"connect": "h:1", "etcd": "e:1"}, "etcd beside connect"),
+    ({"connect": "h:1", "durability": "fsync", "root_options": {"a": 1}}, "durability and root_options beside connect"),
+    ({"root": "/x", "load_timeout_s": 301}, "at most 300"),
+    ({"root": "/x", "tenant": "x" * 300}, "tenant"),
+    ({"root": "/x", "tenant": "\ud800"}, "tenant"),
+    ({"root": "/x", "fingerprint": "x" * 5000}, "fingerprint"),
+    ({"root": "/x", "fingerprint": {"m": "\ud800"}}, "fingerprint"),
+    ({"root": "/x", 7: 8}, "unknown keys 7"),
+)
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=str)
+def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        StoreSettings.of(given, "test")
+
+
+@pytest.fixture(autouse=True)
+def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def namespace(root: Path, model: object, **settings: Any) -> Namespace:
+    store = LateStore(StoreSettings(place={"root": str(root)}, **settings))
+    try:
+        return store.model("test", str(model), {}).namespace
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "config.json"])
+def test_weights_or_a_configuration_that_changed_are_another_namespace(tmp_root: Path, model: Path, file: str) -> None:
+    before = namespace(tmp_root, model)
+    assert namespace(tmp_root, model) == before
+    (model / file).write_text('{"rope_theta": 5}')
+    assert namespace(tmp_root, model) != before
+
+
+def test_a_folder_whose_weights_cannot_be_read_is_refused_and_not_served_without_a_digest(
+    tmp_root: Path, model: Path
+) -> None:
+    (model / "a.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match="no weight files"):
+        namespace(tmp_root, model)
+    assert namespace(tmp_root, model, fingerprint="given").fingerprint == "given"
+
+
+def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
+    tmp_root: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def hashing(_: object) -> str:
+        go_on.wait(30)
+        return "digest"
+
+    monkeypatch.setattr(fingerprints, "model_fingerprint", hashing)
+    store = LateStore(StoreSettings(place={"root": str(tmp_root)}, lookup_timeout_s=0.2))
+    began_s = time.monotonic()
+    for _ in range(50):
+        with pytest.raises(Unavailable, match="hashed"):
+            store.model("test", str(model), {})
+    store.model("test", "org/other", {})
+    assert time.monotonic() - began_s < 5, "only the first one waits, and not for long"
+    go_on.set()
+    ends_s = time.monotonic() + 30
+    while True:
+        try:
+            assert store.model("test", str(model), {}).namespace.fingerprint == "digest"
+            break
+        except Unavailable:
+            assert time.monotonic() < ends_s
+    store.close()
+
+
+def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = LateStore(StoreSettings(place={"root": str(tmp_root)}))
+    for _ in range(3):
+        store.model("test", "org/model", {})
+    store.close()
+    assert caplog.text.count("no_fingerprint") == 1
+
+
+@pytest.mark.parametrize("name", ["", "/", "a\0b", "m" * 100_000, "a\ud800", "../.."])
+def test_a_model_may_have_any_name(tmp_root: Path, name: str) -> None:
+    assert namespace(tmp_root, name, fingerprint="x") != namespace(tmp_root, f"{name}.", fingerprint="x")
+
+
+def test_trouble_that_lasts_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble(logging.getLogger("test"), "test.failed")
+    for number in range(100):
+        trouble.failed(f"reason {number}")
+        assert trouble.why == f"reason {number}"
+        trouble.went_well()
+        assert not trouble.why
+    assert caplog.text.count("test.failed") == 1
+
+
+def test_hashing_goes_on_without_a_home_or_a_lock(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = weights.weights_fingerprint(model)
+    monkeypatch.setattr(weights, "WAIT_S_MAX", 0.1)
+    (tmp_path / "cache/kvstore/weights.json").unlink()
+    with weights._locked(tmp_path / "cache/kvstore/weights.lock") as is_ours:
+        assert is_ours
+        assert weights.weights_fingerprint(model) == expected, "whoever holds the lock may be stopped"
+    (tmp_path / "cache/kvstore/weights.lock").unlink()
+    (tmp_path / "cache/kvstore/weights.lock").mkdir()
+    assert weights.weights_fingerprint(model) == expected
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert weights.weights_fingerprint(model) == expected
