@@ -24,7 +24,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
 from kvstore.wire.frames import Frame
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 
@@ -70,16 +70,14 @@ class ChunkFetch:
         request, layout, first = self._request, self._layout, self.good
         if self._sections is not None and first == self._found:
             return  # the last one failed behind its last byte
-        if self._receive_bulk(endpoint):
+        if self._receive_bulk(endpoint) or (self._sections is not None and self.good == self._found):
             return
         first = self.good
         request.first, request.chunks_max = first, self._found
         self._counters.add("client_gets_grpc")
         size_bytes = (self._found - first) * layout.chunk_bytes
         timeout_s = self._limits.stream_s(self._limits.read_s, size_bytes)
-        frames = received(
-            endpoint.stream_in("Get"), request.SerializeToString(), self._tools.watch, self._limits.read_s, timeout_s
-        )
+        frames = received(endpoint.stream_in("Get"), sealed(request), self._tools.watch, self._limits.read_s, timeout_s)
         try:
             with closing(frames):
                 incoming: Incoming | None = None
@@ -131,7 +129,7 @@ class ChunkFetch:
         link.channel.limit(self._limits.read_s, timeout_s)
         number = link.next_number()
         mode = Mode.FILES if link.hands_files else Mode.STREAM
-        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, request.SerializeToString())])
+        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, sealed(request))])
         count = self._announced(link.receive(Kind.START)[1])
         chain = self._chain = self._chain or Chain.of(self._namespace, self._tokens)
         assert self._sections is not None
@@ -139,8 +137,10 @@ class ChunkFetch:
             if mode is Mode.FILES and first < count:
                 deadline = Deadline(self._tools.lanes.clock, timeout_s)
                 lanes = self._tools.lanes.get()
-                self.good, is_damaged = read_files(link, number, chain, first, count, self._sections, lanes, deadline)
-                return not is_damaged
+                is_right = True
+                for step in read_files(link, number, chain, first, count, self._sections, lanes, deadline):
+                    self.good, is_right = step
+                return is_right
             if mode is Mode.FILES:
                 link.channel.send(Kind.READ, number, [encode_span(0, first)])
                 return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -37,7 +38,15 @@ from kvstore.sources import Clock, SystemClock
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.messages import hints_message, namespace_message, namespace_of, pack_tokens, pin_of, unpack_tokens
+from kvstore.wire.messages import (
+    hints_message,
+    namespace_message,
+    namespace_of,
+    pack_tokens,
+    pin_of,
+    sealed,
+    unpack_tokens,
+)
 from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 
@@ -111,7 +120,7 @@ class RemotePort:
 
     def open_namespace(self, namespace: Namespace) -> None:
         request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace))
-        self._caller.unary("OpenNamespace", request.SerializeToString(), self.limits.pin_s, even_aside=True)
+        self._caller.unary("OpenNamespace", sealed(request), self.limits.pin_s, even_aside=True)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -152,7 +161,7 @@ class RemotePort:
             return nothing
         packed = pack_tokens(tokens)
         request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
-        raw = request.SerializeToString()
+        raw = sealed(request)
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
@@ -196,7 +205,7 @@ class RemotePort:
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
         packed = pack_tokens(_full_chunks(namespace, tokens))
         request = pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner)
-        raw = request.SerializeToString()
+        raw = sealed(request)
         # Sent twice it would be two pins, one of which nobody knows of.
         answer = self._reopening(
             namespace,
@@ -207,7 +216,7 @@ class RemotePort:
         return pin_of(pb.PinResponse.FromString(answer).pin)
 
     def unpin(self, pin_id: str) -> bool:
-        request = pb.UnpinRequest(id=pin_id).SerializeToString()
+        request = sealed(pb.UnpinRequest(id=pin_id))
         return pb.UnpinResponse.FromString(
             self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
         ).found
@@ -218,7 +227,7 @@ class RemotePort:
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
         packed = pack_tokens(_full_chunks(namespace, tokens))
-        request = pb.CountRefsRequest(namespace=namespace.digest, tokens=packed).SerializeToString()
+        request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=packed))
         answer = self._reopening(
             namespace, lambda: self._caller.unary("CountRefs", request, self.limits.pin_s, even_aside=True)
         )
@@ -253,7 +262,7 @@ class RemotePort:
     # Looking after it
 
     def clear(self, namespace: Namespace) -> Cleared:
-        request = pb.ClearRequest(namespace=namespace.digest).SerializeToString()
+        request = sealed(pb.ClearRequest(namespace=namespace.digest))
         answer = pb.ClearResponse.FromString(
             self._reopening(
                 namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
@@ -296,7 +305,7 @@ class RemotePort:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
             return 0
-        request = pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)).SerializeToString()
+        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)))
         answer = self._reopening(
             namespace,
             lambda: self._caller.unary("Match", request, self.limits.match_s, _affinity(namespace, tokens)),
@@ -305,7 +314,7 @@ class RemotePort:
 
     def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
         """What need not be sent. Not knowing costs only bytes, so an error is left to the put itself to meet."""
-        request = pb.MatchRequest(namespace=start.namespace, tokens=start.tokens).SerializeToString()
+        request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens))
         try:
             return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=self.limits.match_s)).chunks
         except grpc.RpcError:
@@ -361,7 +370,7 @@ class RemotePort:
                     count,
                     sections,
                     deferred=self._tools.deferred,
-                    arena_room=endpoint.bulk.arena_room(link),
+                    reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self.limits.write_s,
                     timeout_s=timeout_s,
                 )

@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import hints_message, pack_keys, pack_sizes
+from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, sealed
 from kvstore.wire.parts import Incoming
 from kvstore.wire.statuses import BrokenTransfer
 
@@ -50,7 +50,7 @@ class RemoteBlocks:
         """See ``Port.match_blocks``. Raises Unavailable."""
         if not keys:
             return 0
-        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)).SerializeToString()
+        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)))
         answer = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, keys[0])
         return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
 
@@ -59,7 +59,7 @@ class RemoteBlocks:
         if not keys:
             return []
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
-        raw = self._tools.caller.unary("MatchBlocks", request.SerializeToString(), self._tools.limits.match_s, keys[0])
+        raw = self._tools.caller.unary("MatchBlocks", sealed(request), self._tools.limits.match_s, keys[0])
         answer = pb.MatchBlocksResponse.FromString(raw)
         if len(answer.present) == len(keys):
             return [bool(each) for each in answer.present]
@@ -77,7 +77,7 @@ class RemoteBlocks:
         limits = self._tools.limits
         sizes = [len(buffer) for buffer in buffers]
         request = pb.GetBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=pack_sizes(sizes))
-        raw = request.SerializeToString()
+        raw = sealed(request)
 
         def send(endpoint: Endpoint, left_s: float) -> None:
             # A second attempt writes over what the first one brought, so it counts no more.

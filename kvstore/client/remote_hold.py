@@ -24,7 +24,7 @@ from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import parse, unpack_tokens
+from kvstore.wire.messages import parse, sealed, unpack_tokens
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 
@@ -91,7 +91,7 @@ class RemoteHold:
             self._released = True
         if self._endpoint is None:
             return
-        request = pb.ReleaseRequest(hold=self._id).SerializeToString()
+        request = sealed(pb.ReleaseRequest(hold=self._id))
         endpoint = self._endpoint
         try:
             self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
@@ -184,7 +184,7 @@ class _LayersAhead:
             self._ready.put(error)
 
     def _receive(self) -> None:
-        request = pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS).SerializeToString()
+        request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))
         limits = self._tools.limits
         stub = self._endpoint.stream_in("Get")
         frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._started)

@@ -2,7 +2,7 @@
 
 The generated classes copy payload twice in each direction.  What is written and read here is plain protobuf, with the
 field numbers of ``PutRequest``, ``GetResponse`` and the messages for blocks, which agree: 1 ``start`` or ``hits``,
-2 ``checksums``, 3 ``data``.  A test holds it against the generated classes.
+2 ``checksums``, 3 ``data``; and the seal of field 1.  A test holds it against the generated classes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
+from kvstore.wire.seals import SEAL_FIELD, seal
+from kvstore.wire.statuses import BrokenTransfer
 
 _NOTHING = memoryview(b"")
 _START, _CHECKSUMS, _DATA = 1, 2, 3
@@ -34,7 +36,7 @@ def encode_frame(data: Sequence[memoryview] = (), checksums: bytes = b"", start:
     """A message of data; ``start`` is the encoded message, or the bytes, of field 1."""
     pieces: list[bytes | memoryview] = []
     if start is not None:
-        pieces += [_head(_START, len(start)), start]
+        pieces += [_head(_START, len(start)), start, seal(start)]
     if checksums:
         pieces += [_head(_CHECKSUMS, len(checksums)), checksums]
     size = sum(map(len, data))
@@ -44,11 +46,15 @@ def encode_frame(data: Sequence[memoryview] = (), checksums: bytes = b"", start:
 
 
 def decode_frame(message: bytes) -> Frame:
-    """The fields of a message of data. Raises InvalidRequest where it is none, or one that is too large."""
+    """The fields of a message of data.
+
+    Raises InvalidRequest where it is none, or one that is too large, BrokenTransfer where it does not match its seal.
+    """
     view = memoryview(message)
     found: dict[int, memoryview] = {}
-    at, end = 0, len(view)
+    at, end, sealed = 0, len(view), b""
     while at < end:
+        began = at
         tag, at = _varint(view, at)
         number, wire_type = tag >> 3, tag & 7
         if wire_type == _LENGTH_DELIMITED:
@@ -61,9 +67,13 @@ def decode_frame(message: bytes) -> Frame:
             _, at = _varint(view, at)
         elif wire_type in _FIXED_BYTES and at + _FIXED_BYTES[wire_type] <= end:
             at += _FIXED_BYTES[wire_type]
+            if number == SEAL_FIELD:
+                sealed = bytes(view[began:at])
         else:
             raise InvalidRequest(f"a message of the stream is not protobuf: field {number} has wire type {wire_type}")
     start = found.get(_START)
+    if sealed and sealed != seal(bytes(start or b"")):
+        raise BrokenTransfer("a message of the stream changed on the way: repeat the call")
     frame = Frame(None if start is None else bytes(start), found.get(_CHECKSUMS, _NOTHING), found.get(_DATA, _NOTHING))
     size = len(frame.checksums) + len(frame.data)
     if size > MESSAGE_BYTES_MAX:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.errors import InvalidRequest
@@ -17,18 +18,41 @@ from kvstore.results import PinRecord
 from kvstore.tokens import TOKENS_MAX, TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
+from kvstore.wire.seals import SEAL_FIELD, is_whole, seal
+from kvstore.wire.statuses import BrokenTransfer
 
 M = TypeVar("M", bound=Message)
 
 TOKEN_BYTES = 4
 
 
+def sealed(message: Message) -> bytes:
+    """A request as bytes that show it when one of them changes on the way."""
+    raw: bytes = message.SerializeToString()
+    return raw + seal(raw)
+
+
 def parse(kind: type[M], raw: bytes) -> M:
-    """A message from its bytes. Raises InvalidRequest where they are none of this kind."""
+    """A message from its bytes, sealed or not.
+
+    Raises InvalidRequest where they are none of this kind, BrokenTransfer where they do not match their seal.
+    """
+    verdict = is_whole(raw)
     try:
-        return kind.FromString(raw)
+        found = kind.FromString(raw)
     except DecodeError as cause:
+        if verdict is False:
+            raise BrokenTransfer("a request changed on the way: repeat the call") from cause
         raise InvalidRequest(f"the request is not a {kind.DESCRIPTOR.full_name}: {cause}") from cause
+    # The bytes of one that has no seal may look like one by chance.
+    if verdict is False and _has_seal(found):
+        raise BrokenTransfer("a request changed on the way: repeat the call")
+    return found
+
+
+def _has_seal(message: Message) -> bool:
+    unknown = UnknownFieldSet(message)
+    return any(unknown[at].field_number == SEAL_FIELD for at in range(len(unknown)))
 
 
 def namespace_message(namespace: Namespace) -> pb.Namespace:

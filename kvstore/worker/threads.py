@@ -37,8 +37,8 @@ class DaemonThreads(Executor):
             elif len(self._threads) < self._threads_max:
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread.start()  # raises RuntimeError where the system has no more
                 self._threads.append(thread)
-                thread.start()
             else:
                 self._idle -= 1  # it waits in the queue; whoever is free next is not idle then
             self._queue.put((future, lambda: fn(*args, **kwargs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -31,15 +31,15 @@ STEP_BYTES = 1 << 20
 
 def read_files(
     link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections, lanes: Lanes, deadline: Deadline
-) -> tuple[int, bool]:
+) -> Iterator[tuple[int, bool]]:
     """Reads chunks ``first`` to ``count - 1`` of request ``number``.
 
-    Returns how many leading chunks of the prompt are good, and whether the next one is there but not right.
-    Raises LinkBroken, LinkLate, BulkRefused.
+    Yields, after each step, how many leading chunks of the prompt are good, and False where the next one is there but
+    not right. Raises LinkBroken, LinkLate, BulkRefused.
     """
     runs = [(at, min(FILES_MAX, count - at)) for at in range(first, count, FILES_MAX)]
     link.channel.send(Kind.WANT, number, [encode_span(*runs[0])])
-    good, is_damaged = first, False
+    good = first
     for at, (start, size) in enumerate(runs):
         files = _handed(link, start, size)
         goes_on = len(files) == size and at + 1 < len(runs)
@@ -48,13 +48,12 @@ def read_files(
             link.channel.send(Kind.WANT, number, [encode_span(*runs[at + 1])])
         read = _read(link, chain, start, files, sections, lanes, deadline)
         good = start + read
+        yield good, read == len(files)
         if read < size:
-            is_damaged = read < len(files)
             if goes_on:
                 _close(_handed(link, *runs[at + 1]))
             break
     link.channel.send(Kind.READ, number, [encode_span(0, good)])
-    return good, is_damaged
 
 
 def _handed(link: Link, start: int, size: int) -> list[int]:
@@ -76,7 +75,8 @@ def _read(
         return 0
     # Whoever takes a file out of this closes it: a lane that begins with it, or we at the end.
     left = dict(enumerate(files))
-    never_blocks = all(map(link.never_blocks, files))
+    memory: Sequence[Pieces] = ()
+    never_blocks = False
 
     def read(at: int, borrowed: Borrowed) -> bool:
         fd = left.pop(at, None)
@@ -94,15 +94,23 @@ def _read(
                 return count
 
             try:
-                fill_verified(fill, expected, sections(first + at), STEP_BYTES)
+                fill_verified(fill, expected, memory[at], STEP_BYTES)
             except (Damaged, _Short):
                 return False
         return True
 
+    reading: Reading | None = None
     try:
+        never_blocks = all(map(link.never_blocks, files))
         groups = _groups(chain, first, left, never_blocks, sections, lanes)
-        done = Reading(lanes, Counters(), len(files), read, groups=groups).wait(deadline)
+        if groups is None:
+            # Asked for in order and by one thread, because some sources take memory as they are asked.
+            memory = [sections(first + at) for at in range(len(files))]
+        reading = Reading(lanes, Counters(), len(files), read, groups=groups)
+        done = reading.wait(deadline)
     finally:
+        if reading is not None:
+            reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
         _close([fd for at in range(len(files)) if (fd := left.pop(at, None)) is not None])
     first_miss = done.find(0)
     return len(files) if first_miss < 0 else first_miss

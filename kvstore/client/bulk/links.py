@@ -18,8 +18,8 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import VERSION, Head, Kind
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import VERSION, Head, Kind, encode_arena
 from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """After a worker offered no way but gRPC, it is asked again after this time."""
-ARENA_SIZE = 8
+NUMBER_MAX = 1 << 31
+"""After so many requests a connection is replaced, before their numbers run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -62,6 +63,8 @@ class Link:
         self.channel = channel
         self.hands_files = hands_files
         self.arena: Arena | None = None
+        self.arena_bytes = 0
+        """What is reserved for the arena, which may not be there yet (``Links.reserve_arena``)."""
         self.address = address
         self._ledger = ledger
         self._number = 0
@@ -71,6 +74,11 @@ class Link:
     def is_shared(self) -> bool:
         """Whether the worker is on this host, and memory and files are shared with it."""
         return self.channel.is_unix
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another request can be sent."""
+        return self.channel.alive and self._number < NUMBER_MAX
 
     def next_number(self) -> int:
         """The number of a new request."""
@@ -92,23 +100,28 @@ class Link:
         code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
         raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
 
-    def share(self, size_bytes: int, room_bytes: int) -> None:
-        """Sees to an arena in which ``size_bytes`` fit twice, of at most ``room_bytes``, as far as that can be had."""
+    def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
+        """Sees to an arena in which ``size_bytes`` fit twice, as far as that can be had.
+
+        ``reserve(bytes)`` says how many of so many bytes it may have.
+        """
         arena, ledger = self.arena, self._ledger
         if ledger is None or (arena is not None and (arena.size_bytes >= size_bytes or not arena.is_free)):
             return
         # Twice, so that one put is copied while the one before is being written.
-        wanted = min(max(ARENA_BYTES_MIN, 2 << (size_bytes - 1).bit_length()), room_bytes)
-        if wanted <= (arena.size_bytes if arena else 0):
+        size = arena.size_bytes if arena else 0
+        wanted = reserve(max(ARENA_BYTES_MIN, 2 << (size_bytes - 1).bit_length()))
+        if wanted <= size:
             return
         try:
             new = Arena(wanted, ledger)
         except (OSError, MemoryError):
+            reserve(size)
             return
         if arena is not None:
             arena.close()
         self.arena = new
-        self.channel.send(Kind.ARENA, 0, [wanted.to_bytes(ARENA_SIZE, "little")], [new.fd])
+        self.channel.send(Kind.ARENA, 0, [encode_arena(wanted)], [new.fd])
 
     def never_blocks(self, fd: int) -> bool:
         """Whether reading a file that was handed over never waits for a device."""
@@ -137,6 +150,8 @@ class Links:
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._open: set[Link] = set()
+        self._dialling = 0
+        self._pid = os.getpid()
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
@@ -159,14 +174,19 @@ class Links:
             if link is not None:
                 self._give(link)
 
-    def arena_room(self, link: Link) -> int:
-        """Bytes that the arena of a connection may have, beside those of the others."""
+    def reserve_arena(self, link: Link, size_bytes: int) -> int:
+        """How many of ``size_bytes`` the arena of a connection may have, beside those of the others; they are its own
+        then.
+        """
         with self._lock:
-            used = sum(each.arena.size_bytes for each in self._open if each is not link and each.arena is not None)
-        return max(0, self._limits.arena_bytes_max - used)
+            used = sum(each.arena_bytes for each in self._open if each is not link)
+            link.arena_bytes = max(0, min(size_bytes, self._limits.arena_bytes_max - used))
+            return link.arena_bytes
 
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
+        if self._pid != os.getpid():
+            return  # they are our parent's
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -180,28 +200,34 @@ class Links:
     def _take(self, timeout_s: float) -> Link | None:
         if self._bulk is Bulk.GRPC:
             return None
+        if self._pid != os.getpid():
+            raise InvalidRequest(
+                "this store was connected before a fork, with which connections are shared: connect in the child"
+            )
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
-                is_full = link is None and len(self._open) >= self._limits.bulk_links_max
+                is_full = link is None and len(self._open) + self._dialling >= self._limits.bulk_links_max
+                dials = not (link or is_full or self._closed) and time.monotonic() >= self._retry_at_s
+                self._dialling += dials
             if link is None:
                 break
             if link.channel.is_quiet():
                 return link
             self._drop(link)  # the worker went away, or was restarted
-        if is_full or self._closed:
-            return None
-        if time.monotonic() < self._retry_at_s:
+        if dials:
+            try:
+                link = self._dial(timeout_s)
+            finally:
+                with self._lock:
+                    self._dialling -= 1
+                    if link is not None:
+                        self._open.add(link)
+                        self._worked = True
+            if link is None:
+                self._retry_at_s = time.monotonic() + RETRY_S
+        if link is None and not (is_full or self._closed):
             self._check_auto()
-            return None
-        link = self._dial(timeout_s)
-        if link is None:
-            self._retry_at_s = time.monotonic() + RETRY_S
-            self._check_auto()
-            return None
-        with self._lock:
-            self._open.add(link)
-            self._worked = True
         return link
 
     def _check_auto(self) -> None:
@@ -216,7 +242,7 @@ class Links:
 
     def _give(self, link: Link) -> None:
         with self._lock:
-            if link.channel.alive and not self._closed:
+            if link.is_usable and not self._closed:
                 self._idle.append(link)
                 return
         self._drop(link)
@@ -228,25 +254,33 @@ class Links:
 
     def _dial(self, timeout_s: float) -> Link | None:
         """A new connection by the shortest way that works."""
-        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
-        try:
-            answer = pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            self._why_not = "the worker is of an older version"
-            return None
+        answer: pb.OpenBulkResponse | None = None
         reasons: list[str] = []
         for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
             if self._bulk not in (Bulk.AUTO, way):
                 continue
+            if answer is None and (answer := self._offer(timeout_s)) is None:
+                self._why_not = "the worker is of an older version"
+                return None
             try:
                 return dial(answer)
             except (OSError, KVStoreError, ValueError) as error:
                 reasons.append(f"{way.value}: {error}")
+                if isinstance(error, (LinkBroken, LinkLate)):
+                    answer = None  # its grant is used up
         self._why_not = "; ".join(reasons)
         log.info("client.no_bulk worker=%s why=%s", self._address, self._why_not)
         return None
+
+    def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
+        """What the worker offers, with a fresh grant; None where it knows nothing of this."""
+        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
+        try:
+            return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return None
 
     def _dial_shared(self, answer: pb.OpenBulkResponse) -> Link:
         if not answer.unix_path:

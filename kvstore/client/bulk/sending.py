@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvstore.wire.bulk.frames import (
     encode_span,
 )
 from kvstore.wire.bulk.sums import plane_sums
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, sealed
 
 RUNS_MIN = 4
 """Runs for which an arena must have room: the worker keeps up to three, and the end of the ring may be too short."""
@@ -43,26 +44,29 @@ def send_put(
     planes: Planes,
     *,
     deferred: bool,
-    arena_room: int,
+    reserve: Callable[[int], int],
     idle_s: float,
     timeout_s: float,
 ) -> tuple[int, pb.PutResponse]:
     """The first chunk that had to be sent, and the worker's answer. ``count``: the full chunks of the prompt.
 
+    ``reserve(bytes)`` says how many of so many bytes an arena may have.
     Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest for what makes no sense.
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(idle_s, timeout_s)
     size_bytes = (count - start.first) * layout.chunk_bytes
     run = max(1, RUN_BYTES_MAX // layout.chunk_bytes)
-    link.share(size_bytes if deferred else min(size_bytes, RUNS_MIN * run * layout.chunk_bytes), arena_room)
+    link.share(size_bytes if deferred else min(size_bytes, RUNS_MIN * run * layout.chunk_bytes), reserve)
     arena, number = link.arena, link.next_number()
     while arena is not None and not arena.has_entry(number):
+        if not channel.is_quiet():
+            raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
         _pause(ends_s)
     # A put that does not fit into the arena as a whole has to be stored while it is copied.
     in_arena = arena is not None and arena.size_bytes >= size_bytes
     deferred = deferred and (in_arena or not link.is_shared)
-    channel.send(Kind.PUT, number, [encode_request(timeout_s, int(deferred), start.SerializeToString())])
+    channel.send(Kind.PUT, number, [encode_request(timeout_s, int(deferred), sealed(start))])
     payload = link.receive(Kind.READY)[1]
     first, wanted = decode_span(payload)
     if wanted and not (start.first <= first and first + wanted == count):

@@ -20,9 +20,14 @@ from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, H
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 STEP_BYTES = 1 << 19
-"""Most bytes of one system call: what arrived is verified while it is in the cache. Of 256 KiB to 1 MiB the fastest."""
-FILES_HELD_MAX = 2 * FILES_MAX
+"""Most bytes of one system call: what arrived is verified while it is in the cache."""
 BUFFER_BYTES = 4 << 20
+"""Of a unix socket, whose buffer does not grow by itself as that of TCP does."""
+SILENCE_S = 60
+PROBE_S = 15
+PROBES = 4
+"""A TCP peer that is silent for a minute is asked by the kernel, and given up when it does not answer for another:
+without that a connection to a host that vanished would stay open for hours."""
 _FD = array.array("i").itemsize
 
 
@@ -35,18 +40,21 @@ class LinkLate(Unavailable):
 
 
 class Channel:
-    """Frames over a connected stream socket, which it owns."""
+    """Frames over a connected stream socket, which it owns; one frame may bring ``files_max`` files along."""
 
-    def __init__(self, sock: socket.socket, idle_s: float) -> None:
+    def __init__(self, sock: socket.socket, idle_s: float, files_max: int = FILES_MAX) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._is_unix = sock.family == socket.AF_UNIX
         if self._is_unix:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         else:
-            # The kernel sizes TCP's buffers itself, which was faster than 1 or 4 MiB each.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", SILENCE_S), ("TCP_KEEPINTVL", PROBE_S), ("TCP_KEEPCNT", PROBES)):
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._files_max = files_max
         self._idle_s = idle_s
         self._ends_s = float("inf")
         self._files: list[int] = []
@@ -184,7 +192,7 @@ class Channel:
 
     def _receive_small(self, view: memoryview) -> None:
         """Fills ``view``, taking in the files that come along."""
-        room = socket.CMSG_SPACE(FILES_MAX * _FD) if self._is_unix else 0
+        room = socket.CMSG_SPACE(self._files_max * _FD) if self._is_unix else 0
         while len(view):
             try:
                 count, ancillary, flags, _ = self._socket.recvmsg_into(
@@ -198,7 +206,7 @@ class Channel:
             for level, kind, raw in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
-            if flags & socket.MSG_CTRUNC or len(self._files) > FILES_HELD_MAX:
+            if flags & socket.MSG_CTRUNC or len(self._files) > self._files_max:
                 raise self._broken("more files came than a frame may have")
             if not count:
                 raise self._broken("the peer closed the connection")

@@ -86,6 +86,7 @@ _REQUEST = struct.Struct("<dB7x")
 _SPAN = struct.Struct("<II")
 _PLACED = struct.Struct("<IIQ")
 SPAN_BYTES = _SPAN.size
+_ARENA = struct.Struct("<Q")
 _INDEX = struct.Struct("<I4x")
 INDEX_BYTES = _INDEX.size
 
@@ -131,6 +132,16 @@ def decode_span(payload: bytes) -> tuple[int, int]:
     """The inverse. Raises InvalidRequest."""
     first, count = _unpacked(_SPAN, payload)
     return first, count
+
+
+def encode_arena(size_bytes: int) -> bytes:
+    """The payload of ARENA."""
+    return _ARENA.pack(size_bytes)
+
+
+def decode_arena(payload: bytes) -> int:
+    """The inverse. Raises InvalidRequest."""
+    return _unpacked(_ARENA, payload)[0]
 
 
 def encode_placed(placed: Placed) -> bytes:

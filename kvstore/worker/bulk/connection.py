@@ -63,6 +63,8 @@ class Connection:
                 raise InvalidRequest("an arena must be a memfd: this is another kind of file") from cause
             if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size_bytes:
                 raise InvalidRequest("an arena must have its size, and be sealed against shrinking (F_SEAL_SHRINK)")
+            if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+                raise InvalidRequest("an arena must be of ordinary pages: huge ones can run out under who reads it")
             populate = getattr(mmap, "MAP_POPULATE", 0)
             try:
                 mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)

@@ -6,11 +6,9 @@ the threads that serve; so a silent connection costs a file descriptor and nothi
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import selectors
-import shutil
 import socket
 import struct
 import tempfile
@@ -18,7 +16,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 
 from kvstore.errors import InvalidRequest
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
@@ -26,6 +23,7 @@ from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
 from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
 from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
 from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.folder import SocketFolder
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
@@ -33,9 +31,9 @@ from kvstore.worker.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
-FOLDER_PREFIX = "kvstore-bulk-"
-MARK = "lock"
 PERIOD_S = 0.25
+FILES_MAX = 1
+"""Files that a client hands over with one frame: its arena."""
 GRANTS_MAX = 4096
 STRANGERS_MAX = 64
 """Connections that have not proved a grant yet; the oldest is closed for one more."""
@@ -73,9 +71,7 @@ class BulkListener:
         self._limits = limits
         self._host = host
         self._port = port
-        self._parent = folder or tempfile.gettempdir()
-        self._folder = ""
-        self._mark = -1
+        self._folder = SocketFolder(folder or tempfile.gettempdir())
         self._lock = threading.Lock()
         self._grants: dict[bytes, tuple[Grant, float]] = {}
         self._connections: set[Connection] = set()
@@ -94,10 +90,7 @@ class BulkListener:
     def start(self) -> None:
         """Listens. What cannot be had is left out, and said in the log: clients then go another way."""
         try:
-            _remove_dead(self._parent)
-            self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self._parent)  # for this user alone
-            self._mark = _marked(self._folder)
-            path = os.path.join(self._folder, "socket")
+            path = os.path.join(self._folder.make(), "socket")
             self._listeners.append(listen_unix(path))
             self.unix_path = path
         except OSError as error:
@@ -145,21 +138,24 @@ class BulkListener:
         self._threads.shutdown(timeout_s=timeout_s)
         for sock in [*self._listeners, *(each.socket for each in self._strangers)]:
             sock.close()
-        for connection in connections:
+        for connection in [*connections, *self._connections]:
             connection.close()
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
-        if self._mark >= 0:
-            os.close(self._mark)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     # The listening thread
 
     def _run(self) -> None:
         while not self._closed:
-            self._turn()
+            try:
+                self._turn()
+            except Exception:
+                # Without this thread nobody would be served again.
+                self._calls.add("calls_failed")
+                log.exception("bulk.listener_failed")
+                time.sleep(PERIOD_S)
 
     def _turn(self) -> None:
         """One look at all connections; of its own, so that no name here keeps a connection that is closed."""
@@ -170,15 +166,12 @@ class BulkListener:
             elif isinstance(key.data, _Stranger):
                 self._greet(key.data)
             elif isinstance(key.data, Connection):
-                self._selector.unregister(key.data.channel)
-                with suppress(RuntimeError):  # closing
-                    self._threads.submit(self._serve, key.data)
+                self._hand_on(key.data)
             else:
                 self._accept(key.fileobj)  # type: ignore[arg-type]  # a socket: it was registered as one
         while self._returned:
             connection = self._returned.popleft()
-            with suppress(ValueError, KeyError, OSError):
-                self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+            self._listen_to(connection)
         now_s = time.monotonic()
         for late in [each for each in self._strangers if each.ends_s < now_s]:
             self._turn_away(late)
@@ -202,8 +195,12 @@ class BulkListener:
         if len(self._strangers) >= STRANGERS_MAX:
             self._turn_away(self._strangers[0])
         stranger = _Stranger(sock, time.monotonic() + self._limits.hello_s)
+        try:
+            self._selector.register(sock, selectors.EVENT_READ, stranger)
+        except OSError:
+            sock.close()
+            return
         self._strangers.append(stranger)
-        self._selector.register(sock, selectors.EVENT_READ, stranger)
 
     def _greet(self, stranger: _Stranger) -> None:
         """Reads as much of a greeting as there is, and answers a whole one that is right."""
@@ -222,18 +219,23 @@ class BulkListener:
             return
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.socket)
-        connection = Connection(Channel(stranger.socket, self._limits.idle_s))
+        try:
+            connection = Connection(Channel(stranger.socket, self._limits.idle_s, FILES_MAX))
+        except OSError as error:
+            log.warning("bulk.no_connection %s", error)  # out of files, perhaps
+            stranger.socket.close()
+            return
         try:
             files = [connection.ledger.fd] if connection.ledger is not None else []
             connection.channel.limit(0.1, 0.1)  # a new connection has room for some bytes
             connection.channel.send(Kind.WELCOME, 0, [answer], files)
-            self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         except (LinkBroken, LinkLate):
             connection.close()
             return
         self._calls.add("bulk_connections")
         with self._lock:
             self._connections.add(connection)
+        self._listen_to(connection)
 
     def _answer(self, said: bytes) -> bytes | None:
         """The proof for a greeting; None for one that is not right. A grant is used up either way."""
@@ -256,19 +258,38 @@ class BulkListener:
         self._selector.unregister(stranger.socket)
         stranger.socket.close()
 
+    def _listen_to(self, connection: Connection) -> None:
+        """Waits for the next request of a connection."""
+        try:
+            self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        except (ValueError, KeyError, OSError):
+            self._forget(connection)
+
+    def _hand_on(self, connection: Connection) -> None:
+        """Has a request served."""
+        self._selector.unregister(connection.channel)
+        try:
+            self._threads.submit(self._serve, connection)
+        except RuntimeError:  # closing, or no more threads
+            self._forget(connection)
+
     # The serving threads
 
     def _serve(self, connection: Connection) -> None:
-        goes_on = self._requests.serve(connection)
+        goes_on = False
+        try:
+            goes_on = self._requests.serve(connection) and not self._closed
+        finally:
+            if goes_on:
+                self._returned.append(connection)
+                self._wake()
+            else:
+                self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
-            goes_on = goes_on and not self._closed
-            if not goes_on:
-                self._connections.discard(connection)
-        if goes_on:
-            self._returned.append(connection)
-            self._wake()
-        else:
-            connection.close()
+            self._connections.discard(connection)
+        connection.close()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):
@@ -279,28 +300,3 @@ def _user_of(sock: socket.socket) -> int:
     """Who is at the other end of a unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])
-
-
-def _marked(folder: str) -> int:
-    """A lock in a worker's folder, which ends with its process: by this others see that the folder is in use."""
-    mark = os.open(os.path.join(folder, MARK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(mark)
-        raise
-    return mark
-
-
-def _remove_dead(parent: str) -> None:
-    """Removes what workers of this user that were killed left behind: folders whose lock nobody has."""
-    for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid != os.geteuid():
-                continue
-            mark = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(mark)

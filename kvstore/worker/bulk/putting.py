@@ -143,7 +143,12 @@ class BulkPuts:
                 if ledger is not None:
                     ledger.released(number, count)
 
-        self._deferred.submit(chain.addresses[first:], write)
+        try:
+            self._deferred.submit(chain.addresses[first:], write)
+        except BaseException:
+            putting.abandon()
+            reserved.close()
+            raise
         layout = chain.namespace.layout
         return PutResult(len(chain) * layout.chunk_tokens, count, 0, count * layout.chunk_bytes)
 
@@ -180,8 +185,8 @@ class BulkPuts:
     ) -> Iterator[Arrived]:
         """The runs of a client from chunk ``first`` on, in order.
 
-        Memory for RUNS_IN_FLIGHT is reserved when the first comes as bytes. That of a deferred put was before, or is
-        the client's own: then nothing may come as bytes.
+        Memory for RUNS_IN_FLIGHT of the largest is reserved when the first comes as bytes. That of a deferred put was
+        before, or is the client's own: then nothing may come as bytes.
         """
         channel, layout = connection.channel, chain.namespace.layout
         sums = struct.Struct(f"<{layout.section_count}Q")
@@ -208,7 +213,8 @@ class BulkPuts:
                 if head.length != SPAN_BYTES + size_bytes + sums.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
                     raise channel.break_off(f"{count} chunks say {head.length} bytes: that is not, or too large a run")
                 if not is_reserved:
-                    reserved.enter_context(self._in_flight.reserved(RUNS_IN_FLIGHT * size_bytes))
+                    most = max(count, min(len(chain) - index, RUN_BYTES_MAX // layout.chunk_bytes))
+                    reserved.enter_context(self._in_flight.reserved(RUNS_IN_FLIGHT * most * layout.chunk_bytes))
                     is_reserved = True
                 buffer = self._buffers.take(size_bytes)
                 memory = memoryview(buffer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, decode_request
+from kvstore.wire.bulk.frames import Kind, decode_arena, decode_request
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.connection import Connection
@@ -21,7 +22,6 @@ from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 
-ARENA = struct.Struct("<Q")
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
 
@@ -55,19 +55,19 @@ class BulkRequests:
             number = head.request
             payload = channel.receive(head.length)
             if head.kind is Kind.ARENA:
-                if len(payload) != ARENA.size:
-                    raise InvalidRequest(f"an ARENA frame has {len(payload)} bytes: expected {ARENA.size}")
-                connection.adopt_arena(ARENA.unpack(payload)[0], limits.arena_bytes_max)
+                connection.adopt_arena(decode_arena(payload), limits.arena_bytes_max)
                 return True
+            channel.take_files(0)
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s)
             name = "Get" if head.kind is Kind.GET else "Put"
-            with self._calls.serving(name, context):
+            with self._calls.serving(name, context), self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, context)
                 else:
                     self._puts.put(connection, number, request.flag, request.message, context)
+            channel.take_files(0)
             return channel.alive
         except Refused as refused:
             self._refuse(connection, number, refused.refusal)
@@ -76,6 +76,14 @@ class BulkRequests:
         except KVStoreError as error:
             self._refuse(connection, number, refusal(error))
         return False
+
+    @contextmanager
+    def _counting_idle(self) -> Iterator[None]:
+        try:
+            yield
+        except LinkLate:
+            self._calls.add("calls_idle")
+            raise
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
         """Says why. The connection ends with it: what the client sent meanwhile nobody can tell from a new request."""
