@@ -7,10 +7,12 @@ the build leaves the library out; ``CC`` names the compiler.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         reason = build(folder)
         if reason:
             self.app.display_warning(f"kvstore: pure Python, without the native data path: {reason}")
-            # One that an earlier build left may be of other sources.
-            (folder / LIBRARY).unlink(missing_ok=True)
+            remove_outdated(folder)
             return
         build_data["pure_python"] = False
         # It asks nothing of Python, so any version of it will do.
@@ -48,14 +49,15 @@ def build(folder: Path) -> str:
         return "KVSTORE_NATIVE=0"
     if not sys.platform.startswith("linux"):
         return f"it is for Linux, not {sys.platform}"
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    named = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    compiler = shutil.which(named[0])
     if compiler is None:
-        return "there is no C compiler (cc)"
+        return f"there is no C compiler ({named[0]})"
     fresh = folder / f".{LIBRARY}.{os.getpid()}"
     sources = sorted(str(path) for path in folder.glob("*.c"))
     try:
         ran = subprocess.run(
-            [compiler, *FLAGS, "-o", str(fresh), *sources],
+            [compiler, *named[1:], *FLAGS, "-o", str(fresh), *sources],
             capture_output=True,
             text=True,
             timeout=COMPILE_S,
@@ -68,5 +70,15 @@ def build(folder: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as cause:
         return f"{compiler} did not run: {cause}"
     finally:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
     return ""
+
+
+def remove_outdated(folder: Path) -> None:
+    """Removes a library that an earlier build left if it is older than the sources; one that is not stays in use."""
+    library = folder / LIBRARY
+    # OSError: there is none, or the folder cannot be written to.
+    with suppress(OSError):
+        if library.stat().st_mtime < max(path.stat().st_mtime for path in folder.glob("*.[ch]")):
+            library.unlink()

@@ -40,6 +40,11 @@ class Planes:
         """Whether chunks may be read into it."""
         return bool(self._array.flags.writeable)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether each plane is one run of memory; nothing else may be called where it is not."""
+        return bool(self._array[0, 0].flags.c_contiguous)
+
     def starting_at(self, first: int) -> Planes:
         """The same memory, its first chunk being number ``first``."""
         return Planes(self._array, self.section_bytes, first)

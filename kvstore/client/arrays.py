@@ -44,10 +44,16 @@ def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:
 
 
 def target_array(out: Any, layout: Layout) -> KvArray:
-    """``out`` as an array to read into. Raises InvalidRequest for another shape or type, or one that is read-only."""
+    """``out`` as an array to read into.
+
+    Raises InvalidRequest for another shape or type, or one that is read-only or whose planes share memory.
+    """
     array = _checked(out, layout, "out")
     if not array.flags.writeable:
         raise InvalidRequest("out is read-only: give a writable array")
+    if _overlaps(array):
+        # What was read into one plane would look like damage in another, and the chunk be set aside for it.
+        raise InvalidRequest("layers, or K and V, of out share memory: give an array that has room for each")
     return array
 
 
@@ -72,6 +78,14 @@ def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
             f"({layout.layers}, 2, tokens, {layout.kv_heads}, {layout.head_dim}): layers, K and V, tokens, heads, dim"
         )
     return kv
+
+
+def _overlaps(array: KvArray) -> bool:
+    """Whether contiguous planes lie partly in the same memory."""
+    if array.flags.c_contiguous or not _has_contiguous_planes(array):
+        return False
+    starts = np.sort(Planes(array, 1).addresses())
+    return bool((np.diff(starts) < array[0, 0].nbytes).any())
 
 
 def _has_contiguous_planes(array: KvArray) -> bool:

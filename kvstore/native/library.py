@@ -66,12 +66,22 @@ def _load() -> tuple[Any, str]:
         return None, "turned off by KVSTORE_NATIVE=0"
     if sys.byteorder != "little":
         return None, "this machine is big-endian"
+    if not LIBRARY.exists():
+        return None, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
     try:
         found = ctypes.CDLL(str(LIBRARY))
-        if found.kv_abi() != ABI:
-            return None, f"{LIBRARY} is of another version: install kvstore again"
-    except (OSError, AttributeError):
-        return None, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
+    except OSError as cause:
+        return None, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
+    try:
+        is_ours = found.kv_abi() == ABI
+        _describe(found)
+    except AttributeError:
+        is_ours = False
+    return (found, "") if is_ours else (None, f"{LIBRARY} is of another version: install kvstore again")
+
+
+def _describe(found: Any) -> None:
+    """Tells ctypes the types of what is called. Raises AttributeError where something is missing."""
     pointer, run = ctypes.c_void_p, ctypes.POINTER(Run)
     found.kv_checksum.argtypes, found.kv_checksum.restype = (pointer, ctypes.c_uint64), ctypes.c_uint64
     found.kv_use_width.argtypes = (ctypes.c_int,)
@@ -88,7 +98,6 @@ def _load() -> tuple[Any, str]:
     found.kv_read_cold.restype = ctypes.c_int64
     found.kv_read_direct.argtypes = (ctypes.c_int,)
     found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
-    return found, ""
 
 
 library, _reason = _load()

@@ -22,7 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, group_size, read_chunks
 from kvstore.node.refresh import Refresher
 from kvstore.node.view import View
@@ -125,7 +125,8 @@ class Blocks:
             else:
                 size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
                 self._lanes.each(-(-len(keys) // size), work_on_group, deadline)
-        except DeadlinePassed:
+        except BaseException:
+            # Past the deadline, or interrupted (Ctrl-C): lanes may still be at it.
             given_up.set()
             raise
         self._refresher.used(namespace.id, addresses, chained=False, hints=hints, lacking=frozenset(lacking))

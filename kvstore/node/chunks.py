@@ -104,7 +104,10 @@ class Chunks:
         return not recency.decode(stat.mtime_ns, self.quantum_s).hints.covers(hints)
 
     def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
-        """Reads and verifies a whole chunk into ``sections``; False is a miss, and their content undefined."""
+        """Reads and verifies a whole chunk into ``sections``; False is a miss, and their content undefined.
+
+        Raises Withdrawn.
+        """
         epoch = self.known.epoch
         reader = self._open(expected)
         if reader is None:
@@ -113,6 +116,7 @@ class Chunks:
             try:
                 _read_verified(reader, expected, sections, borrowed)
             except Damaged as damaged:
+                borrowed.check()  # or the caller has changed what was verified
                 self.set_aside(expected, damaged.damage)
                 return False
             self._seen(expected, reader.stat, epoch)
@@ -147,6 +151,7 @@ class Chunks:
             _fill(reader, sections, offset, borrowed)
             _verify(sections, header.checksums[first : first + len(sections)])
         except Damaged as damaged:
+            borrowed.check()
             self.set_aside(expected, damaged.damage)
             return False
         self._counters.add("bytes_read", len(sections) * header.section_bytes)

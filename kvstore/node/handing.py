@@ -80,8 +80,9 @@ def open_files(
         counters.add("miss_deadline")
     except KVStoreError:
         counters.add("miss_shed")
-    with lock:
-        given_up = True
+    finally:
+        with lock:
+            given_up = True
     leading: list[PosixReader] = []
     while len(leading) in opened:
         leading.append(opened.pop(len(leading)))

@@ -77,7 +77,12 @@ class Batch:
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when all lanes are done with it; raises their first error, or DeadlinePassed."""
-        if not self._ended.wait(deadline.left_s()):
+        try:
+            in_time = self._ended.wait(deadline.left_s())
+        except BaseException:
+            self.stop()  # interrupted (Ctrl-C): nobody waits for the rest
+            raise
+        if not in_time:
             self.stop()
             raise DeadlinePassed("the root did not answer in time; check the mount (kvstore check-root)")
         # Taken out: its traceback leads back to us and to the caller's memory.

@@ -33,7 +33,7 @@ from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import GROUP_BYTES_MAX, Publication, Source
+from kvstore.node.publish import GROUP_BYTES_MAX, GROUP_FILES_MAX, GROUP_SYNCED_MAX, Publication, Source
 from kvstore.node.reading import Groups, Reading, group_size, leading_groups, matched_count, read_chunks, read_leading
 from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run
@@ -441,7 +441,9 @@ class Putting:
         run = self._node.run_for_put(self._chain, first, count, source)
         if run is None:
             return self._lanes.start(count, lambda at: self.store(first + at, source(first + at)))
-        size = group_size(count, self._chain.namespace.layout.chunk_bytes, self._lanes.width, GROUP_BYTES_MAX)
+        files_max = GROUP_SYNCED_MAX if self._node.durable else GROUP_FILES_MAX
+        chunk_bytes = self._chain.namespace.layout.chunk_bytes
+        size = group_size(count, chunk_bytes, self._lanes.width, GROUP_BYTES_MAX, files_max)
 
         def store(number: int) -> bool:
             start = first + number * size

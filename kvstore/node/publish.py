@@ -23,6 +23,10 @@ from kvstore.root.interface import Stat
 
 GROUP_BYTES_MAX = 16 << 20
 """Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
+GROUP_FILES_MAX = 256
+"""The same in files, one of which is open at a time."""
+GROUP_SYNCED_MAX = 16
+"""The same where each is synced: a lane in one call for ``stall_s`` is taken for one that hangs."""
 
 Source = Callable[[int], Pieces]
 """The sections of a chunk, by its index in the chain: views of the caller's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 GROUP_BYTES_MIN = 1 << 20
 GROUP_BYTES_MAX = 8 << 20
 """About a millisecond of copying: how long taking the memory back may have to wait."""
+GROUP_FILES_MAX = 64
+LIMIT_PER_GROUP = 32
+"""All files of a group are open at once: fewer where the process may have few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 4
 
 
@@ -83,10 +87,18 @@ class Groups:
         return number * self.size, min((number + 1) * self.size, self.chunks)
 
 
-def group_size(chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX) -> int:
-    """Chunks to do in one call: so many that Python costs little beside, so few that all lanes have enough to do."""
+def group_size(
+    chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX, files_max: int | None = None
+) -> int:
+    """Chunks to do in one call: so many that Python costs little beside, so few that all lanes have enough to do.
+
+    ``files_max`` is for those that have one file open at a time.
+    """
+    if files_max is None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files_max = GROUP_FILES_MAX if limit < 0 else min(limit // LIMIT_PER_GROUP, GROUP_FILES_MAX)
     each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
-    return max(1, min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes))
+    return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
 
 
 class Reading:
@@ -131,6 +143,10 @@ class Reading:
             self._counters.add("miss_deadline")
         except KVStoreError:
             self._counters.add("miss_shed")
+        except BaseException:
+            # Interrupted (Ctrl-C): from here on the memory is the caller's, as after a deadline.
+            self._borrowed.withdraw()
+            raise
         return self._done
 
     def withdraw(self) -> None:

@@ -47,7 +47,7 @@ class Run:
         self.items: npt.NDArray[Any] = np.zeros(count, native.CHUNK)
         self.items["fd"] = -1
         self.common = native.Run(
-            root=files.path.encode("utf-8", "surrogateescape"),
+            root=os.fsencode(files.path),
             digest=(ctypes.c_ubyte * 32).from_buffer_copy(namespace.digest),
             kind=int(kind),
             shard_bits=shard_bits,
@@ -75,7 +75,9 @@ class Run:
                     with suppress(OSError):
                         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             for place in blocked.tolist():
-                self._read_cold(start + place, borrowed)
+                # OSError: no memory to read into.
+                with suppress(OSError):
+                    self._read_cold(start + place, borrowed)
         finally:
             library.kv_close(at, count)
         done: Mask = items["status"] == native.DONE
@@ -169,8 +171,9 @@ def chain_run(files: LocalFiles, shard_bits: int, chain: Chain, first: int, coun
     items["header_bytes"] = header_bytes(identity_bytes, layout.section_count)
     run.alive += (chain, tokens)
     if planes is not None:
-        assert planes.covers(first, count) and planes.section_bytes == layout.section_bytes
         bases = planes.addresses()
+        assert planes.covers(first, count) and planes.section_bytes == layout.section_bytes
+        assert planes.is_contiguous and len(bases) == layout.section_count
         items["bases"] = bases.__array_interface__["data"][0]
         items["offset"] = planes.offset(first) + np.arange(count, dtype=np.uint64) * planes.section_bytes
         run.alive += (planes, bases)
@@ -210,7 +213,8 @@ def _cold_memory() -> Iterator[int]:
     try:
         memory = _cold_pool.pop()
     except IndexError:
-        memory = np.frombuffer(mmap.mmap(-1, COLD_BYTES), np.uint8)
+        # Private: a forked child has the pool too, and must not read into what its parent reads into.
+        memory = np.frombuffer(mmap.mmap(-1, COLD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     try:
         yield memory.__array_interface__["data"][0]
     finally:

@@ -19,7 +19,7 @@ from kvstore.errors import Overloaded, Unavailable
 from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.worker.bulk.listener import FOLDER_PREFIX
+from kvstore.worker.bulk.folder import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.node.stores import member_on

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from kvstore.native import library as native
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kvstore" / "native"
 USE = """
@@ -61,9 +63,68 @@ def test_without_a_compiler_it_says_so_and_leaves_nothing(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (None, "was not built"),
+        ("", "of another version"),
+        ("int kv_abi(void) { return 1; }", "of another version"),
+        ("int kv_abi(void) { return 99; }", "of another version"),
+    ],
+    ids=["missing", "foreign", "older", "newer"],
+)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_it_builds_from_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_does_not_fit_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, reason: str
+) -> None:
     monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    library = tmp_path / "libkvstore.so"
+    if source is not None:
+        (tmp_path / "other.c").write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True, timeout=60)
+    monkeypatch.setattr(native, "LIBRARY", library)
+    found, said = native._load()
+    assert found is None and reason in said
+
+
+def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    library = tmp_path / "libkvstore.so"
+    library.write_bytes(b"no library")
+    monkeypatch.setattr(native, "LIBRARY", library)
+    found, said = native._load()
+    assert found is None and "cannot be loaded" in said
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_folder_that_cannot_be_written_to_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    (tmp_path / "one.c").write_text("")
+    (tmp_path / f".libkvstore.so.{os.getpid()}").mkdir()
+    assert "failed" in builder().build(tmp_path)
+
+
+def test_only_a_library_older_than_its_sources_is_removed(tmp_path: Path) -> None:
+    source, library = tmp_path / "one.c", tmp_path / "libkvstore.so"
+    builder().remove_outdated(tmp_path)
+    source.write_text("")
+    library.write_bytes(b"")
+    os.utime(source, (1000, 1000))
+    os.utime(library, (2000, 2000))
+    builder().remove_outdated(tmp_path)
+    assert library.exists()
+    os.utime(source, (3000, 3000))
+    builder().remove_outdated(tmp_path)
+    assert not library.exists()
+
+
+@pytest.mark.parametrize("named", [None, "", "cc -g"])
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_it_builds_from_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CC", named)
     for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
         shutil.copy(source, tmp_path)
     before = set(tmp_path.iterdir())

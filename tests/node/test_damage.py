@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.errors import HoldBroken
 from kvstore.format.checksum import checksum
+from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
+from kvstore.node import chunks
+from tests.native.modes import chunks_of
 from tests.node.stores import TINY, chunk_files, counted, kv_of, same, store_on
 
 Spoil = Callable[[bytes], bytes]
@@ -52,6 +57,30 @@ def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Pat
     assert count == len(tokens) and same(found, kv)
     for aside in (root / "quarantine").iterdir():
         aside.unlink()
+
+
+def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
+    store: Store, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tokens, verify, borrowed = (
+        store.namespace("m", TINY),
+        np.arange(TINY.chunk_tokens),
+        chunks._verify,
+        Borrowed(),
+    )
+    cache.put(tokens, kv_of(TINY, tokens))
+    chain, sections = Chain.of(cache.namespace, tokens.astype(np.uint32)), [memoryview(bytearray(16)) for _ in range(4)]
+
+    def verify_late(part: Pieces, sums: tuple[int, ...]) -> None:
+        borrowed.withdraw()
+        part[0][:] = b"the caller's now"
+        verify(part, sums)
+
+    monkeypatch.setattr(chunks, "_verify", verify_late)
+    with pytest.raises(Withdrawn):
+        chunks_of(store).read(expected_chunk(chain, 0), sections, borrowed)
+    assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0
+    assert not list(tmp_root.glob("quarantine/*"))
 
 
 def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:

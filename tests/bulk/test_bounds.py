@@ -1,0 +1,359 @@
+"""What a connection may use stays within its bounds, and comes back where a step fails that hardly ever does."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from kvstore.buffers import Pieces
+from kvstore.client.bulk import handed
+from kvstore.client.bulk.arena import Arena
+from kvstore.client.limits import ClientLimits
+from kvstore.client.remote import remote_port
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.namespace import Namespace
+from kvstore.node.reading import Reading
+from kvstore.node.runs import Run
+from kvstore.root.posix import PosixReader
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import SILENCE_S
+from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span
+from kvstore.worker.bulk import folder
+from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.bulk.putting import RUNS_IN_FLIGHT
+from kvstore.worker.limits import WorkerLimits
+from tests.bulk.ways import MEDIUM, bulk_files_of, greeted, is_closed, same, tokens_and_kv
+from tests.worker.serving import (
+    WAIT_S,
+    Served,
+    connected,
+    eventually,
+    opened,
+    packed,
+    raw_stub,
+    serving,
+    worker_process,
+)
+
+pytestmark = pytest.mark.slow
+BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
+TOKENS, KV = tokens_and_kv(4)
+LONG_TOKENS, LONG_KV = tokens_and_kv(3 * FILES_MAX, seed=1)
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving(tmp_root, worker_limits=WorkerLimits(idle_s=1.0)) as found:
+        yield found
+
+
+def listener_of(served: Served) -> BulkListener:
+    assert served.worker.service.bulk is not None
+    return served.worker.service.bulk
+
+
+def no_more_threads(*_: object) -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_worker_short_of_files_listens_again_once_it_has_some(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = os.memfd_create
+
+    def short(name: str, flags: int) -> int:
+        if name == "kvstore-ledger":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(name, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.memfd_create", short)
+        with connected(served) as store:
+            store.namespace("m", MEDIUM).put(TOKENS, KV)
+            assert store.stats()["client_puts_tcp"] == 1
+    with connected(served, bulk="shared") as store:
+        assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
+
+
+@BOTH
+def test_a_worker_short_of_threads_closes_the_connection(
+    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = listener_of(served)
+    with greeted(served, way) as channel:
+        eventually(lambda: listener.connections_count == 1, "it is known")
+        with monkeypatch.context() as patch:
+            patch.setattr(listener._threads, "submit", no_more_threads)
+            channel.send_head(Kind.GET, 1, 0)
+            with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+                assert is_closed(sock)
+    assert listener.connections_count == 0
+
+
+def test_a_deferred_put_that_cannot_be_begun_gives_its_memory_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = served.worker.service
+    with connected(served, bulk="tcp", deferred=True) as store:
+        cache = store.namespace("m", MEDIUM)
+        with monkeypatch.context() as patch:
+            patch.setattr(service.deferred._writers, "submit", no_more_threads)
+            with pytest.raises(KVStoreError):
+                cache.put(TOKENS, KV)
+        eventually(lambda: service.gate.inside_count == 0, "the call is over")
+        assert service.in_flight.count == 0
+        assert service.deferred.chunks_count == 0
+        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+        assert same(cache.get(TOKENS)[1], KV)
+
+
+def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Served) -> None:
+    in_flight = served.worker.service.in_flight
+    with raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS)).SerializeToString()
+    with greeted(served, "tcp") as channel:
+        channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)])
+        channel.receive_frame(Kind.READY)
+        channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        channel.send_bytes([memoryview(encode_span(0, 1))])
+        eventually(lambda: in_flight.count == RUNS_IN_FLIGHT * 4 * MEDIUM.chunk_bytes, "it is reserved")
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            assert is_closed(sock)
+    eventually(lambda: in_flight.count == 0, "and given back")
+    assert served.worker.service.counters()["calls_idle"] == 1
+
+
+@pytest.mark.parametrize("case", ["with a request", "too many"])
+def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: str) -> None:
+    with raw_stub(served) as stub:
+        start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS)).SerializeToString()
+    with greeted(served, "shared") as channel, open(os.devnull, "rb") as file:
+        if case == "too many":
+            channel.send(Kind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
+        else:
+            channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            assert is_closed(sock)
+    with greeted(served, "shared") as channel:
+        assert channel.is_quiet()
+
+
+def test_an_arena_of_huge_pages_is_refused(served: Served) -> None:
+    size_bytes = 2 << 20
+    try:
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+        os.ftruncate(fd, size_bytes)
+    except OSError as error:
+        pytest.skip(f"no huge pages here: {error}")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with greeted(served, "shared") as channel:
+        channel.send(Kind.ARENA, 0, [encode_arena(size_bytes)], [fd])
+        os.close(fd)
+        _, payload = channel.receive_frame(Kind.REFUSED)
+        assert "ordinary pages" in pb.BulkRefusal.FromString(payload).message
+
+
+def test_a_host_that_vanished_is_noticed_by_the_kernel(served: Served) -> None:
+    with greeted(served, "tcp") as channel, socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == SILENCE_S
+
+
+def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    create = Arena.__init__
+
+    def noted(self: Arena, size_bytes: int, *rest: Any) -> None:
+        sizes.append(size_bytes)
+        create(self, size_bytes, *rest)
+
+    monkeypatch.setattr(Arena, "__init__", noted)
+    limits = ClientLimits(bulk_links_max=4, arena_bytes_max=24 << 20)
+    together = threading.Barrier(16)
+    errors: list[BaseException] = []
+    with connected(served, bulk="shared", deferred=True, limits=limits) as store:
+        cache = store.namespace("m", MEDIUM)
+
+        def put(seed: int) -> None:
+            try:
+                prompt = tokens_and_kv(20, seed)
+                together.wait(WAIT_S)
+                cache.put(*prompt)
+                assert same(cache.get(prompt[0])[1], prompt[1])
+            except BaseException as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+
+        threads = [threading.Thread(target=put, args=(100 + each,)) for each in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not errors
+        assert 1 <= listener_of(served).connections_count <= 4
+    assert 1 <= len(sizes) <= 4
+    assert sum(sizes) <= limits.arena_bytes_max
+
+
+@BOTH
+def test_a_connection_is_replaced_before_its_numbers_run_out(
+    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.bulk.links.NUMBER_MAX", 3)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        for _ in range(6):
+            assert same(cache.get(TOKENS)[1], KV)
+        assert store.stats()["bulk_connections"] == 3
+
+
+def test_memory_is_asked_for_in_order_and_by_the_caller(served: Served) -> None:
+    """A source may take memory as it is asked, as ``hold.view`` does."""
+    namespace = Namespace("m", MEDIUM)
+    asked: list[int] = []
+    memory: list[bytearray] = []
+
+    def sections(index: int) -> Pieces:
+        assert threading.current_thread() is threading.main_thread()
+        asked.append(index)
+        memory.append(bytearray(MEDIUM.chunk_bytes))
+        size = MEDIUM.section_bytes
+        return [memoryview(memory[-1])[at : at + size] for at in range(0, MEDIUM.chunk_bytes, size)]
+
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(LONG_TOKENS, LONG_KV)
+    port = remote_port([served.address], bulk="shared")
+    try:
+        count = len(LONG_TOKENS) // MEDIUM.chunk_tokens
+        assert port.get(namespace, LONG_TOKENS.astype(np.uint32), count, lambda _: sections) == count
+        assert port.counters.snapshot()["client_gets_shared"] == 1
+    finally:
+        port.close()
+    assert asked == list(range(count))
+    middle = LONG_KV[:, :, 70 * MEDIUM.chunk_tokens : 71 * MEDIUM.chunk_tokens]
+    assert bytes(memory[70]) == middle.tobytes()
+
+
+def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def late(read: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            begun.set()
+            assert goes_on.wait(WAIT_S)
+            try:
+                return read(*arguments)
+            finally:
+                ended.release()
+
+        return wrapped
+
+    def interrupted(*_: object) -> NoReturn:
+        assert begun.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(LONG_TOKENS, LONG_KV)
+        out = np.zeros_like(LONG_KV)
+        with monkeypatch.context() as patch:
+            patch.setattr(Reading, "wait", interrupted)
+            patch.setattr(Run, "read_open", late(Run.read_open))
+            patch.setattr(PosixReader, "read", late(PosixReader.read))
+            with pytest.raises(KeyboardInterrupt):
+                cache.get(LONG_TOKENS, out=out)
+            goes_on.set()
+            assert ended.acquire(timeout=WAIT_S)
+            assert not out.view(np.uint16).any()
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+        assert cache.get(LONG_TOKENS, out=out) == len(LONG_TOKENS)
+        assert same(out, LONG_KV)
+
+
+def test_what_was_read_before_a_connection_broke_is_kept(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(LONG_TOKENS, LONG_KV)
+        steps = 0
+        take = handed._handed
+
+        def take_or_die(*arguments: Any) -> list[int]:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                worker.kill()
+                raise arguments[0].channel.break_off("it is gone")
+            return take(*arguments)
+
+        monkeypatch.setattr(handed, "_handed", take_or_die)
+        count, array = cache.get(LONG_TOKENS)
+        assert count == 2 * FILES_MAX * MEDIUM.chunk_tokens
+        assert same(array, LONG_KV[:, :, :count])
+
+
+def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk="shared", deferred=True) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+
+        def never(*_: object) -> bool:
+            threading.Timer(0.2, worker.kill).start()
+            monkeypatch.setattr(Arena, "has_entry", lambda *_: False)
+            return False
+
+        monkeypatch.setattr(Arena, "has_entry", never)
+        began_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            cache.put(*tokens_and_kv(4, seed=2))
+        assert time.monotonic() - began_s < ClientLimits().write_s / 2
+
+
+def test_a_child_neither_uses_nor_cuts_the_connections_of_its_parent(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = remote_port([served.address], bulk="tcp")
+    try:
+        links = next(iter(port.endpoints.every())).bulk
+        with links.link(WAIT_S) as link:
+            assert link is not None
+            with monkeypatch.context() as patch:
+                patch.setattr("os.getpid", lambda: -1)
+                with pytest.raises(InvalidRequest, match="connect in the child"), links.link(WAIT_S):
+                    pass
+                links.close()
+            assert link.channel.is_quiet()
+    finally:
+        port.close()
+
+
+def test_workers_that_start_together_leave_each_others_folders_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = folder._marked
+
+    def another_starts(path: str) -> int:
+        folder._remove_dead(str(tmp_path))
+        return mark(path)
+
+    monkeypatch.setattr(folder, "_marked", another_starts)
+    made = folder.SocketFolder(str(tmp_path))
+    path = Path(made.make())
+    folder._remove_dead(str(tmp_path))
+    assert path.is_dir()
+    assert path.stat().st_mode & 0o777 == 0o700
+    made.close()
+    assert not list(tmp_path.iterdir())

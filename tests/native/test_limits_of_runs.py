@@ -1,0 +1,111 @@
+"""What one native call takes on is bounded: files open at once, files synced; and memory that it may read into."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node import runs
+from kvstore.node.publish import GROUP_SYNCED_MAX
+from kvstore.node.reading import GROUP_FILES_MAX
+from kvstore.root.posix import PosixRoot
+from tests.native.modes import opened
+from tests.node.stores import SMALL, TINY, kv_of, member_on, same
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+
+class Counted:
+    """The library, noting how many chunks each call of one function was given."""
+
+    def __init__(self, library: object, name: str) -> None:
+        self._library = library
+        self._name = name
+        self.counts: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._library, name)
+        if name != self._name:
+            return found
+
+        def counting(*arguments: int) -> object:
+            self.counts.append(arguments[-1])
+            return found(*arguments)
+
+        return counting
+
+
+def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(native.library, "kv_open")
+    monkeypatch.setattr(native, "library", counted)
+    tokens = np.arange(2000 * TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, hard))
+        try:
+            count, found = cache.get(tokens)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert count == len(tokens) and same(found, kv)
+        assert store.stats()["miss_unreadable"] == 0
+        assert counted.counts and set(counted.counts) == {1}
+        assert cache.get(tokens)[0] == len(tokens)
+        assert 1 < max(counted.counts) <= GROUP_FILES_MAX, "more where there are more, but not without a limit"
+
+
+def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(native.library, "kv_stage")
+    monkeypatch.setattr(native, "library", counted)
+    tokens = np.arange(100 * TINY.chunk_tokens)
+    store = Store(LocalPort(member_on(PosixRoot(tmp_root), durable=True)))
+    try:
+        cache = store.namespace("m", TINY)
+        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 100
+        assert cache.get(tokens)[0] == len(tokens)
+    finally:
+        store.close()
+    assert counted.counts and max(counted.counts) <= GROUP_SYNCED_MAX
+
+
+def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
+    with runs._cold_memory() as at:
+        ctypes.memset(at, 1, 4096)
+        child = os.fork()
+        if not child:
+            ctypes.memset(at, 2, 4096)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ctypes.string_at(at, 4096) == b"\1" * 4096
+
+
+def test_an_array_whose_planes_share_memory_is_refused(tmp_root: Path) -> None:
+    tokens = np.arange(4 * SMALL.chunk_tokens)
+    kv = kv_of(SMALL, tokens)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv)
+        memory = np.zeros(SMALL.shape(2 * len(tokens)), SMALL.numpy_dtype)
+        for strides in (
+            (0, *memory.strides[1:]),
+            (memory.strides[0], 0, *memory.strides[2:]),
+            (memory.strides[0], memory.strides[1] // 2 - memory.strides[2], *memory.strides[2:]),
+        ):
+            shared = np.lib.stride_tricks.as_strided(memory, SMALL.shape(len(tokens)), strides)
+            with pytest.raises(InvalidRequest, match="share memory"):
+                cache.get(tokens, shared)
+        backwards = memory[::-1, ::-1, : len(tokens)]
+        assert cache.get(tokens, backwards) == len(tokens) and same(backwards, kv)
+        assert store.stats()["miss_damaged"] == 0
