@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engines.vllm.conftest import PROMPTS, make_model
 from tests.engines.vllm.engines import (
     HERE,
@@ -53,6 +55,29 @@ def test_two_ranks_share_with_two_ranks_only_and_other_weights_share_nothing(
         assert again.cached == [full_blocks(LONG)]
         again.check_same(other)
     assert len(stored_files(root)) >= 36
+
+
+@pytest.mark.parametrize("variant", ["dtype", "rope scaling"])
+def test_another_dtype_and_another_rope_scaling_share_nothing(
+    variant: str, workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
+) -> None:
+    settings = {"model": str(model), "kv_transfer_config": transfer({"root": str(root)})}
+    before = len(stored_files(root))
+    if variant == "dtype":
+        with running_engine(workplace, settings) as engine:
+            engine.generate(LONG).check_same(reference["long"])
+            wait_stored(root, before + 9)
+            engine.forget()
+            assert engine.generate(LONG).cached == [full_blocks(LONG)]
+        before += 9
+    with running_engine(workplace, {**settings, **VARIANTS[variant]}) as engine:
+        first = engine.generate(LONG)
+        assert first.cached == [0]
+        wait_stored(root, before + 9)
+        engine.forget()
+        second = engine.generate(LONG)
+        assert second.cached == [full_blocks(LONG)]
+        assert second.tokens == first.tokens
 
 
 def long_rope(max_model_len: int) -> dict[str, Any]:
