@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvstore.client.bulk.links import BulkRefused
+from kvstore.client.bulk.links import BulkRefused, NoAnswer
 from kvstore.client.counters import ClientCounters
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
@@ -99,6 +99,8 @@ class Caller:
             failed = _failure_of(error, endpoint.address)
         except BulkRefused as refused:
             failed = refused.failed
+        except NoAnswer as gone:
+            failed = Failure(gone, False, True)
         except LinkLate as late:
             failed = Failure(Unavailable(f"worker {endpoint.address}: {late}"), False, False)
         except grpc.FutureCancelledError:

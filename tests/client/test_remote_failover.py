@@ -17,6 +17,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.client import Store
 from kvstore.client.arrays import KvMemory
+from kvstore.client.bulk.links import Link, Links
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
@@ -124,6 +125,36 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
                 "it gets calls",
             )
         assert second.worker.is_serving
+
+
+def test_a_worker_that_takes_no_bulk_connections_any_more_hands_over(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that drains does for a moment: it still answers over gRPC."""
+    with connected(*pair) as store:
+        cache = store.namespace("m", SMALL)
+
+        def move(number: int) -> None:
+            tokens = tokens_of(number, len(TOKENS))
+            kv = kv_of(SMALL, tokens)
+            assert cache.put(tokens, kv).tokens_present == len(tokens)
+            assert same(cache.get(tokens)[1], kv)
+
+        for number in range(20):
+            move(number)
+        dial, gone = Links._dial, pair[0].address
+
+        def refusing(links: Links, timeout_s: float) -> Link | None:
+            return None if links._address == gone else dial(links, timeout_s)
+
+        monkeypatch.setattr(Links, "_dial", refusing)
+        for endpoint in endpoints_of(store).ranked(None):
+            if endpoint.address == gone:
+                while endpoint.bulk._idle:
+                    endpoint.bulk._idle[-1].channel.cut()
+                    endpoint.bulk._drop(endpoint.bulk._idle.pop())
+        for number in range(20, 40):
+            move(number)
 
 
 def test_a_draining_worker_hands_over_without_an_error(pair: tuple[Served, Served]) -> None:

@@ -48,6 +48,10 @@ class NoBulkPath(InvalidRequest):
     """The way that was asked for (``bulk=``) leads to no worker. Take another, or ``auto``."""
 
 
+class NoAnswer(Unavailable):
+    """The way that was asked for led to this worker before, and does not now. Nothing was sent: turn to another."""
+
+
 class BulkRefused(Exception):
     """A worker refused a request on a bulk connection; carries what that means."""
 
@@ -161,7 +165,7 @@ class Links:
     def link(self, timeout_s: float) -> Iterator[Link | None]:
         """A connection for one call; None where the bytes have to go over gRPC.
 
-        Raises NoBulkPath where another way is asked for and there is none, and what gRPC raises.
+        Raises NoBulkPath where another way is asked for and there is none, NoAnswer, and what gRPC raises.
         """
         link = self._take(timeout_s)
         try:
@@ -231,9 +235,9 @@ class Links:
         return link
 
     def _check_auto(self) -> None:
-        """Raises NoBulkPath where a way is asked for that is not there; Unavailable where it was there before."""
+        """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it was there before."""
         if self._bulk is not Bulk.AUTO and self._worked:
-            raise Unavailable(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
+            raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
                 f"bulk={self._bulk.value!r}: there is no such way to worker {self._address} ({self._why_not}); "
