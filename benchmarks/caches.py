@@ -10,6 +10,7 @@ what they leave behind a gap takes room and is never found.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Container
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Lfu:
         return set(self._keys)
 
 
-class _Queued:
+class _Queued(ABC):
     """What FIFO, SIEVE and S3-FIFO share: which blocks are there, and how many continue each."""
 
     def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
@@ -127,11 +128,13 @@ class _Queued:
     def _stays(self, block: int) -> bool:
         return self._leaf_first and self._children[block] > 0
 
+    @abstractmethod
     def _enqueue(self, block: int) -> None:
-        raise NotImplementedError
+        """Takes in a block that was not there."""
 
+    @abstractmethod
     def _victim(self) -> int:
-        raise NotImplementedError
+        """Takes out the block that goes next."""
 
 
 class Fifo(_Queued):

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvstore import native
+
 GIB = 1 << 30
 SHM = Path("/dev/shm")
 SHARED_LOAD = 0.5
@@ -81,12 +83,7 @@ def _cpu() -> str:
 
 def _native() -> str:
     """Whether the store's native data path is in use."""
-    try:
-        from kvstore import native  # type: ignore[attr-defined,unused-ignore]
-
-        return "in use" if native.is_available() else "not in use"
-    except (ImportError, AttributeError):
-        return "not built"
+    return "in use" if native.is_available() else f"not in use: {native.why_not()}"
 
 
 def _output(*command: str) -> str:

@@ -104,14 +104,14 @@ class ChunkRuns:
         self, run: Run, start: int, stop: int, done: npt.NDArray[np.bool_], addresses: Sequence[Address], epoch: int
     ) -> None:
         """Notes the chunks of part of a run that were read."""
-        places = np.flatnonzero(done)
-        if not places.size:
+        where = np.flatnonzero(done)
+        if not where.size:
             return
-        quantum, items = self._quantum(), run.items[start - run.first : stop - run.first][places]
+        quantum, items = self._quantum(), run.items[start - run.first : stop - run.first][where]
         renewed = items["mtime_ns"] >= quantum * recency.NS_PER_S
-        read = [addresses[start + place] for place in places.tolist()]
+        read = [addresses[start + place] for place in where.tolist()]
         self._known.add_all(read, quantum, renewed=renewed, epoch=epoch)
-        self._counters.add_read(int((items["section_count"] * items["section_bytes"]).sum()), places.size)
+        self._counters.add_read(int((items["section_count"] * items["section_bytes"]).sum()), where.size)
 
     def stage(
         self, run: Run, start: int, stop: int, addresses: Sequence[Address], depths: bool, durable: bool, hints: Hints
