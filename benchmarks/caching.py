@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 LOOKS_MAX = 64
+TRIES = 5
 
 
 def evict(folder: Path) -> None:
@@ -19,6 +20,20 @@ def evict(folder: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def emptied(folder: Path, share_max: float) -> float:
+    """Evicts until at most ``share_max`` is cached; what another core has not put on its lists yet stays at first.
+
+    Returns the share that is cached in the end.
+    """
+    share = 1.0
+    for _ in range(TRIES):
+        evict(folder)
+        share = cached_share(folder)
+        if share <= share_max:
+            break
+    return share
 
 
 def cached_share(folder: Path) -> float:

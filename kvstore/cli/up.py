@@ -23,7 +23,9 @@ from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import durability_option, etcd_options, root_options_option, shard_bits_option
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
+from kvstore.cli.tiering import tier_arguments, tier_options
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.node.settings import TierSettings
 
 if TYPE_CHECKING:
     from kvstore.meta.server import EmbeddedEtcd
@@ -70,6 +72,7 @@ GC_INTERVAL_S = 60
     help="Where the bundled etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
 )
 @durability_option
+@tier_options
 @shard_bits_option
 @click.option(
     "--max-bytes",
@@ -90,6 +93,7 @@ def up(
     etcd: EtcdAccess | None,
     etcd_folder: str | None,
     durability: str,
+    tiers: TierSettings,
     shard_bits: int,
     max_bytes: int | None,
     ttl_s: float | None,
@@ -125,7 +129,9 @@ def up(
             common += ["--root-options", root_options_file]
         undo.callback(lambda: stop_all(programs, drain_s + STOP_S))
         serving = ["--durability", durability, "--shard-bits", str(shard_bits), "--drain", f"{drain_s}s"]
-        cluster = _Cluster([*common, *serving], listen, metrics, stopper)
+        if tiers.disk_folder:
+            Path(tiers.disk_folder).mkdir(exist_ok=True)
+        cluster = _Cluster([*common, *serving], tiers, listen, metrics, stopper)
         try:
             cluster.start(workers, programs)
         except Unavailable:
@@ -151,8 +157,9 @@ class _Worker:
 class _Cluster:
     """The workers of this host; those that die are started again at their address."""
 
-    def __init__(self, arguments: list[str], listen: str, metrics: str, stopper: Stopper) -> None:
+    def __init__(self, arguments: list[str], tiers: TierSettings, listen: str, metrics: str, stopper: Stopper) -> None:
         self._arguments = arguments
+        self._tiers = tiers
         self._listen = split(listen)
         self._metrics = split(metrics)
         self._stopper = stopper
@@ -161,7 +168,7 @@ class _Cluster:
     def start(self, count: int, programs: list[Program]) -> None:
         """Starts them all and waits until they serve. Raises Unavailable where one does not."""
         for number in range(count):
-            command = self._command(_address(self._listen, number), _address(self._metrics, number))
+            command = self._command(number, _address(self._listen, number), _address(self._metrics, number))
             program = Program(f"worker {number}", command)
             programs.append(program)
             program.start()
@@ -182,18 +189,18 @@ class _Cluster:
             if collector is not None and waited and not collector.running:
                 log.error("up.gc_ended exit_code=%s: starting it again", collector.exit_code)
                 collector.start()
-            for worker in self._workers:
+            for number, worker in enumerate(self._workers):
                 if not worker.program.running:
-                    self._again(worker)
+                    self._again(number, worker)
 
-    def _again(self, worker: _Worker) -> None:
+    def _again(self, number: int, worker: _Worker) -> None:
         program = worker.program
         lived_s = time.monotonic() - program.started_s
         worker.short_lives = worker.short_lives + 1 if lived_s < SHORT_LIFE_S else 1
         if worker.short_lives > SHORT_LIVES_MAX:
             raise Unavailable(f"{program.name} ended {worker.short_lives} times soon after its start: see its messages")
         log.error("up.worker_ended name=%s exit_code=%s: starting it again", program.name, program.exit_code)
-        program.command = self._command(worker.said["grpc"], worker.said["metrics"])
+        program.command = self._command(number, worker.said["grpc"], worker.said["metrics"])
         program.start()
         try:
             program.wait_ready(lambda: self._stopper.asked)
@@ -201,8 +208,9 @@ class _Cluster:
             if not self._stopper.asked:
                 log.error("up.worker_failed %s", error)
 
-    def _command(self, listen: str, metrics: str) -> list[str]:
-        return kvstore_command("worker", "--listen", listen, "--metrics", metrics, *self._arguments)
+    def _command(self, number: int, listen: str, metrics: str) -> list[str]:
+        tiers = tier_arguments(self._tiers, number)
+        return kvstore_command("worker", "--listen", listen, "--metrics", metrics, *self._arguments, *tiers)
 
 
 def _address(first: tuple[str, int], number: int) -> str:

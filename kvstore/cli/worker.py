@@ -21,7 +21,9 @@ from kvstore.cli.options import (
     shard_bits_option,
 )
 from kvstore.cli.signals import Stopper
+from kvstore.cli.tiering import tier_options
 from kvstore.errors import InvalidRequest
+from kvstore.node.settings import TierSettings
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
     help="Where to serve Prometheus metrics (path /metrics).",
 )
 @durability_option
+@tier_options
 @shard_bits_option
 @click.option(
     "--drain",
@@ -70,6 +73,7 @@ def worker(
     advertise: str | None,
     metrics: str,
     durability: str,
+    tiers: TierSettings,
     shard_bits: int,
     drain_s: float,
     log_level: str,
@@ -113,6 +117,7 @@ def worker(
             etcd_user=etcd.who(),
             root_options=read_root_options(root_options_file),
             shard_bits=shard_bits,
+            settings=tiers,
         )
         undo.callback(member.close)
         serving = Worker(member, listen, advertise=advertise, version=__version__)

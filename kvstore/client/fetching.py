@@ -8,9 +8,11 @@ from contextlib import closing
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.handed import read_files
+from kvstore.client.bulk.given import Giving
+from kvstore.client.bulk.handed import read_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import receive_chunk
+from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.port import Sections
 from kvstore.client.streams import received
@@ -22,13 +24,16 @@ from kvstore.node.deadline import Deadline
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
+from kvstore.wire.bulk.frames import Kind, Mode, encode_request
 from kvstore.wire.frames import Frame
 from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 
 log = logging.getLogger(__name__)
+
+LEASES_MAX = 256
+"""Views of one worker's memory alive at once, a file descriptor each; more are copies."""
 
 
 class ChunkFetch:
@@ -45,7 +50,9 @@ class ChunkFetch:
         chunks_max: int,
         memory: Callable[[int], Sections],
         tools: Tools,
+        views: Views | None = None,
     ) -> None:
+        """``views`` gets what can stay where it is; then ``memory`` is for what has to be copied."""
         self._namespace = namespace
         self._tokens = tokens
         self._chain: Chain | None = None
@@ -54,6 +61,7 @@ class ChunkFetch:
         self._chunks_max = chunks_max
         self._memory = memory
         self._tools = tools
+        self._views = views
         self._limits = tools.limits
         self._counters = tools.counters
         self._sections: Sections | None = None
@@ -123,27 +131,38 @@ class ChunkFetch:
 
     def _receive_from(self, link: Link) -> bool:
         """Reads until the end, or the first miss; False where the next chunk was there and not right."""
-        request, first = self._request, self.good
-        request.first, request.chunks_max = first, self._found
-        timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - first) * self._layout.chunk_bytes)
-        link.channel.limit(self._limits.read_s, timeout_s)
-        number = link.next_number()
-        mode = Mode.FILES if link.hands_files else Mode.STREAM
-        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, sealed(request))])
-        count = self._announced(link.receive(Kind.START)[1])
-        chain = self._chain = self._chain or Chain.of(self._namespace, self._tokens)
+        if link.memory is None and not link.hands_files:
+            return self._receive_stream(link)
+        is_right = self._take_given(link)
+        if not is_right or link.hands_files or self.good == self._found:
+            return is_right
+        return self._receive_stream(link)  # the rest is not in memory, and there are no files to hand over
+
+    def _take_given(self, link: Link) -> bool:
+        """The same of what the worker gives to a client on its host."""
+        mode = Mode.FILES if link.memory is None else Mode.SLOTS
+        number, count, timeout_s = self._begin_bulk(link, mode)
+        chain, first, is_right = self._hashed(), self.good, True
+        assert self._sections is not None
+        lanes, deadline = self._tools.lanes.get(), Deadline(self._tools.lanes.clock, timeout_s)
+        with Giving(link, number, mode) as giving:
+            if first >= count:
+                giving.finish(first)
+                return True
+            if self._views is None or (link.memory is not None and len(link.memory.leases) >= LEASES_MAX):
+                steps = read_given(giving, link, chain, first, count, self._sections, lanes, deadline)
+            else:
+                steps = view_given(giving, link, chain, first, count, self._views, lanes, deadline)
+            for step in steps:
+                self.good, is_right = step
+        return is_right
+
+    def _receive_stream(self, link: Link) -> bool:
+        """The same of whole files that come as bytes."""
+        _, count, _ = self._begin_bulk(link, Mode.STREAM)
+        chain = self._hashed()
         assert self._sections is not None
         try:
-            if mode is Mode.FILES and first < count:
-                deadline = Deadline(self._tools.lanes.clock, timeout_s)
-                lanes = self._tools.lanes.get()
-                is_right = True
-                for step in read_files(link, number, chain, first, count, self._sections, lanes, deadline):
-                    self.good, is_right = step
-                return is_right
-            if mode is Mode.FILES:
-                link.channel.send(Kind.READ, number, [encode_span(0, first)])
-                return True
             while self.good < count:
                 if not receive_chunk(link, chain, self.good, self._sections(self.good)):
                     return True
@@ -152,6 +171,20 @@ class ChunkFetch:
         except Damaged:
             return False
         return True
+
+    def _begin_bulk(self, link: Link, mode: Mode) -> tuple[int, int, float]:
+        """Sends the request: its number, up to which chunk the worker gives, and how long it may take."""
+        request = self._request
+        request.first, request.chunks_max = self.good, self._found
+        timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - self.good) * self._layout.chunk_bytes)
+        link.channel.limit(self._limits.read_s, timeout_s)
+        number = link.next_number()
+        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, sealed(request))])
+        return number, self._announced(link.receive(Kind.START)[1]), timeout_s
+
+    def _hashed(self) -> Chain:
+        self._chain = self._chain or Chain.of(self._namespace, self._tokens)
+        return self._chain
 
     def _announced(self, start: bytes) -> int:
         """Up to which chunk the worker sends; the first answer says how much memory is needed."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, Withdrawn
-from kvstore.client.arrays import KvMemory
+from kvstore.buffers import Withdrawn
+from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch
@@ -31,6 +30,8 @@ from kvstore.wire.statuses import BrokenTransfer
 LAYERS_S_MAX = 900.0
 """A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
 RELEASE_S = 2.0
+VIEWED_FILES_MAX = 256
+"""Chunks of one view that are mapped files, a descriptor each; the others are copies."""
 
 
 class RemoteHold:
@@ -61,18 +62,8 @@ class RemoteHold:
         return self._fetch(lambda _: sections)
 
     def view(self) -> list[npt.NDArray[Any]]:
-        layout = self._layout
-        arrays: list[npt.NDArray[Any]] = []
-
-        def sections(index: int) -> Pieces:
-            # Asked for chunk by chunk, in order; memory is taken only for what really comes.
-            arrays.append(np.empty(layout.shape(layout.chunk_tokens), layout.numpy_dtype))
-            return KvMemory(arrays[index], layout).sections(0)
-
-        count = self._fetch(lambda _: sections)
-        for array in arrays:
-            array.flags.writeable = False
-        return arrays[:count]
+        views = Views(self._layout, VIEWED_FILES_MAX)
+        return views.leading(self._fetch(lambda _: views.sections, views))
 
     def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
         self._check()
@@ -99,14 +90,14 @@ class RemoteHold:
             pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
         endpoint.leave()
 
-    def _fetch(self, memory: Callable[[int], Sections]) -> int:
+    def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         self._check()
         if self._endpoint is None:
             return 0
         tools = self._tools
         request = pb.GetRequest(hold=self._id)
         tokens = unpack_tokens(self._packed)
-        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, tools)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, tools, views)
         try:
             fetch.run(self._endpoint)
         except CallFailed as failed:

@@ -14,8 +14,10 @@ from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.opening import open_member
+from kvstore.node.settings import TierSettings
 from kvstore.results import PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
+from kvstore.writes import WriteMode
 
 DURABILITIES = ("none", "fsync")
 
@@ -86,6 +88,10 @@ def open(
     root_options: Mapping[str, Any] | None = None,
     create: bool = True,
     shard_bits: int = SHARD_BITS_DEFAULT,
+    memory: int = 0,
+    disk: tuple[str, int] | None = None,
+    write: str = "behind",
+    root_priority_min: int = 0,
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
 
@@ -94,6 +100,13 @@ def open(
     which is a miss.  ``create=False`` refuses to make a new root; a new one gets ``2 ** shard_bits`` folders (0 to
     16; the default suits ten million chunks, take more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and
     ``etcd_user`` say how to reach a protected etcd.
+
+    With ``memory``, so many bytes of it keep hot chunks: a ``get`` of those is a copy, a ``view`` none.  ``disk`` is
+    a folder of this process alone and how many bytes it may take: what memory drops and was used more than once
+    goes there.  With memory a put returns when memory has it, and it is written to the root soon (``write="behind"``:
+    a killed process loses what was not written yet); ``"through"`` and ``"around"`` wait for the root, and leave a copy
+    in memory, or none. ``durability="fsync"`` always waits.  Chunks of a lower priority than ``root_priority_min``
+    never reach the root.  kvstore/memory/MEMORY.md has the rules.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -111,6 +124,7 @@ def open(
         root_options=root_options,
         create=create,
         shard_bits=shard_bits,
+        settings=TierSettings(memory, *(disk or ("", 0)), WriteMode.of(write), root_priority_min),
     )
     return Store(LocalPort(member))
 

@@ -12,6 +12,9 @@
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
     /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
+    /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
+    /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
+    /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
 that one watch orders all they must know of garbage collection (rule V1).
@@ -149,6 +152,23 @@ class Keys:
     def collector(self, session: SessionId) -> str:
         """The collector that runs in a session."""
         return f"{self.collectors}{session.hex()}"
+
+    @property
+    def peers(self) -> str:
+        """Prefix of all that nodes with memory tell each other: one watch orders it."""
+        return f"{self.prefix}peers/"
+
+    def peer_address(self, session: SessionId) -> str:
+        """Where the worker that runs in a session serves its memory."""
+        return f"{self.peers}{session.hex()}/address"
+
+    def peer_digest(self, session: SessionId, shard: int) -> str:
+        """What the memory of a session's worker holds in one shard of the addresses."""
+        return f"{self.peers}{session.hex()}/{shard:02x}"
+
+    def peer_cleared(self, digest: NamespaceDigest) -> str:
+        """The mark that a namespace was cleared."""
+        return f"{self.peers}cleared/{digest.hex()}"
 
     def parse_ref(self, key: str) -> tuple[str, PinId] | None:
         """Owner and pin of a ref's key; None for a key that is no ref."""

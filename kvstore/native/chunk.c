@@ -17,7 +17,7 @@ uint8_t *kv_section(const kv_chunk *chunk, uint32_t section) {
 
 uint64_t kv_padded(uint64_t size) { return (size + 7) / 8 * 8; }
 
-/* The fixed part and the identity, without incarnation, table and checksum; all else zero. */
+/* The fixed part and the identity, without table and checksum; all else zero. */
 void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
     const uint16_t version = 1;
     const uint8_t algorithms[3] = {1, 1, (uint8_t)run->kind};
@@ -33,7 +33,14 @@ void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     put(header + ADDRESS_AT, chunk->address, KV_ADDRESS_BYTES);
     put(header + 56, chunk->parent, KV_ADDRESS_BYTES);
     put(header + 72, run->digest, KV_DIGEST_BYTES);
+    put(header + INCARNATION_AT, chunk->incarnation, KV_ADDRESS_BYTES);
     put(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes);
+}
+
+/* The checksum, once all before it is there. */
+void kv_header_end(const kv_chunk *chunk, uint8_t *header) {
+    uint64_t sum = kv_checksum(header, chunk->header_bytes - SUM_BYTES);
+    put(header + chunk->header_bytes - SUM_BYTES, &sum, SUM_BYTES);
 }
 
 const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header) {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 1
+ABI = 2
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER = range(5)
@@ -93,6 +93,9 @@ def _describe(found: Any) -> None:
     for name in ("kv_open", "kv_read", "kv_verify_files", "kv_look", "kv_stage"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
+    for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
+        each = getattr(found, name)
+        each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None
     found.kv_close.argtypes, found.kv_close.restype = (pointer, ctypes.c_int64), None
     found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
     found.kv_read_cold.restype = ctypes.c_int64

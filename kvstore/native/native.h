@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 1
+#define KV_ABI 2
 #define KV_PUBLIC __attribute__((visibility("default")))
 #define KV_ADDRESS_BYTES 16
 #define KV_DIGEST_BYTES 32
@@ -42,7 +42,7 @@ typedef struct {
 typedef struct {
     uint8_t address[KV_ADDRESS_BYTES];
     uint8_t parent[KV_ADDRESS_BYTES];
-    uint8_t incarnation[KV_ADDRESS_BYTES]; /* only for puts */
+    uint8_t incarnation[KV_ADDRESS_BYTES]; /* only for puts and images that are made */
     const uint8_t *identity;
     const uint64_t *bases;
     uint64_t offset;
@@ -77,6 +77,7 @@ uint64_t kv_hash_end(kv_hash *hash, const uint8_t *bytes, uint64_t size);
 uint8_t *kv_section(const kv_chunk *chunk, uint32_t section);
 uint64_t kv_padded(uint64_t size);
 void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header);
+void kv_header_end(const kv_chunk *chunk, uint8_t *header);
 int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header);
 const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header);
 int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived);

@@ -42,7 +42,6 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
     struct iovec parts[KV_IOV_MAX];
     int count = 0;
     kv_header_begin(run, chunk, header);
-    memcpy(header + 104, chunk->incarnation, KV_ADDRESS_BYTES);
     uint64_t *table = (uint64_t *)kv_table(chunk, header);
     for (uint32_t section = 0; section < chunk->section_count; section++) {
         uint8_t *bytes = kv_section(chunk, section);
@@ -68,8 +67,7 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
         }
     }
     if (count && !write_all(fd, parts, count, at)) return 0;
-    uint64_t sum = kv_checksum(header, chunk->header_bytes - sizeof sum);
-    memcpy(header + chunk->header_bytes - sizeof sum, &sum, sizeof sum);
+    kv_header_end(chunk, header);
     return write_all(fd, &(struct iovec){header, chunk->header_bytes}, 1, 0);
 }
 

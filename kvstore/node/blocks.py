@@ -22,18 +22,35 @@ from kvstore.namespace import Namespace
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import Groups, group_size, read_chunks
+from kvstore.node.reading import Groups, group_size, read_chunks, remembered
 from kvstore.node.refresh import Refresher
+from kvstore.node.slots import Slots
+from kvstore.node.stack import TierStack
+from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
+from kvstore.node.wanted import Keyed
 from kvstore.root.interface import Stat
+from kvstore.writes import WriteMode
 
 
 class Blocks:
     """Blocks of all namespaces, as one node sees them."""
 
-    def __init__(self, chunks: Chunks, view: View, lanes: Lanes, refresher: Refresher, counters: Counters) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        view: View,
+        lanes: Lanes,
+        refresher: Refresher,
+        counters: Counters,
+        reads: TieredReads,
+        tiers: TierStack | None,
+    ) -> None:
         self._chunks = chunks
+        self._reads = reads
+        self._tiers = tiers
         self._view = view
         self._refresher = refresher
         self._lanes = lanes
@@ -47,13 +64,71 @@ class Blocks:
         deadline: Deadline,
         durable: bool,
         hints: Hints = DEFAULT,
+        write: WriteMode | None = None,
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
 
-        False where one of another size is, or a sweep is taking it. Raises Overloaded while the root is full, and what
-        the root raised, after which some blocks may be stored.
+        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. Raises
+        Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
         """
         self._view.check_room()
+        tiers = self._tiers
+        mode = tiers.mode(write) if tiers is not None and keys else WriteMode.AROUND
+        if tiers is None or mode is WriteMode.AROUND:
+            return self._put_on_root(namespace, keys, buffers, deadline, durable, hints)
+        keyed = Keyed(namespace, keys, _addresses(namespace, keys), [len(buffer) for buffer in buffers])
+        if mode is WriteMode.THROUGH:
+            stored = self._put_on_root(namespace, keys, buffers, deadline, durable, hints)
+            if all(stored):
+                tiers.keep(keyed, 0, len(keys), lambda index: [buffers[index]], hints, deadline)
+            return stored
+        return self._put_behind(tiers, keyed, buffers, deadline, hints)
+
+    def publish(self, keyed: Keyed, slots: Slots, hints: Hints, deadline: Deadline, durable: bool) -> int:
+        """Writes blocks from memory to the root; returns how many leading ones are there, or in memory no more."""
+        there = [index for index, entry in enumerate(slots.entries, slots.first) if entry is not None]
+        images = [slots.images(index, index + 1)[0] for index in there]
+        payloads = {
+            index: image[len(image) - keyed.sizes_bytes[index] :]
+            for index, image, right in zip(there, images, verify_images(keyed, there, images), strict=True)
+            if right
+        }
+        keys = [keyed.keys[index] for index in payloads]
+        stored = self._put_on_root(keyed.namespace, keys, [*payloads.values()], deadline, durable, hints)
+        left = (index for index, done in zip(payloads, stored, strict=True) if not done)
+        return next(left, slots.first + len(slots.entries))
+
+    def _put_behind(
+        self, tiers: TierStack, keyed: Keyed, buffers: Sequence[memoryview], deadline: Deadline, hints: Hints
+    ) -> list[bool]:
+        """Into memory, from where they are written later; what the root is known to have is only used."""
+        known, quantum = self._chunks.known, self._chunks.quantum()
+        condemned = [self._view.condemns(address) for address in keyed.addresses]
+        stored = [
+            known.is_present(address, quantum) and not gone
+            for address, gone in zip(keyed.addresses, condemned, strict=True)
+        ]
+        new = [at for at, there in enumerate(stored) if not there and not condemned[at]]
+        if new:
+            wanted = keyed.picked(new)
+            kept = tiers.absorb(wanted, 0, len(new), lambda index: [buffers[new[index]]], hints, deadline)
+            for at, there in zip(new, kept.there, strict=True):
+                stored[at] = there
+        lacking = frozenset(range(len(stored))) if hints != DEFAULT else frozenset[int]()
+        self._refresher.used(
+            keyed.namespace.id, tuple(keyed.addresses), chained=False, hints=hints, lacking=lacking - frozenset(new)
+        )
+        return stored
+
+    def _put_on_root(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: Deadline,
+        durable: bool,
+        hints: Hints,
+    ) -> list[bool]:
         stored = [False] * len(keys)
         given_up = threading.Event()
         lacking: set[int] = set()
@@ -137,10 +212,12 @@ class Blocks:
         addresses = _addresses(namespace, keys)
         addresses = addresses[: self._view.leading(addresses)]
         quantum = self._chunks.quantum()
-        known = self._chunks.known.leading_count(addresses, quantum)
+        known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
 
         def read(index: int, _: Borrowed) -> bool:
             address, epoch = addresses[known + index], self._chunks.known.epoch
+            if self._reads.has(Keyed(namespace, (keys[known + index],), (address,), ()))[0]:
+                return True
             present = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
             if present:
                 self._chunks.known.add(address, quantum, renewed=False, epoch=epoch)
@@ -154,7 +231,11 @@ class Blocks:
         """Which keys are in the store, each looked for by itself, whatever the size of its block."""
         addresses = _addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
-        present = [known.is_present(each, quantum) and not self._view.condemns(each) for each in addresses]
+        above = self._reads.has(Keyed(namespace, keys, addresses, ()))
+        present = [
+            (there or known.is_present(each, quantum)) and not self._view.condemns(each)
+            for each, there in zip(addresses, above, strict=True)
+        ]
         unknown = [index for index, found in enumerate(present) if not found]
 
         def look(at: int, _: Borrowed) -> bool:
@@ -194,18 +275,26 @@ class Blocks:
         addresses = _addresses(namespace, keys)
         run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers, fills=True)
         groups = None
+
+        def is_allowed(start: int, stop: int) -> bool:
+            return held or self._view.leading(addresses[start:stop]) == stop - start
+
         if run is not None:
 
             def read_group(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-                if not held and self._view.leading(addresses[start:stop]) < stop - start:
+                if not is_allowed(start, stop):
                     return np.zeros(stop - start, np.bool_)
                 return self._chunks.runs.read(run, start, stop, addresses, borrowed)
 
             size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
             groups = Groups(size, len(keys), read_group)
-        done = read_chunks(
-            self._lanes, self._counters, len(keys), read, deadline, stop_at_miss=False, groups=groups
+        keyed = Keyed(namespace, keys, addresses, [len(buffer) for buffer in buffers])
+        reading = self._reads.begin_as(
+            keyed, 0, len(keys), lambda index: [buffers[index]], read, groups, deadline,
+            stop_at_miss=False, is_allowed=is_allowed,
         )  # fmt: skip
+        done = reading.wait(deadline)
+        self._reads.used(keyed, len(keys))
         hits = tuple(address for address, hit in zip(addresses, done, strict=True) if hit)
         self._refresher.used(namespace.id, hits, chained=False)
         return [bool(each) for each in done]

@@ -21,6 +21,7 @@ from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
+from kvstore.node.images import Images
 from kvstore.node.known import Known
 from kvstore.node.runs import Run, block_run, chain_run
 from kvstore.planes import Planes
@@ -61,7 +62,9 @@ class ChunkRuns:
             return None
         if into is None:
             return chain_run(self._files, self._shard_bits, chain, first, count, None)
-        if not isinstance(into, Planes) or not into.covers(first, count) or (fills and not into.is_writable):
+        if not isinstance(into, Planes | Images) or not into.covers(first, count):
+            return None
+        if fills and not (isinstance(into, Planes) and into.is_writable):
             return None
         return chain_run(self._files, self._shard_bits, chain, first, count, into)
 

@@ -34,6 +34,13 @@ COUNTERS = {
     "announcements": "revisions announced to collectors",
     "watches_lost": "times that what is condemned was read afresh",
     "sessions_lost": "sessions in etcd that ended without being closed",
+    "disk_hits": "chunks read from the local disk",
+    "disk_bytes": "bytes of them, headers included",
+    "disk_writes": "chunks that memory gave up, written to the local disk",
+    "disk_write_bytes": "bytes of them, headers included",
+    "disk_evicted": "chunks that left the local disk because their room was needed",
+    "disk_failed": "errors of the local disk; after some in a row it is left alone for a while",
+    "disk_damaged": "chunks from the local disk that failed verification (each is removed)",
 }
 """Every counter with what it counts. Damage by kind is added as ``damage_<kind>``."""
 

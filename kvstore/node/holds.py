@@ -6,11 +6,13 @@ Kept apart from reading because garbage collection asks it one question: how old
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.address import Chain
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
+from kvstore.node.slots import Slots
 from kvstore.node.view import View
 from kvstore.sources import Clock, Ids
 
@@ -30,6 +32,8 @@ class Hold:
     count: int
     ends_s: float
     born: int | None
+    slots: Slots | None = None
+    """What of it is in memory, referenced as long as the hold lives (rule R3)."""
 
     @property
     def tokens(self) -> int:
@@ -76,6 +80,14 @@ class Holds:
             self._counters.add("chunks_condemned", len(chain) - hold.count)
         return hold
 
+    def keep(self, hold: Hold, slots: Slots) -> None:
+        """Has the hold refer to what memory has of it, which ends with the hold."""
+        with self._lock:
+            hold.slots = slots
+            is_live = hold.id in self._live
+        if not is_live:
+            slots.release()
+
     def find(self, hold_id: bytes) -> Hold | None:
         """The live hold with this id."""
         hold = self._live.get(hold_id)
@@ -90,6 +102,7 @@ class Holds:
         """Ends a hold; idempotent."""
         with self._lock:
             self._live.pop(hold.id, None)
+        _let_go([hold])
 
     def announceable(self) -> int:
         """The newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
@@ -108,7 +121,9 @@ class Holds:
     def drop_all(self) -> None:
         """Ends every hold, as when the session is lost (rule V2)."""
         with self._lock:
+            ended = list(self._live.values())
             self._live.clear()
+        _let_go(ended)
 
     def expire(self) -> None:
         """Removes the holds that are past their time."""
@@ -117,8 +132,15 @@ class Holds:
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic_s()
-        ended = [hold_id for hold_id, hold in self._live.items() if hold.ends_s <= now_s]
-        for hold_id in ended:
-            del self._live[hold_id]
+        ended = [hold for hold in self._live.values() if hold.ends_s <= now_s]
+        for hold in ended:
+            del self._live[hold.id]
         if ended:
             self._counters.add("holds_expired", len(ended))
+            _let_go(ended)
+
+
+def _let_go(ended: Iterable[Hold]) -> None:
+    for hold in ended:
+        if hold.slots is not None:
+            hold.slots.release()

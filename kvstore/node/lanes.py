@@ -97,6 +97,10 @@ class Batch:
         """Nothing more of it is begun."""
         self._stopped = True
 
+    def join(self, timeout_s: float) -> bool:
+        """After ``stop`` or a passed deadline: whether what was begun has ended within the time."""
+        return self._ended.wait(timeout_s)
+
 
 def moved_on() -> None:
     """Said by work that takes several steps on a slow root: this lane is not stuck in one call."""

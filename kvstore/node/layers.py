@@ -12,7 +12,9 @@ from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import copy_sections
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.node.memory_tier import MemoryTier
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
@@ -20,8 +22,19 @@ from kvstore.root.interface import Reader
 class LayerReader:
     """The open files of one layer-by-layer read, up to a limit; the others are opened again for each layer."""
 
-    def __init__(self, chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, count: int, files_max: int):
+    def __init__(
+        self,
+        chunks: Chunks,
+        lanes: Lanes,
+        counters: Counters,
+        chain: Chain,
+        count: int,
+        files_max: int,
+        memory: MemoryTier | None = None,
+    ) -> None:
         self._chunks = chunks
+        # Kept there as long as this reads: a chunk that only memory has must not go between two layers.
+        self._slots = memory.refer(chain, 0, count) if memory is not None else None
         self._lanes = lanes
         self._counters = counters
         self._chain = chain
@@ -62,6 +75,8 @@ class LayerReader:
             self._open.clear()
         for reader in readers:
             reader.close()
+        if self._slots is not None:
+            self._slots.release()
 
     def _start(self, layer: int, memory: LayerMemory, borrowed: Borrowed) -> tuple[Batch, LayerMemory]:
         size = self._chain.namespace.layout.section_bytes
@@ -96,6 +111,11 @@ class LayerReader:
 
     def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
         expected = expected_chunk(self._chain, index)
+        if self._slots is not None and self._slots.entries[index] is not None:
+            image = self._slots.images(index, index + 1)[0]
+            if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
+                return True
+            # What is wrong in memory is dropped by whoever reads all of it; the root has the last word.
         with self._lock:
             opened = self._open.pop(index, None)  # taken out: one thread at a time uses a reader
         opened = opened or self._chunks.open(expected)

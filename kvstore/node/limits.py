@@ -53,6 +53,12 @@ class Limits:
     """Pins that one owner may have; like the next one advisory: pins taken at one moment may pass it by a few."""
     pins_max: int = 10_000
     """Pins of the whole store: collectors read them all."""
+    behind_share: float = 0.5
+    """How much of memory may wait to be written to the root; what a put has beyond it is shed."""
+    behind_give_up_s: float = 60.0
+    """A chunk that could not be written to the root for this long is lost."""
+    flush_s: float = 10.0
+    """At the end, how long chunks that the root does not have yet are written."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open."""
 
@@ -61,6 +67,8 @@ class Limits:
             value = getattr(self, each.name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
+        if self.behind_share > 1:
+            raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
         if self.width > self.lanes:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more than all")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
-from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.buffers import Pieces
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
+from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
@@ -29,20 +29,30 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
+from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import GROUP_BYTES_MAX, GROUP_FILES_MAX, GROUP_SYNCED_MAX, Publication, Source
-from kvstore.node.reading import Groups, Reading, group_size, leading_groups, matched_count, read_chunks, read_leading
+from kvstore.node.publish import Publication, Source
+from kvstore.node.putting import Putting
+from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run
+from kvstore.node.settings import NO_TIERS, TierSettings
+from kvstore.node.slots import Slots
+from kvstore.node.stack import TierStack
+from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
+from kvstore.node.views import Views
+from kvstore.node.wanted import Keyed
+from kvstore.node.write_behind import Job
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.writes import WriteMode
 
 T = TypeVar("T")
 
@@ -64,7 +74,10 @@ class Node:
         clock: Clock | None = None,
         ids: Ids | None = None,
         lanes: Lanes | None = None,
+        arena: Arena | None = None,
+        settings: TierSettings = NO_TIERS,
     ) -> None:
+        """``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say."""
         self.root = root
         self.identity = identity
         self.limits = limits = limits or Limits()
@@ -86,7 +99,17 @@ class Node:
         self._records = NamespaceRecords(root, session, numbers, clock)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
-        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self._refresher, self.counters)
+        self.tiers: TierStack | None = None
+        """Memory and what goes with it; None where this node has none."""
+        if arena is not None:
+            self.tiers = TierStack(
+                arena, settings, self._publish, self.counters, limits, clock, ids, durable=durable, lanes=lanes
+            )
+        self._reads = TieredReads(self._chunks, self._lanes, self.counters, self.tiers)
+        self.blocks = Blocks(
+            self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
+        )
+        self._views = Views(self._chunks, self._lanes, self.counters, self.memory, limits.open_files_max)
         self._closed = False
 
     # Namespaces
@@ -117,7 +140,7 @@ class Node:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         allowed = chain.leading(self.gc_view.leading(chain.addresses))
-        count = matched_count(self._chunks, self._lanes, self.counters, allowed, deadline)
+        count = self._reads.matched_count(allowed, deadline)
         size = chain.namespace.layout.chunk_tokens
         self.counters.add("requests_match")
         self.counters.add("tokens_asked", len(chain) * size)
@@ -130,6 +153,8 @@ class Node:
         try:
             hold.count = self.match(hold.chain, deadline_s)
             hold.chain = chain.leading(hold.count)
+            if self.memory is not None:
+                self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))
         except BaseException:
             self.holds.release(hold)
             raise
@@ -148,7 +173,8 @@ class Node:
         self.holds.check(hold)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self.counters.add("requests_get")
-        count = read_leading(self._chunks, self._lanes, self.counters, hold.chain, hold.count, into, deadline)
+        done = self._reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
+        count = _leading_ones(done)
         self._used(hold.chain, count)
         return count
 
@@ -159,12 +185,13 @@ class Node:
         Raises HoldBroken where the hold has ended.
         """
         self.holds.check(hold)
+        deadline = self._deadline(None, self.limits.read_deadline_s)
+        return self._reads.begin(hold.chain, first, count, into, deadline)
 
-        def read(at: int, borrowed: Borrowed) -> bool:
-            return self._chunks.read(expected_chunk(hold.chain, first + at), into(first + at), borrowed)
-
-        groups = leading_groups(self._chunks, self._lanes, hold.chain, first, count, into)
-        return Reading(self._lanes, self.counters, count, read, groups=groups)
+    @property
+    def memory(self) -> MemoryTier | None:
+        """The chunks in memory; None where this node has none."""
+        return self.tiers.memory if self.tiers is not None else None
 
     @property
     def hands_files(self) -> bool:
@@ -188,6 +215,11 @@ class Node:
         indexes = range(first, first + count)
         return copying(self._chunks, self._lanes, self.counters, hold.chain, indexes, into)
 
+    def bring(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> None:
+        """Brings of ``count`` held chunks from index ``first`` on into memory what is worth keeping there."""
+        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
+        self._bring(hold.chain, first, count, deadline, even_once=False, even_root=True)
+
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
         self.counters.add("requests_get")
@@ -204,8 +236,9 @@ class Node:
         self.counters.add("requests_get")
         if not hold.count:
             return
+        self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
         reader = LayerReader(
-            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max
+            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max, self.memory
         )
         for layer, filled in reader.read(memory, lambda: self._deadline(deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
@@ -215,50 +248,17 @@ class Node:
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Mapped from the root where it can be mapped (the first ``open_files_max``), without a copy; verified. Fewer than
-        held where one was lost.
-        A mapping stays readable after the hold ends, as long as nobody truncates the file.
+        Without a copy where they are in memory, or where the root can be mapped (the first ``open_files_max``);
+        verified. Fewer than held where one was lost.  An array stays readable after the hold ends, as long as nobody
+        truncates the file; one in memory keeps its chunk there.
         """
         self.holds.check(hold)
         self.counters.add("requests_get")
-        chain, layout = hold.chain, hold.chain.namespace.layout
-        payloads: list[memoryview | None] = [None] * hold.count
-        mapped_max = min(hold.count, self.limits.open_files_max) if self.root.traits.mapped else 0
-        run = self._chunks.runs.of(chain, 0, mapped_max)
-
-        def read(index: int, borrowed: Borrowed) -> bool:
-            expected = expected_chunk(chain, index)
-            # Each mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
-            if index < mapped_max:
-                payloads[index] = self._chunks.map(expected)
-                return payloads[index] is not None
-            memory = memoryview(bytearray(layout.chunk_bytes))
-            size = layout.section_bytes
-            sections = [memory[start : start + size] for start in range(0, len(memory), size)]
-            payloads[index] = memory.toreadonly()
-            return self._chunks.read(expected, sections, borrowed)
-
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        groups = None
-        if run is not None:
-
-            def map_group(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-                done = np.zeros(stop - start, np.bool_)
-                end = min(stop, mapped_max)
-                if start < end:
-                    done[: end - start], payloads[start:end] = self._chunks.runs.map(run, start, end, chain.addresses)
-                return done
-
-            groups = Groups(group_size(hold.count, layout.chunk_bytes, self._lanes.width), hold.count, map_group)
-        done = read_chunks(self._lanes, self.counters, hold.count, read, deadline, groups=groups)
-        first_miss = done.find(0)
-        count = hold.count if first_miss < 0 else first_miss
-        self._used(chain, count)
-        return [
-            np.frombuffer(payload, dtype=layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
-            for payload in payloads[:count]
-            if payload is not None
-        ]
+        self._bring_foreign(hold, deadline)
+        arrays = self._views.of(hold.chain, deadline)
+        self._used(hold.chain, len(arrays))
+        return arrays
 
     # Publishing
 
@@ -269,13 +269,27 @@ class Node:
         source: Source,
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
+        write: WriteMode | None = None,
     ) -> PutResult:
         """Stores the chunks from ``first`` on whose parents are there; ``source(index)`` gives their sections.
 
         Where a chunk before ``first`` is missing nothing is stored, and the result says up to where the store goes.
+        On a node with memory ``write`` says when it returns; by default as the node is set.
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
+        tiers = self.tiers
+        mode = tiers.mode(write) if tiers is not None else WriteMode.AROUND
+        if tiers is not None and mode is WriteMode.BEHIND:
+            return self._put_behind(tiers, chain, first, source, deadline, hints)
+        result = self._put_on_root(chain, first, source, deadline, hints)
+        if tiers is not None and mode is WriteMode.THROUGH:
+            count = result.tokens_present // chain.namespace.layout.chunk_tokens - first
+            if count > 0:
+                tiers.keep(chain, first, count, source, hints, deadline)
+        return result
+
+    def _put_on_root(self, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints) -> PutResult:
         putting = self.begin_put(chain, first, deadline.left_s(), hints)
         try:
             if not putting.refused:
@@ -288,6 +302,38 @@ class Node:
             raise
         return putting.finish(deadline.left_s())
 
+    def _put_behind(
+        self, tiers: TierStack, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints
+    ) -> PutResult:
+        """Into memory, from where it is written later; what is there already is only used."""
+        self.counters.add("requests_put")
+        self.gc_view.check_room()
+        chain = chain.leading(self.gc_view.leading(chain.addresses))
+        size = chain.namespace.layout.chunk_tokens
+        there = self._reads.matched_count(chain, deadline)
+        if there < min(first, len(chain)):
+            return PutResult(there * size, 0, 0, 0)
+        start = max(there, min(first, len(chain)))
+        kept = tiers.absorb(chain, start, len(chain) - start, source, hints, deadline)
+        stop = start + kept.count
+        self.counters.add("chunks_found", start - first + kept.count - kept.written)
+        # Those that were there have their hints raised, as by any put.
+        lacking = frozenset(range(start)) if hints != DEFAULT else frozenset[int]()
+        self._refresher.used(chain.namespace.id, chain.addresses[:start], chained=True, hints=hints, lacking=lacking)
+        tiers.memory.used(chain, stop)
+        found = max(0, stop - first - kept.written)
+        return PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
+
+    def absorb(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> int:
+        """Copies ``count`` chunks into memory, to be written to the root later, if this node does so; returns how many
+        leading ones of them it took. Their parents must be there. The others are the caller's to put.
+        """
+        tiers = self.tiers
+        if tiers is None or tiers.mode(WriteMode.BEHIND) is not WriteMode.BEHIND:
+            return 0
+        deadline = self._deadline(None, self.limits.write_deadline_s)
+        return tiers.absorb(chain, first, count, source, hints, deadline).count
+
     def begin_put(self, chain: Chain, first: int, deadline_s: float | None = None, hints: Hints = DEFAULT) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
         self.counters.add("requests_put")
@@ -297,7 +343,40 @@ class Node:
         chain = chain.leading(self.gc_view.leading(chain.addresses))
         publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints)
         present = self._leading(min(first, len(chain)), publication.look, deadline)
+        if present < first and self.memory is not None and self.memory.leading(chain, present) >= first - present:
+            return self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline)
         return Putting(self, chain, first, present, publication, self._lanes)
+
+    def _begin_put_with_parents(
+        self, memory: MemoryTier, chain: Chain, first: int, present: int, hints: Hints, deadline: Deadline
+    ) -> Putting:
+        """A put that begins with chunks which the root lost and memory has (rule W5)."""
+        slots = memory.refer(chain, present, first - present)
+        try:
+            count = memory.verified(slots)
+            publication = Publication(self._chunks, self._refresher, chain, present, self.durable, hints)
+            putting = Putting(self, chain, first, first, publication, self._lanes, ended=slots.release)
+            putting.add_run(slots.sections(present, present + count), present, count, deadline.left_s())
+        except BaseException:
+            slots.release()
+            raise
+        return putting
+
+    def _publish(self, job: Job, slots: Slots) -> int:
+        """Writes chunks from memory to the root; returns up to which index they are there then."""
+        assert self.memory is not None
+        wanted, wait_s = job.wanted, self.limits.write_deadline_s
+        if isinstance(wanted, Keyed):
+            return self.blocks.publish(wanted, slots, job.hints, Deadline(self.clock, wait_s), self.durable)
+        count = self.memory.verified(slots)
+        putting = self.begin_put(wanted, job.first, wait_s, job.hints)
+        try:
+            if not putting.refused:
+                putting.add_run(slots.sections(job.first, job.first + count), job.first, count, wait_s)
+        except BaseException:
+            putting.abandon()
+            raise
+        return putting.finish(wait_s).tokens_present // wanted.namespace.layout.chunk_tokens
 
     def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
@@ -324,6 +403,8 @@ class Node:
         Whoever reads one of them at that moment has a miss.
         """
         deadline = self._deadline(deadline_s, deadline_s)
+        if self.tiers is not None:
+            self.tiers.drop_namespace(namespace.digest)
         folders = self._lanes.run(
             lambda: [entry.name for entry in self.root.list(places.CHUNKS) if entry.stat is None], deadline
         )
@@ -356,10 +437,15 @@ class Node:
             "lane_queue": self._lanes.waiting_count,
             "root_hangs": int(self._lanes.stalled),
             "native_path": int(self._chunks.runs.is_native),
+            **(self.tiers.stats() if self.tiers is not None else {}),
         }
 
     def drain(self) -> None:
-        """Returns when recency of everything used so far is renewed; for orderly shutdown and tests."""
+        """Returns when what was put behind is written, and the recency of everything used so far is renewed; for
+        orderly shutdown and tests.
+        """
+        if self.tiers is not None:
+            self.tiers.behind.flush(self.limits.flush_s)
         self._refresher.drain()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -368,6 +454,8 @@ class Node:
             return
         self._closed = True
         self.holds.drop_all()
+        if self.tiers is not None:
+            self.tiers.close(timeout_s, self.limits.flush_s)
         self._refresher.close(timeout_s)
         try:
             folder = places.staging_folder(self._session())
@@ -377,7 +465,28 @@ class Node:
         self._lanes.close(timeout_s)
         self.root.close()
 
+    def _bring_foreign(self, hold: Hold, deadline: Deadline) -> None:
+        """Brings held chunks into memory that the root may not have, for those who read it or memory alone."""
+        if self.tiers is not None and self.tiers.below:
+            self._bring(hold.chain, 0, hold.count, deadline, even_once=True, even_root=False)
+
+    def _bring(
+        self, chain: Chain, first: int, count: int, deadline: Deadline, *, even_once: bool, even_root: bool
+    ) -> int:
+        """How many leading chunks of those are in memory then. Never raises for what did not come."""
+        if self.memory is None or not count:
+            return 0
+        reads, stop = self._reads, first + count
+        if self.memory.leading(chain, first) < count:
+            with suppress(KVStoreError):
+                self._lanes.run(
+                    lambda: reads.bring(chain, first, stop, deadline, even_once=even_once, even_root=even_root),
+                    deadline,
+                )
+        return min(count, self.memory.leading(chain, first))
+
     def _used(self, chain: Chain, count: int) -> None:
+        self._reads.used(chain, count)
         self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True)
 
     def _leading(self, count: int, is_present: Callable[[int], bool], deadline: Deadline) -> int:
@@ -396,113 +505,6 @@ class Node:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
 
 
-DISCARD_S = 1.0
-"""How long a put that failed waits for its staged files to be removed, so that a full disk is not full of them."""
-
-
-class Putting:
-    """A put in progress: ``add`` chunks in any order, then ``finish``."""
-
-    def __init__(
-        self, node: Node, chain: Chain, first: int, present: int, publication: Publication, lanes: Lanes
-    ) -> None:
-        self._node = node
-        self._chain = chain
-        self._first = first
-        self._present = present
-        self._publication = publication
-        self._lanes = lanes
-        self._pending: list[Batch] = []
-        self.refused = present < first
-        """Whether a chunk before the first is missing, so that nothing will be stored."""
-
-    def store(self, index: int, sections: Pieces) -> bool:
-        """Stores one chunk, in the calling thread, unless it is there, or being swept."""
-        if index >= len(self._chain):
-            return True
-        if not self._publication.find(index):
-            self._publication.add(index, sections)
-        return True
-
-    def store_all(self, source: Source, deadline: Deadline) -> None:
-        """Stores all chunks from the first on, several lanes at once, and waits for it. Raises what the root raised."""
-        self._begin(source, self._first, len(self._chain) - self._first).wait(deadline)
-
-    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
-        """As ``add``, for ``count`` chunks from index ``first`` on: at most two such runs are in flight."""
-        count = min(count, len(self._chain) - first)
-        if self.refused or count <= 0:
-            return
-        if len(self._pending) >= 2:
-            self._pending.pop(0).wait(Deadline(self._node.clock, deadline_s))
-        self._pending.append(self._begin(source, first, count))
-
-    def _begin(self, source: Source, first: int, count: int) -> Batch:
-        run = self._node.run_for_put(self._chain, first, count, source)
-        if run is None:
-            return self._lanes.start(count, lambda at: self.store(first + at, source(first + at)))
-        files_max = GROUP_SYNCED_MAX if self._node.durable else GROUP_FILES_MAX
-        chunk_bytes = self._chain.namespace.layout.chunk_bytes
-        size = group_size(count, chunk_bytes, self._lanes.width, GROUP_BYTES_MAX, files_max)
-
-        def store(number: int) -> bool:
-            start = first + number * size
-            full: Overloaded | None = None
-            for index in self._publication.add_run(run, start, min(start + size, first + count)):
-                try:
-                    self.store(index, source(index))
-                except Overloaded as error:
-                    if not self._publication.make_room(index):
-                        raise
-                    full = error
-                    self.store(index, source(index))
-            if full is not None:
-                raise full  # what made room is not stored
-            return True
-
-        return self._lanes.start(-(-count // size), store)
-
-    def add(self, index: int, sections: Pieces, deadline_s: float) -> None:
-        """Begins to store one chunk; its memory must stay as it is until ``finish``.
-
-        At most two are in flight: returns when there is room. Raises what the root raised.
-        """
-        if self.refused:
-            return
-        if len(self._pending) >= 2:
-            self._pending.pop(0).wait(Deadline(self._node.clock, deadline_s))
-        self._pending.append(self._lanes.start(1, lambda _: self.store(index, sections)))
-
-    def finish(self, deadline_s: float) -> PutResult:
-        """Waits for what is in flight, and says what was done. Raises what the root raised, or Unavailable."""
-        size = self._chain.namespace.layout.chunk_tokens
-        if self.refused:
-            return PutResult(self._present * size, 0, 0, 0)
-        deadline = Deadline(self._node.clock, deadline_s)
-        try:
-            for batch in self._pending:
-                batch.wait(deadline)
-        except DeadlinePassed:
-            self.abandon(wait_s=0.0)
-            raise
-        except BaseException:
-            self.abandon()
-            raise
-        result = self._publication.result()
-        swept = self._node.gc_view.leading(self._chain.addresses) * size
-        if swept < result.tokens_present:
-            result = replace(result, tokens_present=swept)  # condemned while it was being put
-        self._node.counters.add("chunks_found", result.chunks_found)
-        self._publication.used(result.tokens_present // size)
-        return result
-
-    def abandon(self, wait_s: float = DISCARD_S) -> None:
-        """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent."""
-        self._node.counters.add("put_failed")
-        staged = self._publication.abandon()
-        try:
-            batch = self._lanes.start(len(staged), lambda index: self._publication.discard(staged[index]))
-            if wait_s:
-                batch.wait(Deadline(self._node.clock, wait_s))
-        except KVStoreError:
-            pass  # the root does not answer: fsck finds what is left
+def _leading_ones(done: bytearray) -> int:
+    first_miss = done.find(0)
+    return len(done) if first_miss < 0 else first_miss

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from kvstore.errors import RootMismatch
+from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
@@ -22,6 +23,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
+from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
@@ -44,6 +46,7 @@ def open_member(
     shard_bits: int = SHARD_BITS_DEFAULT,
     clock: Clock | None = None,
     ids: Ids | None = None,
+    settings: TierSettings = NO_TIERS,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     limits, clock, ids = limits or Limits(), clock or SystemClock(), ids or RandomIds()
@@ -69,7 +72,10 @@ def open_member(
             ) from mismatch
         if etcd:
             bind_root(meta, root.url, identity.root)
-        member = join(root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd))
+        member = join(
+            root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd),
+            settings=settings,
+        )  # fmt: skip
         undo.pop_all()
         return member
 
@@ -84,13 +90,18 @@ def join(
     clock: Clock,
     ids: Ids,
     shared: bool = False,
+    settings: TierSettings = NO_TIERS,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
     ``shared`` metadata are a cluster's, which is told where the root is.
     """
     keys, sessions = Keys(identity.root), [ids.fresh()]
-    node = Node(root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids)
+    arena = Arena(settings.memory_bytes // PAGE_BYTES * PAGE_BYTES).open() if settings.memory_bytes else None
+    node = Node(
+        root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids,
+        arena=arena, settings=settings,
+    )  # fmt: skip
 
     def standing() -> Standing:
         return node.on_root(
@@ -124,6 +135,8 @@ def join(
     presence.attach(follow, follower.end)
     member = Member(node, meta, presence, shared=shared)
     try:
+        if node.tiers is not None and settings.disk_folder:
+            node.tiers.add_disk(settings.disk_folder, settings.disk_bytes)
         presence.start(wait_s=limits.meta_deadline_s)
     except BaseException:
         node.close(timeout_s=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.node.wanted import Wanted
+
+Above = Callable[[Wanted, int], int]
+"""How many consecutive chunks from an index on are nearer than the root."""
 
 GROUP_BYTES_MIN = 1 << 20
 GROUP_BYTES_MAX = 8 << 20
@@ -27,18 +32,45 @@ LIMIT_PER_GROUP = 32
 GROUPS_PER_LANE = 4
 
 
-def matched_count(chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, deadline: Deadline) -> int:
-    """How many leading chunks are in the store. Errors and a passed deadline end the match where memory ends."""
-    known = chunks.known.leading_count(chain.addresses, chunks.quantum())
-    if known == len(chain):
-        return known
+def matched_count(
+    chunks: Chunks,
+    lanes: Lanes,
+    counters: Counters,
+    chain: Chain,
+    deadline: Deadline,
+    above: Above | None = None,
+) -> int:
+    """How many leading chunks are in the store: on the root, or in a tier above it, of which ``above(chain, first)``
+    says how many chunks from one on it has.
+
+    Errors and a passed deadline end the match where what is remembered ends.
+    """
+    count = remembered(chunks, chain, 0, above)
     try:
-        return lanes.run(lambda: _bisect(chunks, chain, known), deadline)
+        while count < len(chain):
+            found = lanes.run(partial(_bisect, chunks, chain, count), deadline)
+            if found == count or above is None:
+                return found
+            count = remembered(chunks, chain, found, above)
+            if count == found:
+                break
     except DeadlinePassed:
         counters.add("miss_deadline")
     except KVStoreError:
         counters.add("miss_unreadable")
-    return known
+    return count
+
+
+def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
+    """How many leading chunks are there without a look at the root, given that the first ``count`` are."""
+    while count < len(wanted):
+        rest = wanted.addresses[count:] if count else wanted.addresses
+        known = count + chunks.known.leading_count(rest, chunks.quantum())
+        found = known + (above(wanted, known) if above is not None and known < len(wanted) else 0)
+        if found == known:
+            return known
+        count = found
+    return count
 
 
 def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
@@ -112,7 +144,10 @@ class Reading:
         read: Callable[[int, Borrowed], bool],
         stop_at_miss: bool = True,
         groups: Groups | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """``ended`` is called once nobody reads into the memory any more; it may be more than once."""
+        self._ended = ended
         self._counters = counters
         self._read = read
         self._stop_at_miss = stop_at_miss
@@ -134,10 +169,9 @@ class Reading:
         Past the deadline the memory is withdrawn: what was read until then counts.
         """
         batch, self._batch = self._batch, None  # it knows our work, and so us and the caller's memory
-        if batch is None:
-            return self._done
         try:
-            batch.wait(deadline)
+            if batch is not None:
+                batch.wait(deadline)
         except DeadlinePassed:
             self._borrowed.withdraw()
             self._counters.add("miss_deadline")
@@ -147,6 +181,8 @@ class Reading:
             # Interrupted (Ctrl-C): from here on the memory is the caller's, as after a deadline.
             self._borrowed.withdraw()
             raise
+        finally:
+            self._ended()
         return self._done
 
     def withdraw(self) -> None:
@@ -154,6 +190,7 @@ class Reading:
         self._borrowed.withdraw()
         if self._batch is not None:
             self._batch.stop()
+        self._ended()
 
     def _work_on_group(self, number: int) -> bool:
         """All that can be read at once is; the others one by one, as if nothing had been."""

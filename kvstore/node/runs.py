@@ -18,10 +18,12 @@ import numpy.typing as npt
 
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
-from kvstore.format.header import PAGE_BYTES, Kind, header_bytes
+from kvstore.format.header import PAGE_BYTES, Kind
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
+from kvstore.node.images import Images, lay_planes
 from kvstore.node.lanes import moved_on
+from kvstore.node.wanted import Keyed, describe
 from kvstore.planes import Planes
 from kvstore.root.interface import LocalFiles
 
@@ -153,30 +155,18 @@ class Run:
         item["status"] = native.DONE
 
 
-def chain_run(files: LocalFiles, shard_bits: int, chain: Chain, first: int, count: int, planes: Planes | None) -> Run:
-    """Chunks of a chain, whose sections are in ``planes``; None for those that are only looked at, or mapped."""
-    layout = chain.namespace.layout
+def chain_run(
+    files: LocalFiles, shard_bits: int, chain: Chain, first: int, count: int, sections: Planes | Images | None
+) -> Run:
+    """Chunks of a chain, whose sections are in ``sections``; None for those that are only looked at, or mapped."""
     run = Run(files, shard_bits, chain.namespace, Kind.TOKENS, first, count)
-    items, tokens, identity_bytes = run.items, chain.tokens, layout.chunk_tokens * 4
-    assert tokens.flags.c_contiguous and tokens.itemsize == 4
-    indices = np.arange(first, first + count, dtype=np.uint64)
-    chained = b"".join((chain.parent(first), *chain.addresses[first : first + count]))
-    both = np.frombuffer(chained, "V16")
-    items["parent"], items["address"] = both[:count], both[1 : count + 1]
-    items["identity"] = tokens.__array_interface__["data"][0] + indices * identity_bytes
-    items["identity_bytes"] = identity_bytes
-    items["depth"] = indices
-    items["section_count"] = layout.section_count
-    items["section_bytes"] = layout.section_bytes
-    items["header_bytes"] = header_bytes(identity_bytes, layout.section_count)
-    run.alive += (chain, tokens)
-    if planes is not None:
-        bases = planes.addresses()
-        assert planes.covers(first, count) and planes.section_bytes == layout.section_bytes
-        assert planes.is_contiguous and len(bases) == layout.section_count
-        items["bases"] = bases.__array_interface__["data"][0]
-        items["offset"] = planes.offset(first) + np.arange(count, dtype=np.uint64) * planes.section_bytes
-        run.alive += (planes, bases)
+    indexes = range(first, first + count)
+    run.alive += (chain, *describe(chain, indexes, run.items))
+    if isinstance(sections, Planes):
+        run.alive += lay_planes(sections, indexes, run.items)
+    elif sections is not None:
+        run.items["offset"] = sections.payload_addresses(first, count)
+        run.alive.append(sections)
     return run
 
 
@@ -190,17 +180,10 @@ def block_run(
 ) -> Run:
     """Engine-hashed blocks, each with its key and buffer."""
     run = Run(files, shard_bits, namespace, Kind.BLOCK, 0, len(keys))
-    items, joined = run.items, np.frombuffer(b"".join(keys), np.uint8)
-    sizes = np.fromiter(map(len, keys), np.uint64, len(keys))
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-    items["address"] = np.frombuffer(b"".join(addresses), "V16")
-    items["identity"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
-    items["identity_bytes"] = sizes
-    items["offset"] = [array.__array_interface__["data"][0] for array in arrays]
-    items["section_count"] = 1
-    items["section_bytes"] = [array.size for array in arrays]
-    items["header_bytes"] = np.array([header_bytes(size, 1) for size in range(65)], np.uint32)[sizes.astype(np.intp)]
-    run.alive += (joined, arrays)
+    keyed = Keyed(namespace, keys, addresses, list(map(len, buffers)))
+    run.alive += (arrays, *describe(keyed, range(len(keys)), run.items))
+    run.items["offset"] = [array.__array_interface__["data"][0] for array in arrays]
     return run
 
 

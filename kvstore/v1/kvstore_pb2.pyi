@@ -133,20 +133,22 @@ class PutResponse(_message.Message):
     def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     hold: bytes
     first: int
     chunks_max: int
     order: Order
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ...) -> None: ...
+    memory_only: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("start", "checksums", "data")
@@ -387,7 +389,7 @@ class OpenBulkRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class OpenBulkResponse(_message.Message):
-    __slots__ = ("unix_path", "boot_id", "tcp_port", "grant", "secret", "ttl_s", "files")
+    __slots__ = ("unix_path", "boot_id", "tcp_port", "grant", "secret", "ttl_s", "files", "memory", "memory_bytes")
     UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     TCP_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -395,6 +397,8 @@ class OpenBulkResponse(_message.Message):
     SECRET_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     unix_path: str
     boot_id: str
     tcp_port: int
@@ -402,7 +406,9 @@ class OpenBulkResponse(_message.Message):
     secret: bytes
     ttl_s: float
     files: bool
-    def __init__(self, unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ..., tcp_port: _Optional[int] = ..., grant: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., files: bool = ...) -> None: ...
+    memory: bytes
+    memory_bytes: int
+    def __init__(self, unix_path: _Optional[str] = ..., boot_id: _Optional[str] = ..., tcp_port: _Optional[int] = ..., grant: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., files: bool = ..., memory: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class BulkRefusal(_message.Message):
     __slots__ = ("code", "message", "trailers")

@@ -40,6 +40,8 @@ class GetStreams:
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
             raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
+        if request.memory_only:
+            raise InvalidRequest("memory_only goes over a bulk connection only (OpenBulk)")
         if by_layer and request.first:
             raise InvalidRequest(f"first is {request.first}: expected 0 when reading layer by layer")
         with self._prompts.held(request, context) as (hold, count):

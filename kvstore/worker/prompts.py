@@ -53,6 +53,20 @@ class Prompts:
         self._deferred.settle(chain.addresses, SETTLE_S)
         return chain
 
+    def known_chain(self, request: pb.GetRequest) -> Chain:
+        """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody
+        waits for puts (rule P2). Raises UnknownNamespace, InvalidRequest.
+        """
+        if request.hold:
+            raise InvalidRequest("memory_only with a hold: expected a prompt")
+        namespace = self._member.known_namespace(request.namespace)
+        if namespace is None:
+            raise UnknownNamespace(f"namespace {request.namespace.hex()} was not used here: a miss")
+        tokens = unpack_tokens(request.tokens)
+        if request.chunks_max:
+            tokens = tokens[: request.chunks_max * namespace.layout.chunk_tokens]
+        return self._member.node.chains.of(namespace, tokens)
+
     @contextmanager
     def held(self, request: pb.GetRequest, context: CallContext) -> Iterator[tuple[Hold, int]]:
         """The hold to read under, and how many leading chunks: the client's own, or one for the time of this call."""

@@ -8,7 +8,8 @@ import grpc
 
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
-from kvstore.node.node import Node, Putting
+from kvstore.node.node import Node
+from kvstore.node.putting import Putting
 from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame

@@ -72,6 +72,7 @@ class Service:
             "client_holds": float(len(self.holds)),
             "bulk_connections_open": float(self.bulk.connections_count if self.bulk else 0),
             "deferred_chunks": float(self.deferred.chunks_count),
+            "leases": float(len(self.bulk_requests.leases or ())),
             "draining": float(self.gate.draining),
         }
 
@@ -200,7 +201,7 @@ class Service:
     def _open_bulk(self, _: pb.OpenBulkRequest, __: Context) -> Message:
         if self.bulk is None:
             return pb.OpenBulkResponse()
-        grant = self.bulk.grant()
+        grant, memory = self.bulk.grant(), self.bulk_requests.memory
         return pb.OpenBulkResponse(
             unix_path=self.bulk.unix_path,
             boot_id=self.bulk.boot_id,
@@ -209,4 +210,6 @@ class Service:
             secret=grant.secret,
             ttl_s=self._limits.hello_s,
             files=self._node.hands_files,
+            memory=self.bulk_requests.memory_id,
+            memory_bytes=memory.arena.size_bytes if memory is not None else 0,
         )

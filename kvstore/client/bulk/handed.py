@@ -1,9 +1,9 @@
-"""Reading chunks from files that the worker opened and handed over: one copy in all, as in the worker's own process."""
+"""Copying chunks out of what a worker on this host gave: its memory, or files that it opened. One copy in all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -11,70 +11,114 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
+from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.port import Sections
+from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.native import is_available
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import chain_run
 from kvstore.planes import Planes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
-from kvstore.wire.bulk.frames import FILES_MAX, Kind, decode_span, encode_span
 
 STEP_BYTES = 1 << 20
 
 
-def read_files(
-    link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections, lanes: Lanes, deadline: Deadline
+def read_given(
+    giving: Giving,
+    link: Link,
+    chain: Chain,
+    first: int,
+    count: int,
+    sections: Sections,
+    lanes: Lanes,
+    deadline: Deadline,
 ) -> Iterator[tuple[int, bool]]:
-    """Reads chunks ``first`` to ``count - 1`` of request ``number``.
+    """Copies chunks ``first`` to ``count - 1`` into ``sections``.
 
     Yields, after each step, how many leading chunks of the prompt are good, and False where the next one is there but
-    not right. Raises LinkBroken, LinkLate, BulkRefused.
+    not right. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
     """
-    runs = [(at, min(FILES_MAX, count - at)) for at in range(first, count, FILES_MAX)]
-    link.channel.send(Kind.WANT, number, [encode_span(*runs[0])])
     good = first
-    for at, (start, size) in enumerate(runs):
-        files = _handed(link, start, size)
-        goes_on = len(files) == size and at + 1 < len(runs)
-        if goes_on:
-            # Opened while these are being read.
-            link.channel.send(Kind.WANT, number, [encode_span(*runs[at + 1])])
-        read = _read(link, chain, start, files, sections, lanes, deadline)
-        good = start + read
-        yield good, read == len(files)
-        if read < size:
-            if goes_on:
-                _close(_handed(link, *runs[at + 1]))
+    for given in giving.each(first, count):
+        if isinstance(given, GivenSlots):
+            read = _take(link, chain, given, sections, lanes, deadline)
+        else:
+            read = read_files(link, chain, given, sections, lanes, deadline)
+        good = given.first + read
+        yield good, read == given.count
+        if read < given.count:
             break
-    link.channel.send(Kind.READ, number, [encode_span(0, good)])
+    giving.finish(good)
 
 
-def _handed(link: Link, start: int, size: int) -> list[int]:
-    """The files of the leading chunks of a run, ours to close."""
-    _, payload = link.receive(Kind.FILES)
-    first, count = decode_span(payload)
-    files = link.channel.take_files(count)
-    if first != start or count > size:
-        _close(files)
-        raise link.channel.break_off(f"{count} files from chunk {first} on came: expected {size} from {start} on")
-    return files
+def _take(link: Link, chain: Chain, slots: GivenSlots, sections: Sections, lanes: Lanes, deadline: Deadline) -> int:
+    """Copies images out of the worker's memory; returns how many leading ones are good."""
+    images, first, count = images_of(link, chain, slots), slots.first, slots.count
+    into = _in_order(sections, first, count)
+
+    def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+        return take_images(chain, range(first + start, first + stop), images[start:stop], into, borrowed)
+
+    return in_groups(chain, count, take, lanes, deadline)
 
 
-def _read(
-    link: Link, chain: Chain, first: int, files: Sequence[int], sections: Sections, lanes: Lanes, deadline: Deadline
+def images_of(link: Link, chain: Chain, slots: GivenSlots) -> ImagesIn:
+    """Where slots lie in our mapping. Raises InvalidRequest where that is not within it."""
+    if link.memory is None:
+        raise InvalidRequest("slots came on a connection without memory")
+    return link.memory.images(slots.offsets, expected_chunk(chain, slots.first).file_bytes)
+
+
+def in_groups(
+    chain: Chain,
+    count: int,
+    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
+    lanes: Lanes,
+    deadline: Deadline,
+) -> int:
+    """Does ``work(start, stop, borrowed)`` on ``count`` chunks, several lanes at once; how many leading ones are right.
+
+    What it says is not right is not tried again.
+    """
+    size = group_size(count, chain.namespace.layout.chunk_bytes, lanes.width)
+    reading = Reading(lanes, Counters(), count, lambda *_: False, groups=Groups(size, count, work))
+    try:
+        return _leading(reading.wait(deadline), count)
+    finally:
+        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
+
+
+def _in_order(sections: Sections, first: int, count: int) -> Sections:
+    """The same, asked for in order and by one thread, because some sources take memory as they are asked."""
+    if isinstance(sections, Planes):
+        return sections
+    memory = [sections(first + at) for at in range(count)]
+    return lambda index: memory[index - first]
+
+
+def _leading(done: bytearray, count: int) -> int:
+    first_miss = done.find(0)
+    return count if first_miss < 0 else first_miss
+
+
+def read_files(
+    link: Link, chain: Chain, given: GivenFiles, sections: Sections, lanes: Lanes, deadline: Deadline
 ) -> int:
     """Reads one chunk from each file, and closes them all; returns how many leading ones are good."""
+    first, files = given.first, given.files
     if not files:
         return 0
     # Whoever takes a file out of this closes it: a lane that begins with it, or we at the end.
     left = dict(enumerate(files))
+    given.files = []
     memory: Sequence[Pieces] = ()
     never_blocks = False
 
@@ -112,8 +156,7 @@ def _read(
         if reading is not None:
             reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
         _close([fd for at in range(len(files)) if (fd := left.pop(at, None)) is not None])
-    first_miss = done.find(0)
-    return len(files) if first_miss < 0 else first_miss
+    return _leading(done, len(files))
 
 
 def _groups(

@@ -14,12 +14,13 @@ from typing import NoReturn
 import grpc
 
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
+from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import VERSION, Head, Kind, encode_arena
+from kvstore.wire.bulk.frames import VERSION, Head, Kind, decode_arena, encode_arena
 from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse
@@ -63,9 +64,13 @@ class BulkRefused(Exception):
 class Link:
     """One connection, and the arena that goes with it. Used by one call at a time."""
 
-    def __init__(self, channel: Channel, hands_files: bool, ledger: Ledger | None, address: str) -> None:
+    def __init__(
+        self, channel: Channel, hands_files: bool, ledger: Ledger | None, memory: WorkerMemory | None, address: str
+    ) -> None:
         self.channel = channel
         self.hands_files = hands_files
+        self.memory = memory
+        """The worker's, mapped; None where it has none, or is on another host."""
         self.arena: Arena | None = None
         self.arena_bytes = 0
         """What is reserved for the arena, which may not be there yet (``Links.reserve_arena``)."""
@@ -156,6 +161,7 @@ class Links:
         self._open: set[Link] = set()
         self._dialling = 0
         self._pid = os.getpid()
+        self._memory: WorkerMemory | None = None
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
@@ -311,7 +317,27 @@ class Links:
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
                 raise channel.break_off("whoever listens there is not the worker")
             ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
+            memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:
             channel.close()
             raise
-        return Link(channel, answer.files and channel.is_unix, ledger, self._address)
+        return Link(channel, answer.files and channel.is_unix, ledger, memory, self._address)
+
+    def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
+        """The worker's memory, mapped once for all connections; None where it cannot be mapped here."""
+        known = self._memory
+        if known is not None and known.id == answer.memory:
+            return known
+        channel.send(Kind.MAP, 0)
+        size_bytes = decode_arena(channel.receive_frame(Kind.MEMORY)[1])
+        fd = channel.take_files(1)[0]
+        try:
+            memory = WorkerMemory(fd, size_bytes, answer.memory)
+        except Unavailable as error:
+            log.info("client.no_memory worker=%s why=%s", self._address, error)
+            return None
+        with self._lock:
+            # Another connection may have been made at the same time: one mapping is enough.
+            if self._memory is None or self._memory.id != answer.memory:
+                self._memory = memory
+            return self._memory

@@ -18,7 +18,7 @@ CONTROL_BYTES_MAX = 64 << 10
 RUN_BYTES_MAX = 8 << 20
 """A run of several chunks in one CHUNKS frame; one chunk alone may be larger."""
 FILES_MAX = 64
-"""Files that one FILES frame hands over; the kernel allows 253."""
+"""Chunks that one WANT asks for, and so files that one FILES frame hands over; the kernel allows 253."""
 
 
 class Kind(enum.IntEnum):
@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     PUT = 6
     PLACED = 7
     CHUNKS = 8
+    MAP = 9
 
     WELCOME = 64
     START = 65
@@ -41,6 +42,8 @@ class Kind(enum.IntEnum):
     READY = 69
     STORED = 70
     REFUSED = 71
+    MEMORY = 72
+    SLOTS = 73
 
 
 REQUESTS = (Kind.GET, Kind.PUT)
@@ -61,6 +64,7 @@ class Mode(enum.IntEnum):
 
     STREAM = 0
     FILES = 1
+    SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,14 @@ class Placed:
     first: int
     count: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Consecutive chunks from index ``first`` on lie in the worker's memory, each whole image from its offset on."""
+
+    first: int
+    offsets: tuple[int, ...]
 
 
 _REQUEST = struct.Struct("<dB7x")
@@ -134,8 +146,22 @@ def decode_span(payload: bytes) -> tuple[int, int]:
     return first, count
 
 
+def encode_slots(given: Given) -> bytes:
+    """The payload of SLOTS."""
+    count = len(given.offsets)
+    return _SPAN.pack(given.first, count) + struct.pack(f"<{count}Q", *given.offsets)
+
+
+def decode_slots(payload: bytes) -> Given:
+    """The inverse. Raises InvalidRequest."""
+    first, count = decode_span(payload[:SPAN_BYTES])
+    if not 1 <= count <= FILES_MAX or len(payload) != SPAN_BYTES + 8 * count:
+        raise InvalidRequest(f"{count} slots came in {len(payload)} bytes: expected 1 to {FILES_MAX}, of 8 bytes each")
+    return Given(first, struct.unpack_from(f"<{count}Q", payload, SPAN_BYTES))
+
+
 def encode_arena(size_bytes: int) -> bytes:
-    """The payload of ARENA."""
+    """The payload of ARENA and MEMORY."""
     return _ARENA.pack(size_bytes)
 
 

@@ -1,31 +1,27 @@
-"""Get over a bulk connection: files handed over, or their bytes sent while the next are read on the node's lanes.
-
-The client verifies: what it gets is whole files, with their headers.
-"""
+"""Get over a bulk connection: which chunks, under which hold, and in which of its ways."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import expected_chunk
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
-from kvstore.node.reading import Reading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import FILES_MAX, INDEX_BYTES, Kind, Mode, decode_span, encode_index, encode_span
+from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.handing import HandingOver
+from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.calls import CallContext, Calls, seconds_left
+from kvstore.worker.bulk.streaming import ChunkStream
+from kvstore.worker.calls import CallContext, Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 
 
 class BulkGets:
-    """Serves GET frames."""
+    """Serves GET frames. ``leases`` is None where the node has no memory."""
 
     def __init__(
         self,
@@ -35,6 +31,7 @@ class BulkGets:
         calls: Calls,
         limits: WorkerLimits,
         buffers: Buffers,
+        leases: Leases | None,
     ) -> None:
         self._node = node
         self._prompts = prompts
@@ -42,91 +39,73 @@ class BulkGets:
         self._calls = calls
         self._limits = limits
         self._buffers = buffers
+        self._leases = leases
 
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: CallContext) -> None:
         """Answers one request."""
         request = parse(pb.GetRequest, message)
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS):
             raise InvalidRequest(f"order is {request.order}: only ORDER_CHUNKS goes over a bulk connection")
-        if mode not in (Mode.STREAM, Mode.FILES):
-            raise InvalidRequest(f"the mode of a GET is {mode}: expected 0 (a stream) or 1 (files)")
+        if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
+            raise InvalidRequest(f"the mode of a GET is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
         if mode == Mode.FILES and not (channel.is_unix and self._node.hands_files):
             raise InvalidRequest("files can be handed over only on a unix socket, of a root that has files")
+        if mode == Mode.SLOTS and not (channel.is_unix and self._leases is not None):
+            raise InvalidRequest("slots can be given only on a unix socket, by a worker that has memory")
+        if request.memory_only:
+            self._from_memory(channel, number, mode, request, context)
+            return
         with self._prompts.held(request, context) as (hold, count):
-            tokens = count * hold.chain.namespace.layout.chunk_tokens
-            start = pb.GetStart(chunks=count, tokens=tokens).SerializeToString()
-            channel.send(Kind.START, number, [start])
-            if mode == Mode.FILES:
-                self._hand_over(channel, number, hold, request.first, count, context)
-            elif request.first < count:
-                self._send(channel, number, hold, request.first, count, context)
-            if mode == Mode.STREAM:
-                channel.send(Kind.END, number)
+            self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
+            if mode != Mode.STREAM:
+                self._hand_over(channel, number, mode, hold, request.first, count, context)
+                return
+            if request.first < count:
+                self._stream(channel, number, hold.chain, hold).send(request.first, count, context)
+            channel.send(Kind.END, number)
+
+    def _from_memory(
+        self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: CallContext
+    ) -> None:
+        """Gives what memory has at this moment, and asks nobody else: the client is a peer (rule P2)."""
+        memory = self._node.memory
+        if mode == Mode.FILES:
+            raise InvalidRequest("memory_only with files: expected mode 0 (a stream) or 2 (slots)")
+        chain = self._prompts.known_chain(request)
+        first = request.first
+        count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
+        self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
+        if mode == Mode.SLOTS:
+            HandingOver(self._node, channel, number, chain, None, count, self._leases, context).serve(mode)
+            return
+        if first < count:
+            self._stream(channel, number, chain, None).send(first, count, context)
+        channel.send(Kind.END, number)
 
     def _hand_over(
-        self, channel: Channel, number: int, hold: Hold, start: int, count: int, context: CallContext
+        self, channel: Channel, number: int, mode: int, hold: Hold, first: int, count: int, context: CallContext
     ) -> None:
-        """Opens what the client wants, run by run, until it says how much it read."""
-        while True:
-            head, payload = channel.receive_frame(Kind.WANT, Kind.READ)
-            first, wanted = decode_span(payload)
-            if head.kind is Kind.READ:
-                break
-            if not 1 <= wanted <= FILES_MAX or first + wanted > count:
-                raise InvalidRequest(f"files of chunks {first} to {first + wanted - 1} are wanted: {count} are held")
-            left_s = seconds_left(context, self._node.limits.read_deadline_s)
-            readers = self._node.open_files(hold, first, wanted, left_s)
-            try:
-                files = [reader.fileno() for reader in readers]
-                channel.send(Kind.FILES, number, [encode_span(first, len(files))], files)
-            finally:
-                for reader in readers:
-                    reader.close()
-        good = min(wanted, count)
-        read = max(0, good - start)
+        handing = HandingOver(self._node, channel, number, hold.chain, hold, count, self._leases, context)
+        good = handing.serve(mode)
+        read = max(0, good - first)
         size_bytes = read * hold.chain.namespace.layout.chunk_bytes
         self._calls.add("wire_bytes_out", size_bytes)
         self._node.counters.add_read(size_bytes, read)
         self._node.used(hold, good)
 
-    def _send(self, channel: Channel, number: int, hold: Hold, first: int, count: int, context: CallContext) -> None:
-        node, chunk_bytes = self._node, hold.chain.namespace.layout.chunk_bytes
-        file_bytes = expected_chunk(hold.chain, first).file_bytes
-        window = max(1, min(count - first, 2 * self._limits.window_bytes // file_bytes))
-        windows = [(at, min(window, count - at)) for at in range(first, count, window)]
-        good = first
-        with self._in_flight.reserved(2 * window * file_bytes):
-            buffers = [self._buffers.take(window * file_bytes) for _ in windows[:2]]
+    def _start(self, channel: Channel, number: int, count: int, chunk_tokens: int) -> None:
+        start = pb.GetStart(chunks=count, tokens=count * chunk_tokens)
+        channel.send(Kind.START, number, [start.SerializeToString()])
 
-            def begin(at: int) -> tuple[Reading, Sequence[memoryview]]:
-                start, size = windows[at]
-                memory = memoryview(buffers[at % 2])
-                files = [memory[each * file_bytes : (each + 1) * file_bytes] for each in range(size)]
-                return node.begin_copy(hold, start, size, lambda index: files[index - start]), files
-
-            following = begin(0)
-            first_miss = -1
-            settled = False
-            try:
-                for at, (start, size) in enumerate(windows):
-                    reading, files = following
-                    done = reading.wait(Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s)))
-                    first_miss = done.find(0)
-                    good = start + (size if first_miss < 0 else first_miss)
-                    if first_miss < 0 and at + 1 < len(windows):
-                        following = begin(at + 1)
-                    for index in range(start, good):
-                        file = files[index - start]
-                        channel.send_head(Kind.FILE, number, INDEX_BYTES + len(file))
-                        channel.send_bytes([memoryview(encode_index(index)), file])
-                        self._calls.add("wire_bytes_out", chunk_bytes)
-                    if first_miss >= 0:
-                        break
-                settled = first_miss < 0
-            finally:
-                following[0].withdraw()
-                node.used(hold, good)
-            if settled:
-                # Whoever missed its deadline may still be reading into the others: those are nobody's any more.
-                for buffer in buffers:
-                    self._buffers.give(buffer)
+    def _stream(self, channel: Channel, number: int, chain: Chain, hold: Hold | None) -> ChunkStream:
+        return ChunkStream(
+            self._node,
+            channel,
+            number,
+            chain,
+            hold,
+            self._in_flight,
+            self._calls,
+            self._buffers,
+            self._limits.window_bytes,
+        )

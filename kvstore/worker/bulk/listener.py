@@ -136,6 +136,7 @@ class BulkListener:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._threads.shutdown(timeout_s=timeout_s)
+        self._requests.close(timeout_s)
         for sock in [*self._listeners, *(each.socket for each in self._strangers)]:
             sock.close()
         for connection in [*connections, *self._connections]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
-from kvstore.node.node import Node, Putting
+from kvstore.node.node import Node
+from kvstore.node.putting import Putting
 from kvstore.planes import Planes
 from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
@@ -22,6 +23,7 @@ from kvstore.wire.bulk.sums import plane_sums
 from kvstore.wire.messages import hints_of, parse
 from kvstore.wire.statuses import BrokenTransfer, Busy
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.memory import Buffers
@@ -77,7 +79,11 @@ class BulkPuts:
         hints = hints_of(start.hints)
         matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
         first = max(start.first, matched)
-        putting = node.begin_put(chain, first, seconds_left(context, node.limits.write_deadline_s), hints)
+        putting: Putting | Absorbing
+        if flag and node.memory is not None and first == matched < len(chain):
+            putting = Absorbing(node, chain, first, hints)
+        else:
+            putting = node.begin_put(chain, first, seconds_left(context, node.limits.write_deadline_s), hints)
         count = 0 if putting.refused else len(chain) - first
         with ExitStack() as reserved:
             is_deferred = bool(flag) and count > 0 and self._may_defer(connection, chain, count, reserved)
@@ -117,13 +123,13 @@ class BulkPuts:
         self,
         connection: Connection,
         number: int,
-        putting: Putting,
+        putting: Putting | Absorbing,
         chain: Chain,
         first: int,
         runs: list[Arrived],
         reserved: ExitStack,
     ) -> PutResult:
-        """Has the chunks written soon; the answer says what will be so then."""
+        """Has the chunks written soon, or copied into memory from where they are; the answer says what will be so."""
         ledger, write_s, count = connection.ledger, self._node.limits.write_deadline_s, len(chain) - first
 
         def write() -> None:
@@ -156,7 +162,7 @@ class BulkPuts:
         self,
         connection: Connection,
         number: int,
-        putting: Putting,
+        putting: Putting | Absorbing,
         chain: Chain,
         first: int,
         count: int,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, decode_arena, decode_request
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import Kind, decode_arena, decode_request, encode_arena
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.context import BulkContext, Refused
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.getting import BulkGets
+from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.putting import BulkPuts
 from kvstore.worker.calls import Calls
@@ -41,7 +42,11 @@ class BulkRequests:
         buffers = Buffers(limits.buffers_bytes_max)
         self._calls = calls
         self._limits = limits
-        self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers)
+        self.memory = node.memory
+        """What clients on this host may map."""
+        self.memory_id = node.ids.fresh() if node.memory is not None else b""
+        self.leases = Leases(node.memory) if node.memory is not None else None
+        self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         self._puts = BulkPuts(node, prompts, in_flight, calls, limits, buffers, deferred)
 
     def serve(self, connection: Connection) -> bool:
@@ -51,13 +56,16 @@ class BulkRequests:
         try:
             channel.limit(limits.idle_s, limits.stream_s_max)
             head = channel.receive_head()
-            channel.expect(head, Kind.ARENA, Kind.GET, Kind.PUT)
+            channel.expect(head, Kind.ARENA, Kind.GET, Kind.PUT, Kind.MAP)
             number = head.request
             payload = channel.receive(head.length)
             if head.kind is Kind.ARENA:
                 connection.adopt_arena(decode_arena(payload), limits.arena_bytes_max)
                 return True
             channel.take_files(0)
+            if head.kind is Kind.MAP:
+                self._hand_memory(channel, number)
+                return True
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s)
@@ -76,6 +84,17 @@ class BulkRequests:
         except KVStoreError as error:
             self._refuse(connection, number, refusal(error))
         return False
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for no client any more. Idempotent."""
+        if self.leases is not None:
+            self.leases.close(timeout_s)
+
+    def _hand_memory(self, channel: Channel, number: int) -> None:
+        if self.memory is None or not channel.is_unix:
+            raise InvalidRequest("there is no memory to map: only on a unix socket, of a worker that has some")
+        arena = self.memory.arena
+        channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
 
     @contextmanager
     def _counting_idle(self) -> Iterator[None]:

@@ -1,0 +1,150 @@
+"""What a worker on this host gives for a run of chunks: where they lie in its memory, or their open files.
+
+Asked for one run ahead, so that the worker looks for the next chunks while these are being read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.memory import Lease
+from kvstore.wire.bulk.frames import FILES_MAX, Kind, Mode, decode_slots, decode_span, encode_span
+
+KEEP = 1
+"""What READ says first where slots are read on after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSlots:
+    """Chunks from index ``first`` on whose images are at these offsets of the worker's memory while ``lease`` lives."""
+
+    first: int
+    offsets: Sequence[int]
+    lease: Lease
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.offsets)
+
+
+@dataclass(slots=True)
+class GivenFiles:
+    """Chunks from index ``first`` on, by their open files, which are the taker's to close."""
+
+    first: int
+    files: list[int]
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.files)
+
+    def close(self) -> None:
+        """Closes those that are left. Idempotent."""
+        while self.files:
+            with suppress(OSError):
+                os.close(self.files.pop())
+
+
+Given = GivenSlots | GivenFiles
+
+
+class Giving:
+    """One GET of mode FILES or SLOTS, after its START. A context: what was given and not taken is closed at its end."""
+
+    def __init__(self, link: Link, number: int, mode: Mode) -> None:
+        self._link = link
+        self._number = number
+        self._mode = mode
+        self._lease: Lease | None = None
+        self._asked: tuple[int, int] | None = None
+        self._ahead: list[Given] = []
+
+    def __enter__(self) -> Giving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _close(self._ahead)
+
+    def each(self, first: int, count: int) -> Generator[Given]:
+        """What is given for chunks ``first`` to ``count - 1``, in order, up to the first that is not.
+
+        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+        """
+        runs = [(at, min(count, at + FILES_MAX)) for at in range(first, count, FILES_MAX)]
+        self._want(*runs[0])
+        for following in (*runs[1:], None):
+            self._ahead, is_whole = self._answers()
+            if is_whole and following is not None:
+                self._want(*following)  # looked for while these are being read
+            while self._ahead:
+                yield self._ahead.pop(0)
+            if not is_whole:
+                return
+
+    def finish(self, count: int, *, keep: bool = False) -> None:
+        """Says how many leading chunks of the prompt were read, and whether slots are still being read after this."""
+        if self._asked is not None:
+            _close(self._answers()[0])
+        self._link.channel.send(Kind.READ, self._number, [encode_span(KEEP if keep else 0, count)])
+        if self._lease is not None and not keep:
+            self._lease.close()
+
+    def _want(self, start: int, stop: int) -> None:
+        self._asked = (start, stop)
+        self._link.channel.send(Kind.WANT, self._number, [encode_span(start, stop - start)])
+
+    def _answers(self) -> tuple[list[Given], bool]:
+        """All that is given for the run that was asked for, and whether that is the whole run."""
+        assert self._asked is not None
+        (at, stop), self._asked = self._asked, None
+        found: list[Given] = []
+        try:
+            while at < stop:
+                given = self._answer(at, stop)
+                if given is None:
+                    return found, False
+                found.append(given)
+                at += given.count
+                if self._mode is Mode.FILES:
+                    break
+        except BaseException:
+            _close(found)
+            raise
+        return found, at == stop
+
+    def _answer(self, at: int, stop: int) -> Given | None:
+        """One frame: chunks from ``at`` on, not beyond ``stop``; None where there are no more."""
+        link = self._link
+        kinds = (Kind.FILES,) if self._mode is Mode.FILES else (Kind.SLOTS, Kind.FILES, Kind.END)
+        head, payload = link.receive(*kinds)
+        given: Given
+        if head.kind is Kind.END:
+            return None
+        if head.kind is Kind.SLOTS:
+            if link.memory is None:
+                raise link.channel.break_off("slots came, and the worker said that it has no memory")
+            if self._lease is None:
+                self._lease = Lease(link.channel.take_files(1)[0], link.memory.leases)
+            said = decode_slots(payload)
+            first, given = said.first, GivenSlots(said.first, said.offsets, self._lease)
+        else:
+            first, count = decode_span(payload)
+            given = GivenFiles(first, link.channel.take_files(count))
+        if first != at or given.count > stop - at or (self._mode is Mode.SLOTS and not given.count):
+            _close([given])
+            raise link.channel.break_off(
+                f"{given.count} chunks from {first} on came: expected up to {stop - at} from {at} on"
+            )
+        return given
+
+
+def _close(given: Sequence[Given]) -> None:
+    for each in given:
+        if isinstance(each, GivenFiles):
+            each.close()

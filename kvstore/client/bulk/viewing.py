@@ -1,0 +1,115 @@
+"""Views of chunks where they lie: in the worker's memory, or in files that it handed over. No copy; verified once.
+
+Arrays keep what they refer to: a lease on the worker's memory, a mapping of a file.  Neither needs the worker any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.client.arrays import KvMemory
+from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
+from kvstore.client.bulk.handed import images_of, in_groups, read_files
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.memory import Leased
+from kvstore.format.header import expected_chunk
+from kvstore.layout import Layout
+from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
+from kvstore.node.lanes import Lanes
+
+
+class Views:
+    """The arrays of one view as they come, by the index of their chunk; at most ``files_max`` of mapped files."""
+
+    def __init__(self, layout: Layout, files_max: int) -> None:
+        self._layout = layout
+        self._arrays: dict[int, npt.NDArray[Any]] = {}
+        self._files_left = files_max
+
+    def sections(self, index: int) -> Pieces:
+        """Memory for a chunk that has to be copied, taken as it is asked for: only for what really comes."""
+        layout = self._layout
+        self._arrays[index] = array = np.empty(layout.shape(layout.chunk_tokens), layout.numpy_dtype)
+        return KvMemory(array, layout).sections(0)
+
+    def add(self, index: int, payload: npt.NDArray[Any]) -> None:
+        """The bytes of a chunk where they lie."""
+        layout = self._layout
+        self._arrays[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
+
+    def may_map(self, count: int) -> bool:
+        """Whether so many files more may be mapped: each keeps a descriptor, and an engine has few."""
+        if count > self._files_left:
+            return False
+        self._files_left -= count
+        return True
+
+    def leading(self, count: int) -> list[npt.NDArray[Any]]:
+        """The arrays of the first ``count`` chunks, read-only."""
+        arrays = [self._arrays[index] for index in range(count)]
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+
+def view_given(
+    giving: Giving, link: Link, chain: Chain, first: int, count: int, views: Views, lanes: Lanes, deadline: Deadline
+) -> Iterator[tuple[int, bool]]:
+    """As ``read_given``, but the chunks stay where they are where that can be."""
+    good, keeps = first, False
+    for given in giving.each(first, count):
+        if isinstance(given, GivenSlots):
+            keeps = True
+            read = _view_slots(link, chain, given, views, lanes, deadline)
+        elif views.may_map(given.count):
+            read = _map_files(chain, given, views, lanes, deadline)
+        else:
+            read = read_files(link, chain, given, views.sections, lanes, deadline)
+        good = given.first + read
+        yield good, read == given.count
+        if read < given.count:
+            break
+    giving.finish(good, keep=keeps)
+
+
+def _view_slots(link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline) -> int:
+    images = images_of(link, chain, slots)
+    count = _verified(chain, slots.first, images, lanes, deadline)
+    header_bytes = expected_chunk(chain, slots.first).header_bytes
+    for at in range(count):
+        views.add(slots.first + at, Leased(images[at][header_bytes:], slots.lease).array())
+    return count
+
+
+def _map_files(chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline) -> int:
+    """Maps the leading files that have their chunk's size, and closes them all; how many are right."""
+    expected = expected_chunk(chain, given.first)
+    images: list[memoryview] = []
+    try:
+        for fd in given.files:
+            images.append(memoryview(mmap.mmap(fd, expected.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ)))
+    except (OSError, ValueError):
+        pass  # shorter than it should be, or no more mappings: a miss here, and read over gRPC
+    finally:
+        given.close()
+    count = _verified(chain, given.first, images, lanes, deadline)
+    for at in range(count):
+        views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))
+    return count
+
+
+def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> int:
+    """How many leading images are those of chunks ``first`` and following, whole and right."""
+
+    def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
+        return verify_images(chain, range(first + start, first + stop), images[start:stop])
+
+    return in_groups(chain, len(images), verify, lanes, deadline) if images else 0

@@ -1,0 +1,94 @@
+"""The arena: one anonymous file in memory that a node writes images into and that others of its host map for reading.
+
+Separate from the inventory, which is pure: only here is memory of the system asked for, and only the two functions here
+know by which seals readers are safe from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest, Unavailable
+
+PAGE_BYTES = 4096
+F_SEAL_FUTURE_WRITE = 0x0010
+"""From ``linux/fcntl.h``; the standard library has no name for it. Linux 5.1 and newer."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """``size_bytes`` of memory, a multiple of 4 KiB, that only this process can write.
+
+    Its pages are taken from the system when they are first written, and kept until it is closed: a node that holds less
+    than the arena's size uses less.  They are pages of a memfd: a container without ``/dev/shm``, or with a small one,
+    has as much of it as any other.  They count as the worker's memory in its cgroup, whose limit needs room for the
+    whole arena; past it the system kills the process that writes, as for any other memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises InvalidRequest for another size."""
+        if size_bytes <= 0 or size_bytes % PAGE_BYTES:
+            raise InvalidRequest(f"an arena of {size_bytes} bytes: expected a multiple of {PAGE_BYTES}, more than 0")
+        self.size_bytes = size_bytes
+        self.fd = -1
+        """For handing over: whoever gets it can map it for reading only."""
+        self.memory = memoryview(bytearray())
+        """All of it, writable; empty before ``open`` and after ``close``."""
+        self._start = 0
+
+    def open(self) -> Arena:
+        """Makes and maps it. Raises Unavailable where the system gives no such memory."""
+        try:
+            self.fd = os.memfd_create("kvstore-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.size_bytes)
+            mapped = mmap.mmap(self.fd, self.size_bytes)
+            # After mapping: this seal leaves the mappings that there are writable, and allows no other.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except (OSError, ValueError, OverflowError) as cause:
+            self.close()
+            raise Unavailable(
+                f"no arena of {self.size_bytes} bytes ({cause}): give less memory, or Linux 5.1 or newer"
+            ) from cause
+        with suppress(OSError, ValueError):
+            # Only where the system's administrator lets shared memory have huge pages.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(mapped)
+        self._start = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        return self
+
+    def image(self, offset: int, size_bytes: int) -> memoryview:
+        """Part of it, for reading; it stays readable as long as somebody has it, also after ``close``."""
+        assert offset >= 0 and offset + size_bytes <= len(self.memory)
+        return self.memory[offset : offset + size_bytes].toreadonly()
+
+    def address(self, offset: int) -> int:
+        """Where a byte of it lies in this process, for native code; valid as long as a view of it is alive."""
+        assert 0 <= offset <= len(self.memory)
+        return self._start + offset
+
+    def close(self) -> None:
+        """Lets go of it; its pages go when the last view and the last mapping of another process have. Idempotent."""
+        fd, self.fd = self.fd, -1
+        self.memory = memoryview(bytearray())
+        if fd >= 0:
+            os.close(fd)
+
+
+def map_arena(fd: int, size_bytes: int) -> memoryview:
+    """An arena that came over a socket, mapped for reading; ``fd`` stays the caller's, to be closed.
+
+    It stays readable when the worker is gone. Raises Unavailable where it is not what a worker hands over: without its
+    seals a worker that fails could take pages away that are being read, which would kill this process.
+    """
+    try:
+        seals, found_bytes = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+        if seals & _SEALS != _SEALS or found_bytes != size_bytes:
+            raise ValueError(f"it has seals {seals:#x} and {found_bytes} bytes, expected {_SEALS:#x} and {size_bytes}")
+        return memoryview(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    except (OSError, ValueError, OverflowError) as cause:
+        raise Unavailable(f"the worker's memory cannot be mapped ({cause}): read over the connection") from cause

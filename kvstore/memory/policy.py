@@ -1,0 +1,137 @@
+"""Policies: which of the entries that may be evicted goes first, and what is asked for often enough to be brought in.
+
+A policy sorts entries into a few *queues*, by their ``Standing``; within each the one unused for longest is first. When
+room is needed it compares the heads of the queues, so that ranks may change with time and yet nothing is sorted again.
+Pure, and apart from the queues, because it is the part that a trace replay judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from kvstore.address import Address
+from kvstore.hints import PRIORITY_DEFAULT
+from kvstore.memory.entry import Entry, Queue, Standing
+
+OCTAVES_PER_USE = 0.5
+OCTAVES_PER_PRIORITY = 0.1
+"""As the collector weighs chunks on the root (gc/kvstore_gc/policy.py)."""
+PRIORITY_STEP = 5
+"""Priorities are rounded to this, which bounds the number of queues."""
+USES_MAX = 3
+"""More uses than this count as this many."""
+AGE_LEAST_S = 30.0
+"""Added to every age, so that what came just now does not outlast everything."""
+PROBATION_SHARE = 0.1
+"""Of the bytes held: what entries that were never used again may take, by ``TwoQueue``."""
+GHOSTS_MAX = 65_536
+ASKED_MAX = 65_536
+ASKED_LASTS_S = 3_600.0
+
+
+class Policy(Protocol):
+    """An order of eviction. One object for each inventory: it may remember. A standing must be one of few."""
+
+    def standing(self, entry: Entry) -> Standing:
+        """Which queue an entry belongs to; asked when it is claimed, and after each use."""
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        """The queue whose head goes first: one of ``candidates``, those of all ``queues`` where one may go."""
+
+    def evicted(self, entry: Entry) -> None:
+        """Takes note of an entry that went because its room was needed."""
+
+
+class Aged:
+    """The oldest goes first, by an age that is weighted with uses and hints, as on the root: what was used more
+    outlasts what was used once in proportion to how long things last here at all.
+
+    Before all others goes what is past its ttl, then replicas (P4).
+    """
+
+    def __init__(self, octaves_per_use: float = OCTAVES_PER_USE, age_least_s: float = AGE_LEAST_S) -> None:
+        self._octaves_per_use = octaves_per_use
+        self._age_least_s = age_least_s
+
+    def standing(self, entry: Entry) -> Standing:
+        steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
+        octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + min(entry.uses, USES_MAX) * self._octaves_per_use
+        return Standing(entry.is_replica, octaves, entry.hints.ttl_s)
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        return max(candidates, key=lambda queue: self._staleness(queue, now_s))
+
+    def evicted(self, entry: Entry) -> None:
+        pass
+
+    def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, bool, float]:
+        standing = queue.standing
+        age_s = max(now_s - queue.oldest_s, 0.0)
+        is_expired = standing.ttl_s is not None and age_s >= standing.ttl_s
+        return is_expired, standing.is_replica, (age_s + self._age_least_s) * 2.0**-standing.octaves
+
+
+class TwoQueue:
+    """New entries are on probation until they are used again, and go first while those on probation hold more than
+    their share; so a scan passes through without washing out the rest. Else, and within each part, as ``Aged``.
+
+    What went while on probation and comes back soon is not put on it again. After S3-FIFO (Yang et al., SOSP 2023).
+    """
+
+    def __init__(self, share: float = PROBATION_SHARE, octaves_per_use: float = 0.0) -> None:
+        self._share = share
+        self._aged = Aged(octaves_per_use)
+        self._ghosts = Admission(GHOSTS_MAX)
+
+    def standing(self, entry: Entry) -> Standing:
+        is_new = not entry.uses and not self._ghosts.knows(entry.address)
+        return self._aged.standing(entry)._replace(is_on_probation=is_new)
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        held_bytes = sum(queue.held_bytes for queue in queues)
+        new_bytes = sum(queue.held_bytes for queue in queues if queue.standing.is_on_probation)
+        is_over = new_bytes > self._share * held_bytes
+        some = [queue for queue in candidates if queue.standing.is_on_probation == is_over]
+        return self._aged.first(some or candidates, queues, now_s)
+
+    def evicted(self, entry: Entry) -> None:
+        if not entry.uses:
+            self._ghosts.asked(entry.address, entry.used_s)
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {"lru": lambda: Aged(octaves_per_use=0.0), "uses": Aged, "two_queue": TwoQueue}
+)
+DEFAULT_POLICY = "uses"
+
+
+class Admission:
+    """Which addresses were asked for lately: at most ``addresses_max``, for about ``lasts_s``. Not thread-safe.
+
+    Two generations, the older of which is forgotten at once: so it remembers half to all of that.
+    """
+
+    def __init__(self, addresses_max: int = ASKED_MAX, lasts_s: float = ASKED_LASTS_S) -> None:
+        self._generation_max = max(addresses_max // 2, 1)
+        self._lasts_s = lasts_s / 2
+        self._new: set[Address] = set()
+        self._old: set[Address] = set()
+        self._began_s: float | None = None
+
+    def asked(self, address: Address, now_s: float) -> bool:
+        """Notes that an address is asked for. Whether it was before, not long ago."""
+        known = self.knows(address)
+        if self._began_s is None:
+            self._began_s = now_s
+        if len(self._new) >= self._generation_max or now_s - self._began_s >= self._lasts_s:
+            # After a long silence the newer ones are too old as well.
+            self._old = self._new if now_s - self._began_s < 2 * self._lasts_s else set()
+            self._new, self._began_s = set(), now_s
+        self._new.add(address)
+        return known
+
+    def knows(self, address: Address) -> bool:
+        """Whether it was asked for, not long ago."""
+        return address in self._new or address in self._old

@@ -1,0 +1,105 @@
+"""Queues: the entries of an inventory in the order in which its policy lets them go.
+
+Apart from the inventory, which says what may be evicted; these say what goes first among that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+from kvstore.memory.entry import Entry, Queue, Standing
+from kvstore.memory.policy import Policy
+
+STALE_MAX = 64
+"""Turns that no longer count, beyond as many as do, before the heaps are cleaned."""
+
+
+class Queues:
+    """The order of eviction. A turn that no longer counts stays in its heap until it surfaces, or until there are more
+    such turns than others.
+    """
+
+    def __init__(self, policy: Policy, is_evictable: Callable[[Entry], bool]) -> None:
+        self._policy = policy
+        self._is_evictable = is_evictable
+        self._queues: dict[Standing, Queue] = {}
+        self._ticket = 0
+        self._turns_count = 0
+        self._tickets_count = 0
+
+    def enter(self, entry: Entry) -> None:
+        """Counts an entry in; it has no turn yet."""
+        entry.queue = self._queue(self._policy.standing(entry))
+        entry.queue.held_bytes += entry.size_bytes
+
+    def leave(self, entry: Entry) -> None:
+        """Counts an entry out."""
+        entry.queue.held_bytes -= entry.size_bytes
+        self._withdraw(entry)
+
+    def moved(self, entry: Entry) -> None:
+        """Takes note that an entry was used, or is valued differently."""
+        standing = self._policy.standing(entry)
+        if standing != entry.queue.standing:
+            entry.queue.held_bytes -= entry.size_bytes
+            entry.queue = self._queue(standing)
+            entry.queue.held_bytes += entry.size_bytes
+        self._withdraw(entry)
+        self.offer(entry)
+
+    def offer(self, entry: Entry) -> None:
+        """Gives an entry a turn if it may be evicted and has none. To be called whenever it may have become so."""
+        if entry.ticket or not self._is_evictable(entry):
+            return
+        self._ticket += 1
+        entry.ticket = self._ticket
+        self._tickets_count += 1
+        self.put_back(entry)
+        if self._turns_count > 2 * self._tickets_count + STALE_MAX:
+            self._clean()
+
+    def pop(self, now_s: float) -> Entry | None:
+        """The entry that goes first, without its turn: the caller drops it or calls ``put_back``. None: none may go."""
+        queues = list(self._queues.values())
+        candidates = [queue for queue in queues if self._has_head(queue)]
+        if not candidates:
+            return None
+        self._turns_count -= 1
+        return heappop(self._policy.first(candidates, queues, now_s).turns)[2]
+
+    def put_back(self, entry: Entry) -> None:
+        """Gives an entry its turn again, before all that came later."""
+        heappush(entry.queue.turns, (entry.used_s, entry.ticket, entry))
+        self._turns_count += 1
+
+    def _queue(self, standing: Standing) -> Queue:
+        queue = self._queues.get(standing)
+        if queue is None:
+            queue = self._queues[standing] = Queue(standing)
+        return queue
+
+    def _has_head(self, queue: Queue) -> bool:
+        """Whether there is a turn that counts; those before it are taken away."""
+        while queue.turns:
+            _, ticket, entry = queue.turns[0]
+            if entry.ticket == ticket:
+                if self._is_evictable(entry):
+                    return True
+                self._withdraw(entry)
+            heappop(queue.turns)
+            self._turns_count -= 1
+        if not queue.held_bytes:
+            del self._queues[queue.standing]
+        return False
+
+    def _withdraw(self, entry: Entry) -> None:
+        if entry.ticket:
+            entry.ticket = 0
+            self._tickets_count -= 1
+
+    def _clean(self) -> None:
+        for queue in self._queues.values():
+            queue.turns = [turn for turn in queue.turns if turn[2].ticket == turn[1]]
+            heapify(queue.turns)
+        self._turns_count = sum(len(queue.turns) for queue in self._queues.values())

@@ -1,0 +1,132 @@
+"""What nodes with memory tell each other through the metadata: where they serve it, what it holds, what was cleared.
+
+Only the keys and who writes them under which lease; what a digest's bytes mean is the peers' own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest, SessionLost
+from kvstore.meta.interface import Delete, KeyValue, LeaseGone, Meta, Put, Snapshot, Watch
+from kvstore.meta.keys import Keys, SessionId, parse_id
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord
+from kvstore.namespace import NamespaceDigest
+
+SHARDS = 64
+"""Parts of the address space, by the first six bits of an address."""
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AddressTold:
+    """Where a session's worker serves its memory; None: not any more. ``since`` orders the sessions of one address."""
+
+    session: SessionId
+    address: str | None
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigestTold:
+    """What a session's memory holds in one shard; None: nothing."""
+
+    session: SessionId
+    shard: int
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedTold:
+    """A namespace was cleared; ``mark`` is another one each time."""
+
+    namespace: NamespaceDigest
+    mark: bytes
+
+
+Told = AddressTold | DigestTold | ClearedTold
+
+
+class Digests:
+    """The peers of one root."""
+
+    def __init__(self, meta: Meta, keys: Keys) -> None:
+        self._meta = meta
+        self._keys = keys
+
+    def publish(
+        self, session: Session, digests: Mapping[int, bytes], record: WorkerRecord | None, timeout_s: float
+    ) -> None:
+        """Writes digests by shard (an empty one takes its key away), and the record if given, all at one revision.
+
+        Raises SessionLost, Unavailable (it may have been written: writing it again does no harm), InvalidRequest over
+        the limits of one request.
+        """
+        session.check()
+        operations: list[Put | Delete] = []
+        if record is not None:
+            operations.append(Put(self._keys.peer_address(session.id), record.to_json(), session.lease))
+        for shard, value in digests.items():
+            key = self._keys.peer_digest(session.id, shard)
+            operations.append(Put(key, value, session.lease) if value else Delete(key))
+        try:
+            self._meta.txn((), operations, timeout_s)
+        except LeaseGone as gone:
+            raise SessionLost(f"session {session.id.hex()} ended: publish again in a new one") from gone
+
+    def withdraw(self, session: Session, timeout_s: float) -> None:
+        """Nobody is to read from this worker's memory any more: before it stops. Raises Unavailable."""
+        self._meta.delete(self._keys.peer_address(session.id), timeout_s)
+
+    def mark_cleared(self, namespace: NamespaceDigest, mark: bytes, timeout_s: float) -> None:
+        """Tells all nodes that a namespace was cleared; not under a lease, so that one that is away hears it later."""
+        self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
+
+    def snapshot(self, timeout_s: float) -> Snapshot:
+        """All that is told now. Raises Unavailable."""
+        return self._meta.list(self._keys.peers, timeout_s)
+
+    def watch(self, from_revision: int) -> Watch:
+        """What is told from a revision on."""
+        return self._meta.watch(self._keys.peers, from_revision)
+
+    def read(self, key: str, found: KeyValue | None) -> Told | None:
+        """What a key says, or that it is gone; None for one that says nothing that this version understands."""
+        owner, _, what = key.removeprefix(self._keys.peers).partition("/")
+        if owner == "cleared":
+            digest = _digest_of(what)
+            return None if digest is None or found is None else ClearedTold(digest, found.value)
+        session = parse_id(owner)
+        if session is None:
+            return None
+        if what == "address":
+            return _address_told(SessionId(session), found)
+        shard = _shard_of(what)
+        return None if shard is None else DigestTold(SessionId(session), shard, None if found is None else found.value)
+
+
+def _address_told(session: SessionId, found: KeyValue | None) -> AddressTold:
+    if found is None:
+        return AddressTold(session, None, 0)
+    try:
+        return AddressTold(session, WorkerRecord.from_json(found.value).address, found.create_revision)
+    except InvalidRequest:
+        return AddressTold(session, None, 0)
+
+
+def _shard_of(text: str) -> int | None:
+    try:
+        shard = int(text, 16)
+    except ValueError:
+        return None
+    return shard if 0 <= shard < SHARDS and f"{shard:02x}" == text else None
+
+
+def _digest_of(text: str) -> NamespaceDigest | None:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return NamespaceDigest(digest) if len(digest) == DIGEST_BYTES and digest.hex() == text else None

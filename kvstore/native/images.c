@@ -1,0 +1,101 @@
+/* Images: chunk files in memory, made of sections, taken apart into them, or only verified (kvstore/memory/MEMORY.md).
+ *
+ * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. Copied first: room
+ * that was given to another chunk meanwhile never gets these bytes back, so what is right when it is hashed was right when
+ * it was copied. What is written goes past the caches, which it would only push others out of (benchmarks/NOTES.md). */
+#include "native.h"
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+enum { LINE = 64, STEP = 1024 };
+#ifndef IMAGE_AHEAD
+#define IMAGE_AHEAD (6 << 10) /* across sections and pages, where the processor's own prefetching stops */
+#endif
+
+static void copy(uint8_t *to, const uint8_t *from, uint64_t size) {
+#if defined(__x86_64__)
+    if (!((uintptr_t)to % sizeof(__m128i))) {
+        for (; size >= LINE; size -= LINE, to += LINE, from += LINE) {
+            const __m128i *line = (const __m128i *)from;
+            __m128i one = _mm_loadu_si128(line), two = _mm_loadu_si128(line + 1);
+            __m128i three = _mm_loadu_si128(line + 2), four = _mm_loadu_si128(line + 3);
+            _mm_stream_si128((__m128i *)to, one);
+            _mm_stream_si128((__m128i *)to + 1, two);
+            _mm_stream_si128((__m128i *)to + 2, three);
+            _mm_stream_si128((__m128i *)to + 3, four);
+        }
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+/* Nobody may hear of what was written past the caches before this. */
+static void finish(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+/* The hash of one section at `from`, copied to `to` unless that is NULL. */
+static uint64_t pass(uint8_t *to, const uint8_t *from, uint64_t size) {
+    kv_hash hash;
+    kv_hash_begin(&hash);
+    for (uint64_t done = 0;;) {
+        uint64_t length = size - done < STEP ? size - done : STEP;
+        for (uint64_t line = 0; line < length; line += LINE) __builtin_prefetch(from + done + line + IMAGE_AHEAD);
+        if (to) copy(to + done, from + done, length);
+        done += length;
+        if (done == size) return kv_hash_end(&hash, from, size);
+        kv_hash_absorb(&hash, from, size, done);
+    }
+}
+
+static void make_one(const kv_run *run, const kv_chunk *chunk, uint8_t *image) {
+    uint8_t *payload = image + chunk->header_bytes;
+    kv_header_begin(run, chunk, image);
+    uint64_t *table = (uint64_t *)kv_table(chunk, image);
+    for (uint32_t section = 0; section < chunk->section_count; section++)
+        table[section] = pass(payload + section * chunk->section_bytes, kv_section(chunk, section), chunk->section_bytes);
+    kv_header_end(chunk, image);
+}
+
+static int is_right(const kv_run *run, const kv_chunk *chunk, const uint8_t *image, int taken) {
+    if (!kv_header_fits(run, chunk, image)) return 0;
+    const uint8_t *payload = image + chunk->header_bytes;
+    const uint64_t *table = kv_table(chunk, image);
+    for (uint32_t section = 0; section < chunk->section_count; section++) {
+        uint8_t *to = taken ? kv_section(chunk, section) : NULL;
+        if (pass(to, payload + section * chunk->section_bytes, chunk->section_bytes) != table[section]) return 0;
+    }
+    return 1;
+}
+
+/* In all three `images` has the address of each chunk's image, which has the chunk's size and begins at a multiple of 8;
+ * a chunk whose address is 0 gets KV_OTHER. Makes each from its sections: KV_DONE. */
+KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
+    for (int64_t at = 0; at < count; at++) {
+        if (images[at]) make_one(run, &chunks[at], (uint8_t *)(uintptr_t)images[at]);
+        chunks[at].status = images[at] ? KV_DONE : KV_OTHER;
+    }
+    finish();
+}
+
+/* Copies what each has into its sections: KV_DONE where it is whole and the chunk wanted. */
+KV_PUBLIC void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
+    for (int64_t at = 0; at < count; at++) {
+        const uint8_t *image = (const uint8_t *)(uintptr_t)images[at];
+        chunks[at].status = image && is_right(run, &chunks[at], image, 1) ? KV_DONE : KV_OTHER;
+    }
+    finish();
+}
+
+/* The same, without copying anything. */
+KV_PUBLIC void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
+    for (int64_t at = 0; at < count; at++) {
+        const uint8_t *image = (const uint8_t *)(uintptr_t)images[at];
+        chunks[at].status = image && is_right(run, &chunks[at], image, 0) ? KV_DONE : KV_OTHER;
+    }
+}

@@ -1,0 +1,145 @@
+"""What a local disk tier finds in its folder when it starts: listed first, then taken in, the most useful first.
+
+Apart from the tier, because it runs beside it, on a thread of its own.  Until all is listed nobody knows how many bytes
+there are, and nothing may be written; then the bytes of what is not yet taken in count as held.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.header import Header
+from kvstore.format.places import Name
+from kvstore.namespace import NamespaceId
+from kvstore.node.disk_folder import SHARD_BITS
+from kvstore.node.disk_shelf import DiskShelf, Found
+from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.interface import Root
+
+RETRY_S = 5.0
+"""After an error of the disk."""
+
+_RECORD = struct.Struct(f"<qq{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}s")
+_MTIMES = np.dtype({"names": ["mtime_ns"], "formats": ["<i8"], "offsets": [0], "itemsize": _RECORD.size})
+
+
+class Refill:
+    """One thread, from ``start`` until all is taken in, or ``stop``.
+
+    It calls ``failed`` for each error of the disk, and ``ended`` when it is done with the folder.
+    """
+
+    def __init__(
+        self, root: Root, shelf: DiskShelf, failed: Callable[[KVStoreError], None], ended: Callable[[], None]
+    ) -> None:
+        self._root = root
+        self._shelf = shelf
+        self._failed = failed
+        self._ended = ended
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing more is begun."""
+        self._stopped.set()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    records = self._listed()
+                    kept, charged = self._within_bound(records)
+                except KVStoreError as error:
+                    self._failed(error)
+                    self._stopped.wait(RETRY_S)
+                else:
+                    self._take_in(records, kept, charged)
+                    return
+        finally:
+            self._ended()
+
+    def _listed(self) -> bytearray:
+        """Records of all files with the names of chunks. What is left of writes that were cut off is removed, and
+        what has no such name."""
+        for session in self._entries(places.STAGING):
+            folder = Name(f"{places.STAGING}/{session}")
+            for part in self._entries(folder):
+                self._root.remove(Name(f"{folder}/{part}"))
+            self._root.remove_folder(folder)
+        records = bytearray()
+        for shard in self._entries(places.CHUNKS):
+            folder = Name(f"{places.CHUNKS}/{shard}")
+            for entry in self._root.list(folder):
+                if self._stopped.is_set():
+                    return records
+                chunk = places.parse_chunk(entry.name)
+                name = Name(f"{folder}/{entry.name}")
+                if chunk is not None and entry.stat is not None and places.chunk(*chunk, SHARD_BITS) == name:
+                    records += _RECORD.pack(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk)
+                elif entry.stat is not None:
+                    self._root.remove(name)
+        return records
+
+    def _entries(self, folder: Name) -> list[str]:
+        """Names in a folder, as far as there is time for them."""
+        return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
+
+    def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
+        """Which of the files stay, the last used first, and what they take. Removes the others: the bound may have
+        shrunk."""
+        # The last used first is parents first too (kvstore/recency.py).
+        order: list[int] = np.argsort(-np.frombuffer(records, _MTIMES)["mtime_ns"], kind="stable").tolist()
+        kept: list[int] = []
+        total = 0
+        for place in order:
+            found = _found(records, place)
+            charged = self._shelf.charge(found.size_bytes)
+            if total + charged <= self._shelf.bytes_max:
+                total += charged
+                kept.append(place)
+            elif not self._stopped.is_set():
+                self._root.remove(found.name)
+        return kept, total
+
+    def _take_in(self, records: bytearray, kept: list[int], charged: int) -> None:
+        if self._stopped.is_set():
+            return  # not all was listed
+        self._shelf.counted(charged)
+        inspector = Inspector(self._root, verify_payload=False)
+        for place in kept:
+            if self._stopped.is_set():
+                return
+            try:
+                self._take(inspector, _found(records, place))
+            except KVStoreError as error:
+                # The file stays counted, since it may be there.
+                self._failed(error)
+                self._stopped.wait(RETRY_S)
+        self._shelf.whole()
+
+    def _take(self, inspector: Inspector, found: Found) -> None:
+        verdict = inspector.look(found.name)
+        if isinstance(verdict, Whole) and _is_of(verdict.header, found) and self._shelf.admit(found, verdict.header):
+            return
+        self._root.remove(found.name)
+        self._shelf.gone(found)
+
+
+def _found(records: bytearray, place: int) -> Found:
+    mtime_ns, size_bytes, address, namespace = _RECORD.unpack_from(records, place * _RECORD.size)
+    return Found(mtime_ns, size_bytes, Address(address), NamespaceId(namespace))
+
+
+def _is_of(header: Header, found: Found) -> bool:
+    return header.address == found.address and header.namespace[: places.NAMESPACE_ID_BYTES] == found.namespace

@@ -1,0 +1,295 @@
+"""What a local disk tier holds, and in which room: decided here under one lock, done to files elsewhere.
+
+Apart from the tier, which does the I/O.  The bound holds at each moment, because the room of a file is taken before its
+first byte is written and given back after it is removed: what is dropped stays referenced, among the *leaving*, until
+then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore import recency
+from kvstore.address import Address
+from kvstore.format import places
+from kvstore.format.header import Header, Kind
+from kvstore.format.places import Name
+from kvstore.hints import Hints
+from kvstore.memory.inventory import Entry, Inventory, Place
+from kvstore.memory.policy import Policy
+from kvstore.namespace import NamespaceDigest, NamespaceId
+from kvstore.node.counters import Counters
+from kvstore.node.disk_folder import SHARD_BITS
+from kvstore.sources import Clock
+
+QUANTUM_S = 60
+"""A file's mtime is renewed once in this time, for the order after the next start."""
+BLOCK_BYTES_MIN = 4096
+
+
+class FileRoom:
+    """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
+
+    What ``take`` returns for a place is what the file was charged, so that nothing has to be remembered for each.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
+        self.block_bytes = BLOCK_BYTES_MIN
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be taken."""
+        return self.size_bytes - self.held_bytes
+
+    def charge(self, size_bytes: int) -> int:
+        """What a file of that size takes: whole blocks, and one for the file system's own map of a file that lies in
+        pieces, which ``st_blocks`` counts too."""
+        return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """Charges a file; None where it is over the bound."""
+        charged = self.charge(size_bytes)
+        if charged > self.free_bytes:
+            return None
+        self.held_bytes += charged
+        return charged
+
+    def give(self, offset: int) -> None:
+        """Takes back a charge: the file is gone."""
+        assert 0 < offset <= self.held_bytes
+        self.held_bytes -= offset
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file with the name of a chunk, as a listing shows it."""
+
+    mtime_ns: int
+    size_bytes: int
+    address: Address
+    namespace: NamespaceId
+
+    @property
+    def name(self) -> Name:
+        """Where it lies."""
+        return places.chunk(self.address, self.namespace, SHARD_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Room for a file that is being written."""
+
+    entry: Entry
+    clears_count: int
+    """Of namespaces, when it was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An entry that is gone, and the files that keep its room until they are gone too."""
+
+    entry: Entry
+    names: tuple[Name, ...]
+
+
+class DiskShelf:
+    """Thread-safe; nothing here waits for the disk. Entries that it returns are referenced for the caller."""
+
+    def __init__(self, size_bytes: int, policy: Policy, counters: Counters, clock: Clock) -> None:
+        self._policy = policy
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room = FileRoom(size_bytes)
+        self._inventory = Inventory(self._room, policy)
+        self._leaving: deque[Leaving] = deque()
+        self._is_counted = False
+        """Whether it is known how many bytes there are."""
+        self._is_whole = False
+        """Whether all that was counted is taken in."""
+        self._cleared: set[bytes] = set()
+        """Until then, namespaces of which nothing is taken in."""
+        self._clears_count = 0
+
+    def set_block_bytes(self, block_bytes: int) -> None:
+        """The file system's block size; before anything is charged."""
+        self._room.block_bytes = max(BLOCK_BYTES_MIN, block_bytes)
+
+    def leading(self, addresses: Sequence[Address], first: int) -> int:
+        """How many consecutive ones from index ``first`` on are there."""
+        with self._lock:
+            return self._inventory.leading(addresses, first)
+
+    def has(self, address: Address) -> bool:
+        """Whether it is there."""
+        with self._lock:
+            return self._inventory.find(address) is not None
+
+    def refer(self, address: Address) -> Entry | None:
+        """The entry, whose room is not given back until ``unrefer``; None where there is none."""
+        with self._lock:
+            entry = self._inventory.find(address)
+            if entry is not None:
+                self._inventory.refer(entry)
+            return entry
+
+    def unrefer(self, entry: Entry, *, used: bool) -> None:
+        """Ends ``refer``, after it was used or not."""
+        with self._lock:
+            if used:
+                # Wall time: what is taken in at the start has its last uses from the files' times.
+                self._inventory.used([entry], self._clock.now_s())
+            self._inventory.unrefer(entry)
+
+    def make_room(self, place: Place, size_bytes: int, *, even_if_free: bool = False) -> bool:
+        """Lets the least useful leave, as many as a file of that size needs; False where they may not.
+
+        Their room is free once what is leaving is removed. ``even_if_free``: the disk has less room than there is here.
+        """
+        with self._lock:
+            charged = self._room.charge(size_bytes)
+            if not self._is_counted or charged > self._room.size_bytes:
+                return False
+            lacking = charged if even_if_free else charged - self._room.free_bytes
+            lacking -= sum(self._room.charge(each.entry.size_bytes) for each in self._leaving)
+            if lacking <= 0:
+                return True
+            victims = self._victims(lacking, place.parent)
+            if sum(self._room.charge(each.size_bytes) for each in victims) < lacking:
+                return False
+            for victim in victims:
+                self._policy.evicted(victim)
+                self._inventory.refer(victim)
+                self._leave(victim, name_of(victim.place))
+            self._counters.add("disk_evicted", len(victims))
+            return True
+
+    def claim(self, place: Place, size_bytes: int, hints: Hints) -> Claimed | None:
+        """Room for a file; None where there is none, or somebody has the address.
+
+        Never evicts: a file would stay that nobody knows of.
+        """
+        with self._lock:
+            if self._room.charge(size_bytes) > self._room.free_bytes:
+                return None
+            entry = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
+            return None if entry is None else Claimed(entry, self._clears_count)
+
+    def ready(self, claimed: Claimed) -> bool:
+        """The file is there; False where a namespace was cleared meanwhile, which may be its own."""
+        with self._lock:
+            if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
+                return False
+            self._inventory.unrefer(claimed.entry)
+            return True
+
+    def leave(self, entry: Entry, *names: Name) -> None:
+        """Takes away an entry that the caller refers to, and keeps that reference until these files are gone."""
+        with self._lock:
+            self._leave(entry, *names)
+
+    def take_leaving(self) -> Leaving | None:
+        """The next whose files are to be removed: ``left`` when they are, ``put_back`` where they could not be."""
+        with self._lock:
+            return self._leaving.popleft() if self._leaving else None
+
+    def left(self, leaving: Leaving) -> None:
+        """Its files are gone: the room is free."""
+        with self._lock:
+            self._inventory.unrefer(leaving.entry)
+
+    def put_back(self, leaving: Leaving) -> None:
+        """The disk refused: another time."""
+        with self._lock:
+            self._leaving.append(leaving)
+
+    def charge(self, size_bytes: int) -> int:
+        """What a file of that size takes."""
+        return self._room.charge(size_bytes)
+
+    @property
+    def bytes_max(self) -> int:
+        """The bound."""
+        return self._room.size_bytes
+
+    def counted(self, charged: int) -> None:
+        """That much is on the disk: from now on there may be more."""
+        with self._lock:
+            self._room.held_bytes += charged
+            self._is_counted = True
+
+    def admit(self, found: Found, header: Header) -> bool:
+        """Takes in a file that was counted; False where it has to go."""
+        was = recency.decode(found.mtime_ns, QUANTUM_S)
+        tokens = header.identity if header.kind is Kind.TOKENS else b""
+        place = Place(header.namespace, header.address, header.parent, tokens)
+        with self._lock:
+            if header.namespace in self._cleared:
+                return False
+            self._room.give(self._room.charge(found.size_bytes))
+            used_s = min(float(was.last_use_s), self._clock.now_s())
+            entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
+            if entry is None:
+                self._room.take(found.size_bytes)
+                return False
+            self._inventory.used([entry] * was.uses, used_s)
+            self._inventory.ready(entry)
+            self._inventory.unrefer(entry)
+        return True
+
+    def gone(self, found: Found) -> None:
+        """A file that was counted is not there any more."""
+        with self._lock:
+            self._room.give(self._room.charge(found.size_bytes))
+
+    def whole(self) -> None:
+        """All that was counted is taken in."""
+        with self._lock:
+            self._is_whole = True
+            self._cleared.clear()
+
+    def drop_namespace(self, digest: NamespaceDigest) -> None:
+        """All its chunks leave; so do those that are being written or taken in."""
+        with self._lock:
+            self._clears_count += 1
+            if not self._is_whole:
+                self._cleared.add(digest)
+            for entry in self._inventory.of_namespace(digest):
+                if entry.is_ready:  # whoever writes one takes it away himself: ``ready``
+                    self._inventory.refer(entry)
+                    self._leave(entry, name_of(entry.place))
+
+    def stats(self) -> dict[str, int | float]:
+        """As ``DiskTier.stats``."""
+        with self._lock:
+            return {
+                "disk_entries": self._inventory.entries_count,
+                "disk_held_bytes": self._room.held_bytes,
+                "disk_bytes_max": self._room.size_bytes,
+                "disk_refilling": int(not self._is_whole),
+            }
+
+    def _victims(self, bytes_wanted: int, parent: Address) -> list[Entry]:
+        """What goes first; not the parent of what comes."""
+        kept = self._inventory.find(parent)
+        if kept is not None:
+            self._inventory.refer(kept)
+        try:
+            return self._inventory.victims(bytes_wanted)
+        finally:
+            if kept is not None:
+                self._inventory.unrefer(kept)
+
+    def _leave(self, entry: Entry, *names: Name) -> None:
+        self._inventory.drop(entry)
+        self._leaving.append(Leaving(entry, names))
+
+
+def name_of(place: Place) -> Name:
+    """Where its file lies."""
+    return places.chunk(place.address, NamespaceId(place.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)

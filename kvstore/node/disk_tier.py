@@ -1,0 +1,287 @@
+"""The local disk below a node's memory: images in files of a folder of this node alone, bounded in bytes.
+
+A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss.  Here is the
+I/O; what there is, and in which room, the shelf decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from kvstore import recency
+from kvstore.address import Address
+from kvstore.buffers import Borrowed
+from kvstore.errors import KVStoreError, Overloaded
+from kvstore.format import places
+from kvstore.format.header import Damaged, decode
+from kvstore.format.places import Name
+from kvstore.hints import DEFAULT, Hints
+from kvstore.memory.inventory import Entry, Place
+from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.disk_folder import DiskFolder
+from kvstore.node.disk_gate import Pause, Readers
+from kvstore.node.disk_refill import Refill
+from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, name_of
+from kvstore.node.lanes import moved_on
+from kvstore.node.wanted import Wanted
+from kvstore.root.interface import Root
+from kvstore.root.posix import FULL_ERRORS, PosixRoot
+from kvstore.sources import Clock, Ids
+
+log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until what the folder holds is taken in."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        counters: Counters,
+        clock: Clock,
+        ids: Ids,
+        *,
+        make_root: Callable[[str], Root] = PosixRoot,
+    ) -> None:
+        self._folder = DiskFolder(path, clock, ids, make_root)
+        self._counters = counters
+        self._clock = clock
+        self._session = ids.fresh()
+        self._numbers = itertools.count()
+        self._shelf = DiskShelf(size_bytes, POLICIES[DEFAULT_POLICY](), counters, clock)
+        self._reads, self._writes = Pause(clock), Pause(clock)
+        self._readers = Readers(clock)
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._users_count = 0
+        """Calls that use the folder at this moment, and the refill."""
+
+    def open(self) -> None:
+        """Locks the folder and begins to take in what it holds.
+
+        Raises InvalidRequest where another node has it, or where it holds anything but a disk tier; PermissionDenied,
+        Overloaded, Unavailable.
+        """
+        self._root = self._folder.open()
+        self._shelf.set_block_bytes(self._folder.block_bytes)
+        self._refill = Refill(self._root, self._shelf, lambda error: self._failed(self._reads, error), self._end_use)
+        self._is_open = True
+        self._users_count = 1
+        self._refill.start()
+
+    def leading(self, wanted: Wanted, first: int) -> int:
+        """How many consecutive chunks from index ``first`` on are there. No I/O."""
+        if not self._is_open or self._reads.is_on or self._readers.is_stuck:
+            return 0
+        return self._shelf.leading(wanted.addresses, first)
+
+    def fetch(
+        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        """Reads whole files; True for each that had exactly the size of its image. Nothing is verified (rule I1).
+
+        May block on the disk for longer than ``deadline``: called on lanes. Never raises KVStoreError.
+        """
+        came = [False] * len(indexes)
+        with self._inside() as is_open:
+            if not is_open or not self._readers.enter(deadline):
+                return came
+            try:
+                for at, (index, image) in enumerate(zip(indexes, images, strict=True)):
+                    if self._reads.is_on or deadline.passed:
+                        break
+                    moved_on()
+                    self._readers.moved_on()
+                    came[at] = self._fetch(wanted.addresses[index], image)
+            finally:
+                self._readers.leave()
+        self._counters.add("disk_hits", sum(came))
+        self._counters.add("disk_bytes", sum(len(image) for image, whole in zip(images, came, strict=True) if whole))
+        return came
+
+    def add(self, place: Place, image: memoryview, hints: Hints = DEFAULT) -> bool:
+        """Writes an image that memory gives up; False where it is there, there is no room, or the disk refuses.
+
+        Blocks on the disk: called by a thread that nobody waits for. Never raises KVStoreError.
+        """
+        with self._inside() as is_open:
+            for is_last in (False, True):
+                if not is_open or self._writes.is_on:
+                    break
+                try:
+                    return self._add(place, image, hints)
+                except KVStoreError as error:
+                    # Others fill the disk too. What we have turns over in less room then, instead of growing stale.
+                    if not is_last and _is_full(error) and self._shelf.make_room(place, len(image), even_if_free=True):
+                        self._sweep()
+                        continue
+                    self._failed(self._writes, error)
+                    break
+        return False
+
+    def drop(self, address: Address) -> bool:
+        """Removes a chunk; False where there is none."""
+        with self._inside() as is_open:
+            entry = self._shelf.refer(address) if is_open else None
+            if entry is None:
+                return False
+            self._remove(entry, name_of(entry.place))
+        return True
+
+    def damaged(self, wanted: Wanted, index: int) -> None:
+        """What ``fetch`` gave for a chunk was not right: it is removed."""
+        if self.drop(wanted.addresses[index]):
+            self._counters.add("disk_damaged")
+
+    def drop_namespace(self, digest: bytes) -> None:
+        """Removes all chunks of a namespace: none of them is found any more at once, then the files go."""
+        with self._inside() as is_open:
+            if is_open:
+                self._shelf.drop_namespace(NamespaceDigest(digest))
+                self._sweep()
+
+    def stats(self) -> dict[str, int | float]:
+        """disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, 1 until all
+        that the folder held is taken in."""
+        return self._shelf.stats()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends its thread, and unlocks the folder once nobody uses it any more. Idempotent."""
+        with self._changed:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._refill.stop()
+            if not self._users_count:
+                self._folder.unlock()
+            # Whoever hangs in the disk keeps the folder locked: it may still write there.
+            elif not self._changed.wait_for(lambda: not self._users_count, timeout_s):
+                log.warning("disk.in_use %s: it stays locked until the disk answers", self._folder.path)
+
+    @contextmanager
+    def _inside(self) -> Iterator[bool]:
+        """Around whatever uses the folder: whether it may."""
+        with self._changed:
+            is_open = self._is_open
+            self._users_count += is_open
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                self._end_use()
+
+    def _end_use(self) -> None:
+        with self._changed:
+            self._users_count -= 1
+            if not self._users_count and not self._is_open:
+                self._folder.unlock()
+                self._changed.notify_all()
+
+    def _fetch(self, address: Address, image: memoryview) -> bool:
+        entry = self._shelf.refer(address)
+        if entry is None:
+            return False
+        whole, stays = False, entry.size_bytes != len(image)
+        try:
+            if not stays:
+                whole = stays = self._read(name_of(entry.place), image)
+                self._reads.succeeded()
+        except Overloaded as error:
+            self._failed(self._reads, error)
+            stays = True  # too few descriptors or too little memory, which says nothing of the file
+        except KVStoreError as error:
+            self._failed(self._reads, error)
+        if stays:
+            self._shelf.unrefer(entry, used=whole)
+        else:
+            self._remove(entry, name_of(entry.place))
+        return whole
+
+    def _read(self, name: Name, image: memoryview) -> bool:
+        """Whether the file is there, and has exactly the size of the image, which it fills then."""
+        reader = self._root.open(name)
+        if reader is None:
+            return False
+        with reader:
+            mtime_ns, size_bytes = reader.stat.mtime_ns, reader.stat.size_bytes
+            if size_bytes != len(image) or reader.read([image], 0, Borrowed()) != size_bytes:
+                return False
+        stamp_ns = recency.renewed_ns(mtime_ns, self._quantum(), QUANTUM_S, recency.decode(mtime_ns, QUANTUM_S).depth)
+        if stamp_ns is not None:
+            with suppress(KVStoreError):  # what was read is right, whatever becomes of its time
+                self._root.touch(name, stamp_ns)
+        return True
+
+    def _add(self, place: Place, image: memoryview, hints: Hints) -> bool:
+        try:
+            header = decode(image)
+        except Damaged:
+            return False
+        if header.address != place.address or header.file_bytes != len(image):
+            return False  # of memory that went wrong: it would be removed at the next start
+        name = name_of(place)
+        # A file without an entry has not been taken in yet, or is about to be removed.
+        if self._shelf.has(place.address) or self._root.stat(name) is not None:
+            return False
+        if not self._shelf.make_room(place, len(image)):
+            return False
+        self._sweep()
+        claimed = self._shelf.claim(place, len(image), hints)
+        if claimed is None:
+            return False
+        staged = places.staged(self._session, next(self._numbers))
+        stamp_ns = recency.stamp_ns(self._quantum(), header.depth, hints)
+        try:
+            self._root.stage(staged, [image], stamp_ns=stamp_ns, durable=False)
+            won = self._root.publish(staged, name, durable=False)
+        except BaseException:
+            self._remove(claimed.entry, staged, name)
+            raise
+        if not won or not self._shelf.ready(claimed):
+            self._remove(claimed.entry, name)
+            return False
+        self._writes.succeeded()
+        self._counters.add("disk_writes")
+        self._counters.add("disk_write_bytes", len(image))
+        return True
+
+    def _remove(self, entry: Entry, *names: Name) -> None:
+        """Ends an entry that the caller refers to, and removes its files."""
+        self._shelf.leave(entry, *names)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes what is to be removed. Never raises KVStoreError: what the disk refuses now keeps its room, and is
+        tried again when something else is removed."""
+        while (leaving := self._shelf.take_leaving()) is not None:
+            try:
+                for name in leaving.names:
+                    self._root.remove(name)
+            except KVStoreError as error:
+                self._shelf.put_back(leaving)
+                self._failed(self._writes, error)
+                return
+            self._shelf.left(leaving)
+
+    def _failed(self, pause: Pause, error: KVStoreError) -> None:
+        self._counters.add("disk_failed")
+        log.debug("disk.failed %s", error)
+        pause.failed()
+
+    def _quantum(self) -> int:
+        return recency.quantum_of(self._clock.now_s(), QUANTUM_S)
+
+
+def _is_full(error: KVStoreError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in FULL_ERRORS

@@ -1,0 +1,275 @@
+"""Images: chunk files in memory, made of the caller's sections and taken apart into them, verified each time (I1).
+
+Separate from ``chunks.py``, which has the same bytes in files of a root: here is no I/O, and nothing to try again.
+Native code does what is right; whatever it does not finish is done again here, from scratch, so that both agree.
+Everything runs in the calling thread: lanes call it in groups of some MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.errors import InvalidRequest
+from kvstore.format.checksum import checksum
+from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes
+from kvstore.layout import Layout
+from kvstore.native import library as native
+from kvstore.node.wanted import Wanted, describe, expected_of, kind_of
+from kvstore.planes import Planes
+from kvstore.sources import Ids
+
+Mask = npt.NDArray[np.bool_]
+Sections = Callable[[int], Pieces]
+"""The sections of a chunk by its index, in file order: ``Planes``, ``Images``, or views made for each chunk."""
+
+
+class ImagesIn(Sequence[memoryview]):
+    """Images of one size at offsets of one memory: an arena. As good as a list of views, without one for each."""
+
+    __slots__ = ("_memory", "_offsets", "_size_bytes")
+
+    def __init__(self, memory: memoryview, offsets: Sequence[int] | npt.NDArray[np.uint64], size_bytes: int) -> None:
+        """Raises InvalidRequest where one would not lie within ``memory``: native code trusts these addresses."""
+        self._memory = memory
+        self._offsets = np.asarray(offsets, np.uint64)
+        self._size_bytes = size_bytes
+        last = len(memory) - size_bytes
+        if self._offsets.size and (last < 0 or int(self._offsets.max()) > last):
+            raise InvalidRequest(
+                f"images of {size_bytes} bytes at offsets up to {int(self._offsets.max())}: expected them within "
+                f"the {len(memory)} bytes of the memory"
+            )
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, at: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, at: slice) -> ImagesIn: ...
+    def __getitem__(self, at: int | slice) -> memoryview | ImagesIn:
+        if isinstance(at, slice):
+            return ImagesIn(self._memory, self._offsets[at], self._size_bytes)
+        start = int(self._offsets[at])
+        return self._memory[start : start + self._size_bytes]
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where each begins; valid as long as this object is."""
+        return _address(self._memory) + self._offsets
+
+    def sizes_are(self, sizes_bytes: npt.NDArray[np.uint64]) -> Mask:
+        """Which have the size given for them."""
+        right: Mask = sizes_bytes == self._size_bytes
+        return right
+
+
+class Images:
+    """The sections of chunks ``first`` and following of a chain in their images, for puts: called with an index it
+    gives that chunk's, and native code takes their addresses. Nothing of it is verified.
+    """
+
+    __slots__ = ("_first", "_header_bytes", "_images", "_section_bytes")
+
+    def __init__(self, layout: Layout, first: int, images: Sequence[memoryview]) -> None:
+        self._first = first
+        self._images = images
+        self._header_bytes = header_bytes(layout.chunk_tokens * 4, layout.section_count)
+        self._section_bytes = layout.section_bytes
+
+    def __call__(self, index: int) -> list[memoryview]:
+        """The sections of chunk ``index``, in file order."""
+        image, size = self._images[index - self._first], self._section_bytes
+        return [image[start : start + size] for start in range(self._header_bytes, len(image), size)]
+
+    def covers(self, first: int, count: int) -> bool:
+        """Whether it has these chunks."""
+        return first >= self._first and first - self._first + count <= len(self._images)
+
+    def payload_addresses(self, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """Where the first section of each chunk lies, the others behind it; valid as long as this object is."""
+        start = first - self._first
+        return _addresses(self._images[start : start + count]) + np.uint64(self._header_bytes)
+
+
+def make_images(
+    wanted: Wanted, indexes: Sequence[int], source: Sections, images: Sequence[memoryview], ids: Ids
+) -> None:
+    """Makes the images of the chunks at ``indexes`` in ``images``, writable and each of its image's size, from
+    ``source(index)``, which must not change meanwhile: what is changed then is found when the image is read.
+    """
+    if native.library is None:
+        for index, image in zip(indexes, images, strict=True):
+            _make_one(wanted, index, source(index), image, ids)
+        return
+    batch = _Batch(wanted, indexes, images)
+    batch.lay(source)
+    assert batch.sizes_fit.all() and not any(image.readonly for image in images)
+    incarnations = b"".join([ids.fresh() for _ in indexes])
+    batch.items["incarnation"] = np.frombuffer(incarnations, "V16")
+    batch.call(native.library.kv_images_make)
+
+
+def take_images(
+    wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], sections: Sections, borrowed: Borrowed
+) -> Mask:
+    """Copies the chunks at ``indexes`` out of ``images`` into ``sections(index)``; True for each that is right.
+
+    What is not is undefined in the sections. Raises Withdrawn.
+    """
+    done = np.zeros(len(indexes), np.bool_)
+    if native.library is not None and len(indexes):
+        batch = _Batch(wanted, indexes, images)
+        batch.lay(sections, fills=True)
+        with borrowed.writing():
+            done = batch.call(native.library.kv_images_take)
+    for at in np.flatnonzero(~done).tolist():
+        done[at] = _take_one(wanted, indexes[at], images[at], sections, borrowed)
+    return done
+
+
+def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
+    """Which images are the chunks at ``indexes``, whole and right; nothing is copied."""
+    done = np.zeros(len(indexes), np.bool_)
+    if native.library is not None and len(indexes):
+        done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
+    for at in np.flatnonzero(~done).tolist():
+        header = _header_of(wanted, indexes[at], images[at])
+        done[at] = header is not None and _sums(_cut(images[at], header)) == header.checksums
+    return done
+
+
+def copy_sections(
+    wanted: Wanted, index: int, image: memoryview, first: int, targets: Pieces, borrowed: Borrowed
+) -> bool:
+    """Copies sections ``first`` and following of one chunk out of its image into ``targets``; False where the header or
+    one of these is wrong. Raises Withdrawn.
+    """
+    header = _header_of(wanted, index, image)
+    if header is None:
+        return False
+    sections = _cut(image, header)[first : first + len(targets)]
+    with borrowed.writing():
+        _copy(sections, targets)
+        return _sums(targets) == header.checksums[first : first + len(targets)]
+
+
+class _Batch:
+    """Chunks and their images as native code takes them; ``alive`` is what addresses point into."""
+
+    def __init__(self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> None:
+        assert len(indexes) == len(images)
+        self._indexes = indexes
+        self.items: npt.NDArray[Any] = np.zeros(len(indexes), native.CHUNK)
+        self._alive = [*describe(wanted, indexes, self.items), images]
+        self._common = native.Run(
+            digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
+        )
+        items = self.items
+        sizes = items["header_bytes"] + items["section_count"] * items["section_bytes"]
+        self.sizes_fit = (
+            images.sizes_are(sizes) if isinstance(images, ImagesIn) else np.array(list(map(len, images))) == sizes
+        )
+        # Native code looks at none whose size is not its chunk's.
+        self._images = np.where(self.sizes_fit, _addresses(images), 0).astype(np.uint64)
+
+    def lay(self, sections: Sections, *, fills: bool = False) -> None:
+        """Says where the sections are, and whether they are written to."""
+        items, indexes = self.items, self._indexes
+        if isinstance(sections, Planes):
+            assert sections.is_writable or not fills
+            self._alive += lay_planes(sections, indexes, items)
+            return
+        for at, index in enumerate(indexes):
+            pieces = sections(index)
+            item = items[at]
+            assert len(pieces) == item["section_count"]
+            assert all(len(piece) == item["section_bytes"] and not (fills and piece.readonly) for piece in pieces)
+            bases = np.fromiter(map(_address, pieces), np.uint64, len(pieces))
+            item["bases"] = bases.__array_interface__["data"][0]
+            self._alive += (pieces, bases)
+
+    def call(self, function: Callable[..., object]) -> Mask:
+        """True for each chunk that the function has done."""
+        function(
+            self._common,
+            self.items.__array_interface__["data"][0],
+            len(self.items),
+            self._images.__array_interface__["data"][0],
+        )
+        done: Mask = self.items["status"] == native.DONE
+        return done
+
+
+def lay_planes(planes: Planes, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    """Says to native code where the sections of these chunks lie; returns what must live as long as it is used."""
+    first, last = min(indexes), max(indexes)
+    bases = planes.addresses()
+    assert planes.covers(first, last - first + 1) and planes.is_contiguous
+    assert (items["section_count"] == len(bases)).all() and (items["section_bytes"] == planes.section_bytes).all()
+    items["bases"] = bases.__array_interface__["data"][0]
+    items["offset"] = planes.offset(0) + np.asarray(indexes, np.int64) * planes.section_bytes
+    return [planes, bases]
+
+
+def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, ids: Ids) -> None:
+    expected = expected_of(wanted, index)
+    assert len(image) == expected.file_bytes
+    sums = []
+    at = expected.header_bytes
+    for section in sections:
+        sums.append(checksum(section))
+        image[at : at + len(section)] = section
+        at += len(section)
+    image[: expected.header_bytes] = encode(expected, Incarnation(ids.fresh()), sums)
+
+
+def _take_one(wanted: Wanted, index: int, image: memoryview, sections: Sections, borrowed: Borrowed) -> bool:
+    header = _header_of(wanted, index, image)
+    if header is None:
+        return False
+    targets = sections(index)
+    with borrowed.writing():
+        _copy(_cut(image, header), targets)
+        return _sums(targets) == header.checksums
+
+
+def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
+    """The header of an image, if it is that of the chunk wanted and the image has the size that it says."""
+    expected = expected_of(wanted, index)
+    if len(image) != expected.file_bytes:
+        return None
+    try:
+        return decode_as(image, expected)
+    except Damaged:
+        return None
+
+
+def _cut(image: memoryview, header: Header) -> list[memoryview]:
+    size = header.section_bytes
+    return [image[start : start + size] for start in range(header.header_bytes, len(image), size)]
+
+
+def _copy(sections: Pieces, targets: Pieces) -> None:
+    for section, target in zip(sections, targets, strict=True):
+        target[:] = section
+
+
+def _sums(sections: Pieces) -> tuple[int, ...]:
+    return tuple(map(checksum, sections))
+
+
+def _addresses(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
+    if isinstance(images, ImagesIn):
+        return images.addresses()
+    return np.fromiter(map(_address, images), np.uint64, len(images))
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address

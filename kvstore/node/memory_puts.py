@@ -1,0 +1,100 @@
+"""Putting chunks into a node's memory: room first, then the bytes, on lanes that never wait for a device.
+
+Apart from puts on the root, which may come before, after, or never (``WriteMode``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.address import Chain
+from kvstore.hints import Hints
+from kvstore.node.deadline import Deadline
+from kvstore.node.images import make_images
+from kvstore.node.lanes import Batch, Lanes
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.publish import Source
+from kvstore.node.reading import group_size
+from kvstore.node.slots import Slot
+from kvstore.node.wanted import Wanted
+from kvstore.sources import Ids
+
+COPY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What memory took of a put."""
+
+    there: list[bool]
+    """For each chunk given whether it is in memory now."""
+    fresh: list[int]
+    """Of them, those that were not there before, by their place among those given."""
+
+    @property
+    def written(self) -> int:
+        """How many are fresh."""
+        return len(self.fresh)
+
+    @property
+    def count(self) -> int:
+        """How many leading ones are there."""
+        return next((at for at, there in enumerate(self.there) if not there), len(self.there))
+
+
+class MemoryPuts:
+    """Copies chunks of callers into memory. Thread-safe."""
+
+    def __init__(self, memory: MemoryTier, lanes: Lanes, ids: Ids) -> None:
+        self._memory = memory
+        self._lanes = lanes
+        self._ids = ids
+
+    def keep(
+        self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline, *, dirty: bool
+    ) -> Kept:
+        """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); nobody waits for any.
+
+        Of a chain nothing behind the first that finds none. Raises DeadlinePassed.
+        """
+        slots: list[tuple[int, Slot]] = []
+        with self._memory.refer(wanted, first, count) as found:
+            there = [entry is not None for entry in found.entries]
+            for at in range(count):
+                if there[at]:
+                    continue
+                slot = self._memory.claim(wanted, first + at, hints=hints, dirty=dirty)
+                if slot is not None:
+                    there[at] = True
+                    slots.append((first + at, slot))
+                elif isinstance(wanted, Chain):
+                    there[at:] = [False] * (count - at)
+                    break
+            self._copy(wanted, slots, source, deadline)
+            self._memory.ready([slot for _, slot in slots])
+        return Kept(there, [index - first for index, _ in slots])
+
+    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Source, deadline: Deadline) -> None:
+        """Copies, or drops the slots and raises."""
+        if not slots:
+            return
+        size = group_size(len(slots), slots[0][1].entry.size_bytes, self._lanes.width)
+
+        def copy(number: int) -> bool:
+            part = slots[number * size : (number + 1) * size]
+            make_images(wanted, [index for index, _ in part], source, [slot.memory for _, slot in part], self._ids)
+            return True
+
+        batch: Batch | None = None
+        try:
+            if len(slots) <= size:
+                copy(0)  # less than another thread is worth
+            else:
+                batch = self._lanes.start(-(-len(slots) // size), copy)
+                batch.wait(deadline)
+        except BaseException:
+            # Copying never waits for a device, so this is short. Where it is not, the room is lost: given back, it
+            # would be written into while it is another chunk's.
+            if batch is None or batch.join(COPY_S):
+                self._memory.drop([slot for _, slot in slots])
+            raise

@@ -1,0 +1,332 @@
+"""The memory tier: images in the arena, found by address, filled and read by many threads at once.
+
+Separate from the inventory, which decides and knows neither locks nor bytes: here every decision is made under one
+lock, and every byte is moved outside it, in room that a claim or a reference keeps from being given to anybody else
+(kvstore/memory/MEMORY.md, rules I, A, E and L).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Address
+from kvstore.buffers import Borrowed
+from kvstore.hints import DEFAULT, Hints
+from kvstore.memory.arena import Arena
+from kvstore.memory.extents import Extents
+from kvstore.memory.inventory import Entry, Inventory
+from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, Admission, Policy
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.images import Mask, Sections, take_images, verify_images
+from kvstore.node.slots import References, Slot, Slots, Victims, images_of
+from kvstore.node.wanted import Wanted, image_bytes, payload_of, place_at
+from kvstore.sources import Clock
+
+
+class MemoryTier:
+    """What one node holds in its arena, which must be open. Thread-safe; nobody ever waits for room.
+
+    Chunks are of a chain, or engine-hashed blocks (``Keyed``); an index is that of the chain or request.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        counters: Counters,
+        clock: Clock,
+        *,
+        policy: Policy | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self.arena = arena
+        self._room = Extents(arena.size_bytes)
+        self._inventory = Inventory(self._room, policy or POLICIES[DEFAULT_POLICY]())
+        self._admission = admission or Admission()
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._memory = arena.memory
+        self._readable = arena.memory.toreadonly()
+        self._filling: set[Address] = set()
+        self._leases: dict[Entry, int] = {}
+        self._leased_bytes = 0
+        self._released: deque[References] = deque()
+        self._is_closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        """All there is."""
+        return self._room.size_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What nothing lies in, in however many pieces."""
+        return self._room.free_bytes
+
+    # Looking and reading
+
+    def leading(self, wanted: Wanted, first: int = 0) -> int:
+        """How many consecutive chunks from index ``first`` on are in memory."""
+        with self._deciding():
+            return 0 if self._is_closed else self._inventory.leading(wanted.addresses, first)
+
+    def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
+        """Keeps those of ``count`` chunks from index ``first`` on that are in memory there, until they are released."""
+        with self._deciding():
+            entries = [self._found(wanted, index) for index in range(first, first + count)]
+            for entry in entries:
+                if entry is not None:
+                    self._inventory.refer(entry)
+            return Slots(self._readable, wanted, first, entries, self._let_go)
+
+    def read(self, slots: Slots, start: int, stop: int, sections: Sections, borrowed: Borrowed) -> Mask:
+        """Copies chunks ``start`` to ``stop - 1`` into ``sections(index)``; True for each that is there and right.
+
+        In the calling thread. A wrong one is dropped (rule I1). Raises Withdrawn.
+        """
+        done = np.zeros(stop - start, np.bool_)
+        found = slots.entries[start - slots.first : stop - slots.first]
+        there = [index for index, entry in enumerate(found, start) if entry is not None]
+        entries = [entry for entry in found if entry is not None]
+        if there:
+            taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
+            if not taken.all():
+                borrowed.check()  # or the caller has changed what was verified
+                self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right])
+            done[np.asarray(there) - start] = taken
+            self._served(slots.wanted, [index for index, right in zip(there, taken, strict=True) if right])
+        if not done.all():
+            self._counters.add("memory_misses", int(np.count_nonzero(~done)))
+        return done
+
+    def view(self, slots: Slots, index: int) -> memoryview | None:
+        """The payload of chunk ``index`` in the arena, verified now; None where it is not there, or was wrong."""
+        entry = slots.entries[index - slots.first]
+        if entry is None or not self._verified(slots, [index], [entry]):
+            self._counters.add("memory_misses")
+            return None
+        self._served(slots.wanted, [index])
+        return payload_of(slots.wanted, index, slots.images(index, index + 1)[0])
+
+    def verified(self, slots: Slots) -> int:
+        """How many leading chunks are there and right; wrong ones are dropped (rule I1). In the calling thread."""
+        count = slots.leading_count
+        return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count])
+
+    # Filling
+
+    def claim(
+        self, wanted: Wanted, index: int, *, hints: Hints = DEFAULT, dirty: bool = False, replica: bool = False
+    ) -> Slot | None:
+        """Room for one chunk, to be given to ``ready`` or ``drop``; None where it is there, where somebody else is
+        bringing it, and where no room can be made.
+        """
+        size_bytes, inventory = image_bytes(wanted, index), self._inventory
+        place = place_at(wanted, index)
+        with self._deciding():
+            if self._is_closed:
+                return None
+            evicted_count, now_s = inventory.evicted_count, self._clock.monotonic_s()
+            entry = inventory.claim(place, size_bytes, now_s, hints, dirty=dirty, replica=replica)
+            evicted_count = inventory.evicted_count - evicted_count
+            slot = None
+            if entry is not None:
+                self._filling.add(place.address)
+                slot = Slot(entry, self._memory[entry.offset : entry.offset + size_bytes])
+            is_full = slot is None and place.address not in self._filling and not inventory.find(place.address)
+        if evicted_count:
+            self._counters.add("memory_evicted", evicted_count)
+        if is_full:
+            self._counters.add("memory_full")
+        return slot
+
+    def ready(self, slots: Sequence[Slot]) -> None:
+        """They are complete: from now on they are found, and never change again (rule I2)."""
+        with self._deciding():
+            for slot in slots:
+                self._filling.discard(slot.entry.address)
+                self._inventory.ready(slot.entry)
+                self._inventory.unrefer(slot.entry)
+
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """They will not be filled: their room is given back."""
+        with self._deciding():
+            for slot in slots:
+                self._filling.discard(slot.entry.address)
+                self._inventory.drop(slot.entry)
+                self._inventory.unrefer(slot.entry)
+
+    # Keeping and letting go
+
+    def used(self, wanted: Wanted, count: int, hints: Hints | None = None) -> None:
+        """Notes a use of the first ``count`` chunks, as far as they are here, and raises their hints to ``hints``."""
+        with self._deciding():
+            entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
+            now_s = self._clock.monotonic_s()
+            self._inventory.used([entry for entry in entries if entry is not None], now_s, hints)
+
+    def admits(self, wanted: Wanted, index: int) -> bool:
+        """Whether a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); remembers it."""
+        with self._deciding():
+            return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
+
+    def pin(self, addresses: Sequence[Address]) -> list[bool]:
+        """Keeps chunks in memory until they are unpinned; for each whether it is there to be kept."""
+        with self._deciding():
+            return [self._inventory.pin(address) for address in addresses]
+
+    def unpin(self, addresses: Sequence[Address]) -> None:
+        """Undoes ``pin``, for those that it said were there."""
+        with self._deciding():
+            for address in addresses:
+                self._inventory.unpin(address)
+
+    def clean(self, entries: Sequence[Entry], on_root: bool) -> None:
+        """They need not be kept for the root any more (rule E3): it has them, or will not get them."""
+        with self._deciding():
+            for entry in entries:
+                self._inventory.clean(entry, on_root)
+
+    def victims(self, bytes_wanted: int) -> Victims:
+        """What would be evicted next, at least so many bytes if there are; kept until it is released."""
+        with self._deciding():
+            entries = self._inventory.victims(bytes_wanted)
+            for entry in entries:
+                self._inventory.refer(entry)
+            return Victims(self._readable, entries, self._let_go)
+
+    def evict(self, entries: Sequence[Entry]) -> None:
+        """Evicts victims before their release, but for those that somebody came to need meanwhile (rule E2)."""
+        evicted_count = 0
+        with self._deciding():
+            for entry in entries:
+                is_needed = entry.references > 1 or entry.is_dirty or self._inventory.is_pinned(entry.address)
+                if not entry.is_gone and not is_needed and not entry.children_count:
+                    self._inventory.drop(entry)
+                    evicted_count += 1
+        self._counters.add("memory_evicted", evicted_count)
+
+    def drop_namespace(self, digest: bytes) -> int:
+        """Drops all chunks of a namespace; returns how many."""
+        with self._deciding():
+            return self._inventory.drop_namespace(NamespaceDigest(digest))
+
+    def lease(self, slots: Slots) -> bool:
+        """Whether others may have these chunks mapped until ``slots`` is released (rule L1), which was not; idempotent.
+
+        Chunks that are leased already take nothing more of what may be leased.
+        """
+        with self._deciding():
+            entries = set(slots.referred)
+            wanted_bytes = sum(entry.size_bytes for entry in entries if entry not in self._leases)
+            if slots.is_leased:
+                return True
+            if self._is_closed or self._leased_bytes + wanted_bytes > self.size_bytes // 2:
+                return False
+            for entry in entries:
+                self._leases[entry] = self._leases.get(entry, 0) + 1
+            self._leased_bytes += wanted_bytes
+            slots.is_leased = True
+            return True
+
+    # For peers
+
+    def changes(self) -> set[int]:
+        """The shards (0 to 63) in which chunks came or went since this was asked last."""
+        with self._deciding():
+            return self._inventory.changes()
+
+    def prints(self, shard: int) -> npt.NDArray[np.uint32]:
+        """The prints of the chunks of a shard, shape ``(n,)``, ascending."""
+        with self._deciding():
+            return self._inventory.prints(shard)
+
+    # Looking after it
+
+    def stats(self) -> dict[str, int | float]:
+        """How full it is, and with what."""
+        with self._deciding():
+            inventory = self._inventory
+            return {
+                "memory_size_bytes": self.size_bytes,
+                "memory_chunks": inventory.entries_count,
+                "memory_held_bytes": inventory.held_bytes,
+                "memory_dirty_bytes": inventory.dirty_bytes,
+                "memory_referenced_bytes": inventory.referenced_bytes,
+                "memory_pinned_bytes": inventory.pinned_bytes,
+                "memory_leased_bytes": self._leased_bytes,
+            }
+
+    def close(self) -> None:
+        """Nothing is found any more and nothing is claimed; closes the arena. Idempotent.
+
+        Whoever still reads or fills goes on, in memory that lives as long as they do.
+        """
+        with self._deciding():
+            self._is_closed = True
+            self._memory = self._readable = memoryview(b"")
+        self.arena.close()
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Holds the lock, with all that was released until now given back."""
+        with self._lock:
+            self._collect()
+            yield
+
+    def _let_go(self, references: References) -> None:
+        # Finalizers come here, also in a thread that has the lock at this moment: so this never waits for it. Whoever
+        # has it next gives back what is noted here.
+        self._released.append(references)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> None:
+        while self._released:
+            references = self._released.popleft()
+            if references.is_leased:
+                self._end_lease(references)
+            for entry in references.referred:
+                self._inventory.unrefer(entry)
+
+    def _end_lease(self, references: References) -> None:
+        references.is_leased = False
+        for entry in set(references.referred):
+            self._leases[entry] -= 1
+            if not self._leases[entry]:
+                del self._leases[entry]
+                self._leased_bytes -= entry.size_bytes
+
+    def _found(self, wanted: Wanted, index: int) -> Entry | None:
+        entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])
+        # A block may be asked for with another size than it has.
+        return entry if entry is not None and entry.size_bytes == image_bytes(wanted, index) else None
+
+    def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry]) -> int:
+        right = verify_images(slots.wanted, indexes, images_of(slots.memory, entries))
+        if right.all():
+            return len(entries)
+        self._damaged([entries[at] for at in np.flatnonzero(~right).tolist()])
+        return int(np.argmin(right))
+
+    def _served(self, wanted: Wanted, indexes: Sequence[int]) -> None:
+        self._counters.add("memory_hits", len(indexes))
+        self._counters.add("memory_bytes", sum(image_bytes(wanted, index) for index in indexes))
+
+    def _damaged(self, entries: Sequence[Entry]) -> None:
+        """Drops what was found to be wrong, and counts it once, whoever else finds it."""
+        with self._deciding():
+            wrong = [entry for entry in entries if not entry.is_gone]
+            for entry in wrong:
+                self._inventory.drop(entry)
+        self._counters.add("memory_damaged", len(wrong))

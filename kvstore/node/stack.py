@@ -1,0 +1,174 @@
+"""All that a node has above the root: its memory, the tiers that memory is filled from, and the queue behind it.
+
+Apart from the node, which has none of it where it was given no memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvstore.address import Chain
+from kvstore.hints import Hints
+from kvstore.memory.arena import Arena
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.disk_tier import DiskTier
+from kvstore.node.lanes import Lanes
+from kvstore.node.limits import Limits
+from kvstore.node.memory_puts import Kept, MemoryPuts
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.publish import Source
+from kvstore.node.settings import TierSettings
+from kvstore.node.tiers import Tier
+from kvstore.node.wanted import Wanted, image_bytes
+from kvstore.node.write_behind import Publish, WriteBehind
+from kvstore.sources import Clock, Ids
+from kvstore.writes import WriteMode
+
+log = logging.getLogger(__name__)
+
+DEMOTE_PERIOD_S = 0.2
+DEMOTE_STEP_BYTES = 64 << 20
+FORGET_S = 5.0
+FREE_SHARE = 1 / 16
+"""With a local disk below it, so much of memory is kept free, so that what goes can be written there before."""
+
+
+class TierStack:
+    """Takes ``arena`` over. Thread-safe."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        settings: TierSettings,
+        publish: Publish,
+        counters: Counters,
+        limits: Limits,
+        clock: Clock,
+        ids: Ids,
+        *,
+        durable: bool,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.settings = settings
+        self.memory = MemoryTier(arena, counters, clock)
+        self.disk: DiskTier | None = None
+        self.below: list[Tier] = []
+        """Peers, then the local disk."""
+        self._durable = durable
+        self._clock = clock
+        self._ids = ids
+        self._counters = counters
+        self.copiers = lanes or Lanes(limits.width, limits.width, limits.queue_max, limits.stall_s, clock)
+        """Lanes that never wait for a device: so memory is read while the root hangs."""
+        self._puts = MemoryPuts(self.memory, self.copiers, ids)
+        self.behind = WriteBehind(
+            self.memory,
+            publish,
+            counters,
+            clock,
+            bytes_max=int(arena.size_bytes * limits.behind_share),
+            give_up_s=limits.behind_give_up_s,
+        )
+        self._stopping = threading.Event()
+        self._demoting: threading.Thread | None = None
+
+    def add_disk(self, folder: str, size_bytes: int) -> None:
+        """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""
+        disk = self.disk = DiskTier(folder, size_bytes, self._counters, self._clock, self._ids)
+        disk.open()
+        self.below.append(disk)
+        self._demoting = threading.Thread(target=self._demote, name="kvstore-demote", daemon=True)
+        self._demoting.start()
+
+    def add_peers(self, peers: Tier) -> None:
+        """Puts other nodes' memory between ours and the disk."""
+        self.below.insert(0, peers)
+
+    def mode(self, asked: WriteMode | None) -> WriteMode:
+        """How a put is done here."""
+        mode = asked or self.settings.write
+        return WriteMode.THROUGH if self._durable and mode is WriteMode.BEHIND else mode
+
+    def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
+        """Copies chunks that the root has into memory as well, as far as there is room."""
+        return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+
+    def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
+        """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
+        if hints.priority < self.settings.root_priority_min:
+            return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+        granted = self.behind.reserve([image_bytes(wanted, index) for index in range(first, first + count)])
+        try:
+            kept = self._puts.keep(wanted, first, len(granted), source, hints, deadline, dirty=True)
+        except BaseException:
+            self.behind.give_back(sum(granted))
+            raise
+        if kept.fresh:
+            # From the first that is fresh on: its parents are on the root, or in the queue before it.
+            start, stop = kept.fresh[0], kept.fresh[-1] + 1
+            self.behind.give_back(sum(granted[:start]) + sum(granted[stop:]))
+            self.behind.add(
+                _leading(wanted, first + stop), first + start, stop - start, hints, sum(granted[start:stop])
+            )
+        else:
+            self.behind.give_back(sum(granted))
+        shed = count - sum(kept.there)
+        if shed:
+            self._counters.add("behind_shed", shed)
+        return Kept(kept.there + [False] * (count - len(granted)), kept.fresh)
+
+    def drop_namespace(self, digest: NamespaceDigest) -> None:
+        """Forgets all chunks of a namespace, as after ``clear``."""
+        self.behind.forget(digest, FORGET_S)
+        self.memory.drop_namespace(digest)
+        for tier in self.below:
+            tier.drop_namespace(digest)
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges of all tiers."""
+        found: dict[str, int | float] = {**self.memory.stats(), "behind_bytes": self.behind.size_bytes}
+        for tier in self.below:
+            found.update(tier.stats())
+        return found
+
+    def close(self, timeout_s: float, flush_s: float) -> None:
+        """Writes what the root does not have yet, for at most ``flush_s`` (rule W3), and ends everything."""
+        self.behind.close(flush_s)
+        self._stopping.set()
+        if self._demoting is not None:
+            self._demoting.join(timeout_s)
+        for tier in self.below:
+            tier.close(timeout_s)
+        self.copiers.close(timeout_s)
+        self.memory.close()
+
+    def _demote(self) -> None:
+        """Keeps some of memory free, writing what goes to the local disk before, if it was used more than once."""
+        assert self.disk is not None
+        while not self._stopping.wait(DEMOTE_PERIOD_S):
+            try:
+                self.demote_once()
+            except Exception:
+                log.exception("tiers.demoting_failed")
+
+    def demote_once(self) -> None:
+        """One round of it."""
+        assert self.disk is not None
+        wanted = int(self.memory.size_bytes * FREE_SHARE) - self.memory.free_bytes
+        while wanted > 0 and not self._stopping.is_set():
+            with self.memory.victims(min(wanted, DEMOTE_STEP_BYTES)) as victims:
+                if not victims.entries:
+                    return
+                for entry, image in victims.images():
+                    if entry.uses >= 1 and self.disk.add(entry.place, image):
+                        self._counters.add("memory_demoted")
+                    wanted -= entry.size_bytes
+                self.memory.evict(victims.entries)
+
+
+def _leading(wanted: Wanted, count: int) -> Wanted:
+    """Without what is behind, which a queue must not keep alive."""
+    return wanted.leading(count) if isinstance(wanted, Chain) else wanted

@@ -1,0 +1,225 @@
+"""Reading chunks from wherever they are: memory, the tiers below it, the root.
+
+Apart from reading, which does one root, because here is decided what goes where (kvstore/memory/MEMORY.md, R1 to R4):
+what a tier gives comes into memory as an image and is verified on its way out of there; what nobody else has, and is
+not worth keeping, goes from the root straight into the caller's memory, as it does where there is no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.errors import KVStoreError
+from kvstore.format.header import expected_chunk
+from kvstore.node.chunks import Chunks
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Lanes
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.reading import Above, Groups, Reading, group_size, leading_groups, matched_count
+from kvstore.node.slots import Slot
+from kvstore.node.stack import TierStack
+from kvstore.node.tiers import Tier
+from kvstore.node.wanted import Wanted, expected_of, image_bytes
+
+Mask = npt.NDArray[np.bool_]
+
+
+class TieredReads:
+    """The chunks of one node, in order of their distance. Thread-safe."""
+
+    def __init__(self, chunks: Chunks, lanes: Lanes, counters: Counters, tiers: TierStack | None) -> None:
+        self._chunks = chunks
+        self._lanes = lanes
+        self._counters = counters
+        self._tiers = tiers
+
+    @property
+    def above(self) -> Above | None:
+        """How many consecutive chunks from an index on are in memory or, as it is said, in a tier below it; None where
+        there is neither.
+        """
+        return self._leading if self._tiers is not None else None
+
+    def has(self, wanted: Wanted) -> list[bool]:
+        """Which chunks are there, each looked for by itself."""
+        there = [False] * len(wanted)
+        at = 0
+        while self._tiers is not None and at < len(wanted):
+            found = self._leading(wanted, at)
+            there[at : at + found] = [True] * found
+            at += max(1, found)
+        return there
+
+    def matched_count(self, chain: Chain, deadline: Deadline) -> int:
+        """How many leading chunks are anywhere (rule R1)."""
+        return matched_count(self._chunks, self._lanes, self._counters, chain, deadline, self.above)
+
+    def used(self, wanted: Wanted, count: int) -> None:
+        """Notes a use of the first ``count`` chunks, as far as they are in memory."""
+        if self._tiers is not None:
+            self._tiers.memory.used(wanted, count)
+
+    def begin(self, chain: Chain, first: int, count: int, into: Callable[[int], Pieces], deadline: Deadline) -> Reading:
+        """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``."""
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            return self._chunks.read(expected_chunk(chain, first + at), into(first + at), borrowed)
+
+        groups = leading_groups(self._chunks, self._lanes, chain, first, count, into)
+        return self.begin_as(chain, first, count, into, read, groups, deadline)
+
+    def begin_as(
+        self,
+        wanted: Wanted,
+        first: int,
+        count: int,
+        into: Callable[[int], Pieces],
+        read: Callable[[int, Borrowed], bool],
+        from_root: Groups | None,
+        deadline: Deadline,
+        *,
+        stop_at_miss: bool = True,
+        is_allowed: Callable[[int, int], bool] = lambda start, stop: True,
+    ) -> Reading:
+        """The same of anything: ``read(at)`` and ``from_root`` read it from the root, counted from ``first``.
+
+        Several at once only where ``is_allowed(start, stop)``.
+        """
+        tiers = self._tiers
+        if tiers is None or not count:
+            return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
+        memory = tiers.memory
+        slots = memory.refer(wanted, first, count)
+        # All of it in memory: that works even where every lane waits for a root that hangs.
+        lanes = tiers.copiers if None not in slots.entries else self._lanes
+
+        def read_group(start: int, stop: int, borrowed: Borrowed) -> Mask:
+            if not is_allowed(start, stop):
+                return np.zeros(stop - start, np.bool_)
+            done = memory.read(slots, first + start, first + stop, into, borrowed)
+            if not done.all():
+                self._read_fetched(tiers, wanted, first + start, done, into, borrowed, deadline)
+            if from_root is not None:
+                # By native code as far as it goes; what is left after it is done one by one.
+                for at, end in _gaps(done):
+                    done[at:end] = from_root.read(start + at, start + end, borrowed)
+            return done
+
+        size_bytes = sum(image_bytes(wanted, index) for index in (first, first + count - 1)) // 2
+        groups = Groups(group_size(count, size_bytes, lanes.width), count, read_group)
+        return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
+
+    def _leading(self, wanted: Wanted, first: int) -> int:
+        assert self._tiers is not None
+        at = first
+        while at < len(wanted):
+            found = self._tiers.memory.leading(wanted, at)
+            if not found:
+                found = max((tier.leading(wanted, at) for tier in self._tiers.below), default=0)
+            if not found:
+                break
+            at += found
+        return at - first
+
+    def bring(
+        self, wanted: Wanted, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
+    ) -> None:
+        """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a lane.
+
+        ``even_root``: also those that only the root has; ``even_once``: also of them those not asked for before.
+        """
+        tiers = self._tiers
+        assert tiers is not None
+        with tiers.memory.refer(wanted, first, stop - first) as slots:
+            missing = [first + at for at, entry in enumerate(slots.entries) if entry is None]
+        for tier, indexes in self._sources(tiers, wanted, missing, even_once=even_once):
+            if tier is not None or even_root:
+                self._fetch(tiers.memory, wanted, tier, indexes, deadline)
+
+    def _read_fetched(
+        self,
+        tiers: TierStack,
+        wanted: Wanted,
+        first: int,
+        done: Mask,
+        into: Callable[[int], Pieces],
+        borrowed: Borrowed,
+        deadline: Deadline,
+    ) -> None:
+        """Fetches what is not ``done`` into memory where that is worth it, and reads it there; updates ``done``."""
+        memory = tiers.memory
+        missing = [first + at for at in np.flatnonzero(~done).tolist()]
+        for tier, indexes in self._sources(tiers, wanted, missing, even_once=False):
+            fetched = self._fetch(memory, wanted, tier, indexes, deadline)
+            for index in fetched:
+                with memory.refer(wanted, index, 1) as slots:
+                    right = bool(memory.read(slots, index, index + 1, into, borrowed)[0])
+                done[index - first] = right
+                if not right and tier is not None:
+                    tier.damaged(wanted, index)
+
+    def _sources(
+        self, tiers: TierStack, wanted: Wanted, indexes: Sequence[int], *, even_once: bool
+    ) -> list[tuple[Tier | None, list[int]]]:
+        """Where each chunk comes from into memory, those of one tier together; None is the root."""
+        left, found = list(indexes), list[tuple[Tier | None, list[int]]]()
+        for tier in tiers.below:
+            has: list[int] = []
+            sure = -1  # asked once for each run: what it has from one chunk on, it says at once
+            for index in left:
+                if index >= sure:
+                    sure = index + tier.leading(wanted, index)
+                if index < sure:
+                    has.append(index)
+            if has:
+                found.append((tier, has))
+                left = sorted({*left} - {*has})
+        left = [index for index in left if even_once or tiers.memory.admits(wanted, index)]
+        return [*found, (None, left)] if left else found
+
+    def _fetch(
+        self, memory: MemoryTier, wanted: Wanted, tier: Tier | None, indexes: Sequence[int], deadline: Deadline
+    ) -> list[int]:
+        """Brings chunks into memory; returns those that came, unverified. The others are left to the root."""
+        slots: list[Slot] = []
+        claimed: list[int] = []
+        for index in indexes:
+            slot = memory.claim(wanted, index, replica=tier is not None and tier.name == "peers")
+            if slot is not None:  # else there is no room, or somebody else is bringing it
+                slots.append(slot)
+                claimed.append(index)
+        came = [False] * len(slots)
+        try:
+            images = [slot.memory for slot in slots]
+            if tier is None:
+                came = [self._from_root(wanted, index, image) for index, image in zip(claimed, images, strict=True)]
+            elif claimed:
+                came = tier.fetch(wanted, claimed, images, deadline)
+        finally:
+            memory.ready([slot for slot, whole in zip(slots, came, strict=True) if whole])
+            memory.drop([slot for slot, whole in zip(slots, came, strict=True) if not whole])
+        return [index for index, whole in zip(claimed, came, strict=True) if whole]
+
+    def _from_root(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+        try:
+            opened = self._chunks.open(expected_of(wanted, index))
+            if opened is None:
+                return False
+            with opened[0] as reader:
+                return reader.read([image], 0, Borrowed()) == len(image)
+        except KVStoreError:
+            return False  # whoever reads the chunk itself finds out, and counts it
+
+
+def _gaps(done: Mask) -> list[tuple[int, int]]:
+    """The runs of what is not done, each from its first index to the one after its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
+    starts: list[int] = edges[::2].tolist()
+    ends: list[int] = edges[1::2].tolist()
+    return list(zip(starts, ends, strict=True))

@@ -1,0 +1,122 @@
+"""What is asked for, chunk by chunk: the chunks of a chain, or engine-hashed blocks under their keys.
+
+Separate because memory and images take either: here is what each of the two says of a chunk, to Python, to native code
+and to the inventory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import NO_PARENT, Address, Chain
+from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
+from kvstore.memory.inventory import Place, place_of
+from kvstore.namespace import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Engine-hashed blocks of one request: their keys, addresses and sizes, in the order of the request."""
+
+    namespace: Namespace
+    keys: Sequence[bytes]
+    addresses: Sequence[Address]
+    sizes_bytes: Sequence[int]
+    """Of the blocks, without headers."""
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def picked(self, indexes: Sequence[int]) -> Keyed:
+        """Some of them."""
+        return Keyed(
+            self.namespace,
+            [self.keys[index] for index in indexes],
+            [self.addresses[index] for index in indexes],
+            [self.sizes_bytes[index] for index in indexes],
+        )
+
+
+Wanted = Chain | Keyed
+
+
+def kind_of(wanted: Wanted) -> Kind:
+    """What identifies these chunks."""
+    return Kind.TOKENS if isinstance(wanted, Chain) else Kind.BLOCK
+
+
+def expected_of(wanted: Wanted, index: int) -> Expected:
+    """What the image of one of them must hold."""
+    if isinstance(wanted, Chain):
+        return expected_chunk(wanted, index)
+    return expected_block(wanted.namespace, wanted.keys[index], wanted.sizes_bytes[index])
+
+
+def image_bytes(wanted: Wanted, index: int) -> int:
+    """Bytes of the whole image of one of them, header included."""
+    if isinstance(wanted, Chain):
+        layout = wanted.namespace.layout
+        return header_bytes(layout.chunk_tokens * 4, layout.section_count) + layout.chunk_bytes
+    return header_bytes(len(wanted.keys[index]), 1) + wanted.sizes_bytes[index]
+
+
+def payload_of(wanted: Wanted, index: int, image: memoryview) -> memoryview:
+    """All sections of one of them in its image, one after another."""
+    if isinstance(wanted, Chain):
+        return image[len(image) - wanted.namespace.layout.chunk_bytes :]
+    return image[len(image) - wanted.sizes_bytes[index] :]
+
+
+def place_at(wanted: Wanted, index: int) -> Place:
+    """Where it belongs in an inventory."""
+    if isinstance(wanted, Chain):
+        return place_of(wanted, index)
+    return Place(wanted.namespace.digest, wanted.addresses[index], NO_PARENT, b"")
+
+
+def describe(wanted: Wanted, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    """Fills the structures of native code, but for where sections lie; returns what their pointers point into."""
+    return (
+        _describe_chain(wanted, indexes, items)
+        if isinstance(wanted, Chain)
+        else _describe_keyed(wanted, indexes, items)
+    )
+
+
+def _describe_chain(chain: Chain, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    layout, tokens, addresses = chain.namespace.layout, chain.tokens, chain.addresses
+    identity_bytes = layout.chunk_tokens * 4
+    assert tokens.flags.c_contiguous and tokens.itemsize == 4
+    places = np.asarray(indexes, np.uint64)
+    if isinstance(indexes, range) and indexes.step == 1:
+        # A run, which is most of the time: each is the next one's parent.
+        both = np.frombuffer(b"".join((chain.parent(indexes.start), *addresses[indexes.start : indexes.stop])), "V16")
+        items["parent"], items["address"] = both[:-1], both[1:]
+    else:
+        items["address"] = np.frombuffer(b"".join([addresses[index] for index in indexes]), "V16")
+        items["parent"] = np.frombuffer(b"".join([chain.parent(index) for index in indexes]), "V16")
+    items["identity"] = tokens.__array_interface__["data"][0] + places * identity_bytes
+    items["identity_bytes"] = identity_bytes
+    items["depth"] = places
+    items["section_count"] = layout.section_count
+    items["section_bytes"] = layout.section_bytes
+    items["header_bytes"] = header_bytes(identity_bytes, layout.section_count)
+    return [tokens]
+
+
+def _describe_keyed(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    keys = [keyed.keys[index] for index in indexes]
+    joined = np.frombuffer(b"".join(keys), np.uint8)
+    sizes = np.fromiter(map(len, keys), np.uint64, len(keys))
+    items["address"] = np.frombuffer(b"".join([keyed.addresses[index] for index in indexes]), "V16")
+    items["identity"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
+    items["identity_bytes"] = sizes
+    items["section_count"] = 1
+    items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
+    items["header_bytes"] = [header_bytes(len(key), 1) for key in keys]
+    return [joined]

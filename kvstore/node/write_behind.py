@@ -1,0 +1,224 @@
+"""The queue of chunks that memory has and the root not yet: written soon, parents first, never waited for.
+
+Apart from memory, which keeps a dirty image until it is told that the root has it, and from puts, which do the writing.
+Rules W1 to W3 of kvstore/memory/MEMORY.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.address import Address
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.hints import Hints
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.slots import Slots
+from kvstore.node.wanted import Wanted
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+WRITERS = 4
+PAUSE_S = 0.5
+"""After the root refused or did not answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Chunks ``first`` to ``first + count - 1`` of what is wanted, most of them dirty in memory when it was queued."""
+
+    wanted: Wanted
+    first: int
+    count: int
+    hints: Hints
+    size_bytes: int
+    ends_s: float
+    """Monotonic: when it is given up."""
+    begins_s: float = 0.0
+    """Not before this time: the root refused it just now."""
+
+    @property
+    def line(self) -> Address:
+        """Jobs that may be each other's parents have the same."""
+        return self.wanted.addresses[0]
+
+
+Publish = Callable[[Job, Slots], int]
+"""Puts the chunks of a job on the root, from their images; returns up to which index they are there then.
+
+Raises what the root raised, after which some may be there.
+"""
+
+
+class WriteBehind:
+    """Bounded by ``bytes_max``; what cannot be written within ``give_up_s`` is lost, and counted. Thread-safe."""
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        publish: Publish,
+        counters: Counters,
+        clock: Clock,
+        *,
+        bytes_max: int,
+        give_up_s: float,
+    ) -> None:
+        self._memory = memory
+        self._publish = publish
+        self._counters = counters
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self._give_up_s = give_up_s
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._writing: dict[Address, Job] = {}
+        self._bytes = 0
+        self._jobs = 0
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the root does not have yet, or that are reserved for such."""
+        return self._bytes
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> list[int]:
+        """Room for so many leading ones of these as fit: the caller's until ``add`` or ``give_back``."""
+        granted: list[int] = []
+        with self._changed:
+            left = 0 if self._closed else self._bytes_max - self._bytes
+            for size_bytes in sizes_bytes:
+                left -= size_bytes
+                if left < 0:
+                    break
+                granted.append(size_bytes)
+            self._bytes += sum(granted)
+        return granted
+
+    def give_back(self, size_bytes: int) -> None:
+        """Returns room that was reserved and is not needed."""
+        with self._changed:
+            self._bytes -= size_bytes
+            self._changed.notify_all()
+
+    def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
+        """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
+        job = Job(wanted, first, count, hints, size_bytes, self._clock.monotonic_s() + self._give_up_s)
+        with self._changed:
+            self._waiting.append(job)
+            self._jobs += 1
+            if len(self._threads) < WRITERS:
+                thread = threading.Thread(target=self._run, name="kvstore-behind", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+
+    def forget(self, digest: NamespaceDigest, timeout_s: float) -> None:
+        """Gives up what waits of a namespace, and waits for what is being written of it."""
+        ends_s = self._clock.monotonic_s() + timeout_s
+        with self._changed:
+            given_up = [job for job in self._waiting if job.wanted.namespace.digest == digest]
+            self._waiting = deque(job for job in self._waiting if job.wanted.namespace.digest != digest)
+        for job in given_up:
+            self._done(job)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(job.wanted.namespace.digest != digest for job in self._writing.values()),
+                ends_s - self._clock.monotonic_s(),
+            )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether all that is queued was written, or lost, within the time (rule W3)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is there for at most so long; what is left is lost. Idempotent."""
+        in_time = self.flush(timeout_s)
+        with self._changed:
+            self._closed = True
+            left = [*self._waiting]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for job in left:
+            self._lost(job, "the node was closed")
+            self._done(job)
+        if not in_time:
+            log.warning("behind.lost_at_close chunks=%d", sum(job.count for job in left))
+        for thread in self._threads:
+            thread.join(0.5)
+
+    def _run(self) -> None:
+        while (job := self._take()) is not None:
+            again = False
+            try:
+                again = not self._write(job)
+            except Exception:
+                self._lost(job, "it failed; see the log")
+                log.exception("behind.failed")
+            with self._changed:
+                self._writing.pop(job.line, None)
+                self._changed.notify_all()
+                if again and not self._closed:
+                    job.begins_s = self._clock.monotonic_s() + PAUSE_S
+                    self._waiting.appendleft(job)
+                    continue
+            if again:
+                self._lost(job, "the node was closed")
+            self._done(job)
+
+    def _take(self) -> Job | None:
+        """The oldest job that may begin, of a line that nobody writes or waits with; None at the end."""
+        with self._changed:
+            while not self._closed:
+                now_s = self._clock.monotonic_s()
+                passed_over = set(self._writing)
+                for place, job in enumerate(self._waiting):
+                    if job.line not in passed_over and job.begins_s <= now_s:
+                        del self._waiting[place]
+                        self._writing[job.line] = job
+                        return job
+                    passed_over.add(job.line)
+                self._changed.wait(PAUSE_S if self._waiting else None)
+        return None
+
+    def _write(self, job: Job) -> bool:
+        """Writes what it can; False where it should be tried again."""
+        with self._memory.refer(job.wanted, job.first, job.count) as slots:
+            try:
+                # Where memory has none of it any more (cleared, damaged) there is nothing to try again.
+                present = self._publish(job, slots) if any(slots.entries) else job.first + job.count
+                why = "a sweep takes its chunks, or memory lost them"
+            except (Overloaded, Unavailable) as error:
+                present, why = job.first, str(error)
+            except KVStoreError as error:
+                self._lost(job, str(error))
+                return True
+            written = max(0, min(job.count, present - job.first))
+            self._memory.clean([entry for entry in slots.entries[:written] if entry is not None], on_root=True)
+        if written == job.count:
+            self._counters.add("behind_written", job.count)
+            return True
+        if self._clock.monotonic_s() < job.ends_s:
+            return False
+        self._lost(job, why)
+        return True
+
+    def _lost(self, job: Job, why: str) -> None:
+        with self._memory.refer(job.wanted, job.first, job.count) as slots:
+            dirty = [entry for entry in slots.entries if entry is not None and entry.is_dirty]
+            self._memory.clean(dirty, on_root=False)
+        self._counters.add("behind_lost", job.count)
+        log.info("behind.lost chunks=%d why=%s", job.count, why)
+
+    def _done(self, job: Job) -> None:
+        with self._changed:
+            self._bytes -= job.size_bytes
+            self._jobs -= 1
+            self._changed.notify_all()

@@ -1,0 +1,83 @@
+"""Asking one peer for what its memory has: one GET of the bulk protocol, whole images straight into the given memory.
+
+The rim towards the peer: whatever goes wrong here is an answer with fewer images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvstore.address import Chain
+from kvstore.client.bulk.links import BulkRefused, Link
+from kvstore.client.endpoint import Endpoint
+from kvstore.errors import KVStoreError
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
+from kvstore.wire.messages import pack_tokens, sealed
+from kvstore.wire.statuses import UnknownNamespace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How many leading images came whole, and why the peer is not to be asked again soon, where it is not."""
+
+    count: int
+    trouble: str | None = None
+
+
+def ask(
+    endpoint: Endpoint, chain: Chain, first: int, images: Sequence[memoryview], idle_s: float, most_s: float
+) -> Answer:
+    """Fills ``images``, each of the size of its file, with the chunks from index ``first`` on, unverified.
+
+    Returns after ``idle_s`` without a byte, and after ``most_s`` in all.
+    """
+    count = 0
+    try:
+        with endpoint.calling(), endpoint.bulk.link(min(idle_s, most_s)) as link:
+            if link is None:
+                return Answer(0)  # all its connections are in use, or it was closed
+            link.channel.limit(idle_s, most_s)
+            for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
+                pass
+    except BulkRefused as refused:
+        error = refused.failed.error
+        # Nobody has opened the namespace there, so it has nothing of it: nothing is wrong with the peer.
+        return Answer(count, None if isinstance(error, UnknownNamespace) else str(error))
+    except grpc.RpcError as error:
+        return Answer(count, f"gRPC: {error.code().name}")
+    except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
+        return Answer(count, str(error) or type(error).__name__)  # a ValueError: gRPC's of a channel that was closed
+    return Answer(count)
+
+
+def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview], timeout_s: float) -> Iterator[int]:
+    """Yields after each image how many have come. Raises LinkBroken, LinkLate, BulkRefused."""
+    stop = first + len(images)
+    size = chain.namespace.layout.chunk_tokens
+    request = pb.GetRequest(
+        namespace=chain.namespace.digest,
+        tokens=pack_tokens(chain.tokens[: stop * size]),
+        first=first,
+        chunks_max=stop,
+        memory_only=True,
+    )
+    channel, number = link.channel, link.next_number()
+    channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, sealed(request))])
+    link.receive(Kind.START)
+    for index, image in enumerate(images, first):
+        head = channel.receive_head()
+        if head.kind is Kind.REFUSED:
+            link.refused(head)
+        channel.expect(head, Kind.FILE, Kind.END)
+        if head.kind is Kind.END:
+            channel.receive(head.length)
+            return
+        if head.length != INDEX_BYTES + len(image) or decode_index(channel.receive(INDEX_BYTES)) != index:
+            raise channel.break_off(f"a file of {head.length} bytes came: expected that of chunk {index}")
+        channel.receive_into([image])
+        yield index - first + 1
+    link.receive(Kind.END)

@@ -1,0 +1,182 @@
+"""Following what peers tell: one watch that feeds the directory, and who is told when a namespace was cleared.
+
+Hangs on this node's session: when that is lost, what etcd said is not known to be true any more, and is forgotten; the
+next session begins with reading it all afresh.  A lost watch alone is only a lag.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from kvstore.errors import KVStoreError
+from kvstore.meta.digests import ClearedTold, Digests
+from kvstore.meta.interface import KeyValue, Watch, WatchLost
+from kvstore.meta.session import Session
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.peers.directory import EMPTY, Directory
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.told import Told
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+BATCHES_MAX = 256
+"""Of news that are taken in before the directory is made: a flood must not keep it from being shown."""
+
+
+class Follower:
+    """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
+
+    ``on_cleared`` is called for each namespace that was cleared since it was last called, at the start for all that
+    ever were; ``on_turn`` regularly. Both in the follower's thread; they must not raise nor wait.
+    """
+
+    def __init__(
+        self,
+        digests: Digests,
+        own: str | None,
+        limits: PeerLimits,
+        counters: Counters,
+        on_cleared: Callable[[NamespaceDigest], None],
+        on_turn: Callable[[Directory], None],
+    ) -> None:
+        self.directory: Directory = EMPTY
+        self._digests = digests
+        self._own = own
+        self._limits = limits
+        self._counters = counters
+        self._on_cleared = on_cleared
+        self._on_turn = on_turn
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._watch: Watch | None = None
+        self._marks: dict[NamespaceDigest, bytes] = {}
+        # What follows is the thread's alone.
+        self._followed: Session | None = None
+        self._told = Told(own, limits.prints_max)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvstore-peers-follow", daemon=True)
+        self._thread.start()
+
+    def begin(self, session: Session) -> None:
+        """From now on follows, as long as ``session`` lives."""
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+
+    def end(self, session: Session) -> None:
+        """The session is over, and with it what was known because of it."""
+        with self._changed:
+            if self._session is session:
+                self._session, self.directory = None, EMPTY
+            watch = self._watch
+        if watch is not None:
+            watch.close()  # wakes the thread
+
+    def expect_cleared(self, namespace: NamespaceDigest, mark: bytes) -> None:
+        """This node is about to tell of a clear itself, and need not hear of it."""
+        with self._changed:
+            self._marks[namespace] = mark
+
+    def step(self, wait_s: float) -> bool:
+        """Takes in what was told, waiting up to ``wait_s`` for it; False where nothing can be heard at the moment."""
+        session = self._session
+        if session is None:
+            self._followed = None
+            return False
+        try:
+            if session is not self._followed or self._watch is None:
+                self._read_afresh(session)
+            else:
+                self._hear_batches(self._watch, wait_s)
+        except WatchLost as lost:
+            log.info("peers.watch_lost %s", lost)
+            self._drop_watch()
+            return True  # the next step reads afresh; until then the directory is as good as it was
+        except KVStoreError as error:
+            log.info("peers.not_followed %s", error)
+            self._drop_watch()
+            return False
+        self._show(session)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the watch and the thread. Idempotent."""
+        with self._changed:
+            self._closed, self._session, self.directory = True, None, EMPTY
+            self._changed.notify_all()
+            watch = self._watch
+        if watch is not None:
+            watch.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _read_afresh(self, session: Session) -> None:
+        self._drop_watch()
+        snapshot = self._digests.snapshot(self._limits.meta_deadline_s)
+        watch = self._digests.watch(snapshot.revision + 1)
+        with self._changed:
+            if self._session is not session:
+                watch.close()
+                return
+            self._watch = watch
+        self._followed, self._told = session, Told(self._own, self._limits.prints_max)
+        self._hear((each.key, each) for each in snapshot.items)
+        self._counters.add("peers_reads_afresh")
+
+    def _hear_batches(self, watch: Watch, wait_s: float) -> None:
+        batch = watch.next(wait_s)
+        for _ in range(BATCHES_MAX):
+            if not batch:
+                break
+            self._hear((event.key, event.kv) for event in batch)
+            batch = watch.next(0.0)
+
+    def _hear(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
+        for key, found in keys:
+            news = self._digests.read(key, found)
+            if isinstance(news, ClearedTold):
+                self._hear_cleared(news)
+            elif news is not None:
+                self._told.hear(news)
+
+    def _hear_cleared(self, news: ClearedTold) -> None:
+        with self._changed:
+            is_new = self._marks.get(news.namespace) != news.mark
+            self._marks[news.namespace] = news.mark
+        if is_new:
+            self._on_cleared(news.namespace)
+
+    def _show(self, session: Session) -> None:
+        """Replaces the directory as a whole, unless the session has ended meanwhile."""
+        if not self._told.is_changed:
+            return
+        directory = self._told.directory()
+        with self._changed:
+            if self._session is session:
+                self.directory = directory
+
+    def _drop_watch(self) -> None:
+        with self._changed:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            hears = self.step(self._limits.follow_s)
+            self._on_turn(self.directory)
+            if not hears:
+                self._wait(self._session)
+
+    def _wait(self, session: Session | None) -> None:
+        """Until there may be something to hear: a new session, or after a while the same one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)

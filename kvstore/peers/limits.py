@@ -1,0 +1,53 @@
+"""Every limit and timing between peers in one place, with the relations between them checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from kvstore.errors import InvalidRequest
+from kvstore.peers.digest import DIGEST_BYTES_MAX
+
+STEP_BYTES_MAX = 1_000_000
+"""Digests that are written at once: one request to etcd has at most 1.5 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """What a node allows itself among peers. Raises InvalidRequest where a value or a relation makes no sense."""
+
+    sync_interval_s: float = 1.0
+    """A digest is rewritten at most once in this time: how stale others' knowledge of this node is, and more."""
+    bytes_per_s: int = 1 << 20
+    """Digests that this node writes to etcd; what is over waits. Every follower receives as much from every node."""
+    meta_deadline_s: float = 2.0
+    """A call to etcd."""
+    follow_s: float = 0.5
+    """How long the follower waits for news before it looks after peers that were set aside."""
+    prints_max: int = 1 << 23
+    """Prints of all peers that are remembered, 8 bytes each; of more, an equal share for each peer."""
+    answer_s: float = 2.0
+    """A peer that moves no byte for this long has failed; a fetch takes at most this long beside its bytes' time."""
+    bytes_per_s_min: int = 256 << 20
+    """A peer slower than this on the whole is given up: the disk or the root may be faster."""
+    links_max: int = 4
+    """Bulk connections to one peer, each for one fetch at a time; another fetch waits for one."""
+    tries_max: int = 3
+    """Peers that may fail, or not have what they said, in one fetch."""
+    aside_s_min: float = 1.0
+    """How long a peer that failed is left alone; doubles with each failure in a row."""
+    aside_s_max: float = 30.0
+    """What it doubles up to."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
+        if self.aside_s_max < self.aside_s_min:
+            raise InvalidRequest(f"aside_s_max={self.aside_s_max} is under aside_s_min={self.aside_s_min}")
+
+    @property
+    def burst_bytes(self) -> int:
+        """What may be written at once after a quiet time: what one second allows, and never less than one digest."""
+        return max(self.bytes_per_s, DIGEST_BYTES_MAX)

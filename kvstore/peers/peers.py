@@ -1,0 +1,160 @@
+"""The tier of peers: chunks that others have in memory, as etcd says, read from there over bulk connections."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from random import Random
+from threading import Lock
+
+from kvstore.address import Address, Chain
+from kvstore.meta.digests import Digests
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.presence import Presence
+from kvstore.meta.workers import WorkerRecord
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.peers.directory import Directory
+from kvstore.peers.fetching import Fetch, runs
+from kvstore.peers.follower import Follower
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.publisher import Publisher, Source
+from kvstore.peers.roster import Roster
+from kvstore.sources import Clock
+
+GIVEN_MAX = 4096
+"""Chunks of which it is remembered who gave them, for the case that they prove wrong."""
+
+
+def _nobody(_: NamespaceDigest) -> None:
+    pass
+
+
+class Peers:
+    """A ``kvstore.node.tiers.Tier``. Knows nothing, and tells nothing, before ``start``. Thread-safe.
+
+    ``source`` is this node's memory. ``on_cleared`` is called, in a thread of this tier's own, when another node has
+    cleared a namespace: drop it from memory and disk.  ``start`` calls it for every namespace that ever was.
+    """
+
+    name = "peers"
+
+    def __init__(
+        self,
+        meta: Meta,
+        keys: Keys,
+        presence: Presence,
+        source: Source,
+        counters: Counters,
+        clock: Clock,
+        limits: PeerLimits | None = None,
+        on_cleared: Callable[[NamespaceDigest], None] = _nobody,
+        chance: Random | None = None,
+    ) -> None:
+        self.limits = limits or PeerLimits()
+        self._digests = Digests(meta, keys)
+        self._presence = presence
+        self._source = source
+        self._counters = counters
+        self._clock = clock
+        self._on_cleared = on_cleared
+        self._roster = Roster(self.limits, clock, chance or Random())
+        self._publisher: Publisher | None = None
+        self._follower: Follower | None = None
+        self._lock = Lock()
+        self._given: OrderedDict[Address, str] = OrderedDict()
+
+    def start(self, address: str | None) -> None:
+        """Follows others from now on, and tells them where this node's memory is read from; None: nowhere."""
+        assert self._follower is None, "peers are started once"
+        follower = self._follower = Follower(
+            self._digests, address, self.limits, self._counters, self._on_cleared, self._turn
+        )
+        follower.start()
+        self._presence.attach(follower.begin, follower.end)
+        if address is not None:
+            record = WorkerRecord(address, pid=os.getpid())
+            publisher = self._publisher = Publisher(
+                self._digests, self._source, record, self.limits, self._counters, self._clock
+            )
+            publisher.start()
+            self._presence.attach(publisher.begin, publisher.end)
+
+    def leading(self, chain: Chain, first: int) -> int:
+        """See ``Tier``. Of peers that answer, as far as is known."""
+        if self._follower is None:
+            return 0
+        return self._follower.directory.leading(chain.addresses, first, self._roster.aside)
+
+    def fetch(
+        self, chain: Chain, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        """See ``Tier``. Takes at most ``answer_s`` and the time that so many bytes take at the slowest allowed."""
+        came = [False] * len(indexes)
+        if self._follower is None or not indexes:
+            return came
+        slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
+        fetch = Fetch(
+            self._follower.directory, self._roster, self.limits, self._clock, chain,
+            Deadline(self._clock, min(slowest_s, deadline.left_s())),
+        )  # fmt: skip
+        for start, stop in runs(indexes):
+            for at, address in fetch.run(indexes[start], images[start:stop]):
+                came[start + at] = True
+                self._note(chain.addresses[indexes[start] + at], address)
+        hits = sum(came)
+        self._counters.add("peers_hits", hits)
+        self._counters.add("peers_misses", len(came) - hits)
+        self._counters.add(
+            "peers_bytes", sum(len(image) for image, is_here in zip(images, came, strict=True) if is_here)
+        )
+        self._counters.add("peers_failed", fetch.failures)
+        return came
+
+    def damaged(self, chain: Chain, index: int) -> None:
+        """See ``Tier``. Whoever gave it is left alone for a while."""
+        with self._lock:
+            address = self._given.pop(chain.addresses[index], None)
+        self._counters.add("peers_damaged")
+        if address is not None:
+            self._roster.blame(address, "a chunk from it was not right")
+
+    def drop_namespace(self, digest: bytes) -> None:
+        """See ``Tier``. Prints do not say of which namespace they are: the peers' own digests will."""
+
+    def tell_cleared(self, namespace: NamespaceDigest) -> None:
+        """Tells all nodes that a namespace was cleared here. Raises Unavailable, where they did not hear it perhaps."""
+        mark = os.urandom(16)
+        if self._follower is not None:
+            self._follower.expect_cleared(namespace, mark)
+        self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
+
+    def stats(self) -> dict[str, int | float]:
+        """See ``Tier``."""
+        known = self._follower.directory if self._follower is not None else None
+        return {
+            "peers_known": len(known.addresses) if known else 0,
+            "peers_prints": len(known.entries) if known else 0,
+            "peers_aside": len(self._roster.aside),
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """See ``Tier``. Fetches in progress end with what they have."""
+        if self._publisher is not None:
+            self._publisher.close(timeout_s)
+        if self._follower is not None:
+            self._follower.close(timeout_s)
+        self._roster.close()
+
+    def _turn(self, directory: Directory) -> None:
+        self._roster.look_after(directory.numbers)
+
+    def _note(self, chunk: Address, peer: str) -> None:
+        with self._lock:
+            self._given[chunk] = peer
+            self._given.move_to_end(chunk)
+            if len(self._given) > GIVEN_MAX:
+                self._given.popitem(last=False)

@@ -1,0 +1,173 @@
+"""Publishing what this node's memory holds: changed digests, seldom enough and small enough for etcd.
+
+Hangs on the session: a new one publishes everything again, because the keys of the old one go with its lease.  A thread
+of its own, so that no call waits for etcd (rule P1); its every step is a method, for tests with a clock of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import KVStoreError
+from kvstore.format.checksum import checksum
+from kvstore.meta.digests import SHARDS, Digests
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord
+from kvstore.node.counters import Counters
+from kvstore.peers.digest import encode
+from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 128
+"""What a key and its envelope add to a digest, about."""
+NOTHING = checksum(b"")
+WITHDRAW_S = 1.0
+
+
+class Source(Protocol):
+    """What there is to tell: the memory of this node."""
+
+    def changes(self) -> set[int]:
+        """The shards in which chunks came or went since this was last asked."""
+        ...
+
+    def prints(self, shard: int) -> npt.NDArray[np.uint32]:
+        """The sorted prints of what a shard has now."""
+        ...
+
+
+class Publisher:
+    """Keeps etcd in step with ``source``, under the session that ``begin`` names, for the worker of ``record``."""
+
+    def __init__(
+        self,
+        digests: Digests,
+        source: Source,
+        record: WorkerRecord,
+        limits: PeerLimits,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self._digests = digests
+        self._source = source
+        self._record = record
+        self._limits = limits
+        self._counters = counters
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        # What follows is the thread's alone.
+        self._told_in: Session | None = None
+        self._is_listed = False
+        self._sums: dict[int, int] = {}
+        self._due: dict[int, None] = {}
+        self._room_bytes = float(limits.burst_bytes)
+        self._filled_s = clock.monotonic_s()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvstore-peers-publish", daemon=True)
+        self._thread.start()
+
+    def begin(self, session: Session) -> None:
+        """From now on publishes under ``session``."""
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+
+    def end(self, session: Session) -> None:
+        """The session is over, and all that was published with it."""
+        with self._changed:
+            if self._session is session:
+                self._session = None
+
+    def step(self) -> float:
+        """Publishes what is due, as far as the rate allows; returns after how many seconds to step again."""
+        self._due |= dict.fromkeys(sorted(self._source.changes()))
+        session = self._session
+        if session is None:
+            return self._limits.sync_interval_s
+        if session is not self._told_in:
+            self._told_in, self._is_listed = session, False
+            self._sums, self._due = {}, dict.fromkeys(range(SHARDS))
+        values, sums = self._chosen()
+        while values or not self._is_listed:
+            if not self._publish(session, values):
+                self._due = dict.fromkeys(values) | self._due
+                break
+            self._sums |= sums
+            values, sums = self._chosen()
+        return self._limits.sync_interval_s
+
+    def close(self, timeout_s: float) -> None:
+        """Asks others to read no more from here, and ends the thread. Idempotent."""
+        with self._changed:
+            already, self._closed = self._closed, True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        session = self._session
+        if already or session is None or not session.alive:
+            return
+        try:
+            self._digests.withdraw(session, min(WITHDRAW_S, timeout_s))
+        except KVStoreError:
+            pass  # it goes with the session
+
+    def _chosen(self) -> tuple[dict[int, bytes], dict[int, int]]:
+        """The digests to write now, oldest change first, and their sums; those without a change are due no more."""
+        now_s = self._clock.monotonic_s()
+        room = self._room_bytes + (now_s - self._filled_s) * self._limits.bytes_per_s
+        room, self._filled_s = min(room, self._limits.burst_bytes), now_s
+        values: dict[int, bytes] = {}
+        sums: dict[int, int] = {}
+        left = STEP_BYTES_MAX
+        for shard in list(self._due):
+            value = encode(self._source.prints(shard))
+            total = checksum(value)
+            if total != self._sums.get(shard, NOTHING):
+                size = len(value) + KEY_BYTES
+                if size > min(room, left):
+                    break
+                room, left = room - size, left - size
+                values[shard], sums[shard] = value, total
+            del self._due[shard]
+        self._room_bytes = room
+        return values, sums
+
+    def _publish(self, session: Session, values: dict[int, bytes]) -> bool:
+        """Writes digests; False where they have to be written again."""
+        try:
+            record = None if self._is_listed else self._record
+            self._digests.publish(session, values, record, self._limits.meta_deadline_s)
+        except KVStoreError as error:
+            # If they were written all the same, whoever reads them twice learns nothing new.
+            log.debug("peers.not_published %s", error)
+            return False
+        self._is_listed = True
+        self._counters.add("peers_syncs")
+        self._counters.add("peers_digests", len(values))
+        self._counters.add("peers_digest_bytes", sum(map(len, values.values())))
+        return True
+
+    def _run(self) -> None:
+        while not self._closed:
+            began_s, session = self._clock.monotonic_s(), self._session
+            pause_s = self.step() - (self._clock.monotonic_s() - began_s)
+            self._wait(session, pause_s)
+
+    def _wait(self, session: Session | None, pause_s: float) -> None:
+        """A session that has begun meanwhile ends the pause: its peers know nothing yet."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._session not in (None, session), timeout=max(0.0, pause_s)
+            )

@@ -1,0 +1,163 @@
+"""Peers as this node has found them: how fast each is, which ones are left alone, and which one is asked next (P3).
+
+Separate from what they say that they hold, because it is about this node's own experience, and changes with each fetch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from random import Random
+from typing import Any
+
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.endpoint import SERVING, Endpoint
+from kvstore.client.limits import ClientLimits
+from kvstore.peers.limits import PeerLimits
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+LATEST = 0.3
+"""How much the latest fetch counts in a peer's time per byte, beside all before."""
+S_PER_BYTE_FIRST = 1 / (4 << 30)
+"""Of a peer that was never asked: as if it were fast, so that it is."""
+
+
+class Peer:
+    """One peer. Its fields are the roster's, under its lock; ``endpoint`` and ``turn`` are for whoever asks it."""
+
+    def __init__(self, address: str, limits: PeerLimits) -> None:
+        self.address = address
+        self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits))
+        self.turn = threading.BoundedSemaphore(limits.links_max)
+        """One for each connection there may be."""
+        self.s_per_byte = S_PER_BYTE_FIRST
+        self.asked = 0
+        """Fetches in progress or waiting."""
+        self.failures = 0
+        """In a row."""
+        self.until_s: float | None = None
+        """Set aside: until it is asked how it is. None: it may be read from."""
+        self.probe: Any = None
+
+
+class Roster:
+    """All peers that were ever chosen and are still there. Thread-safe."""
+
+    def __init__(self, limits: PeerLimits, clock: Clock, chance: Random) -> None:
+        self.aside: frozenset[str] = frozenset()
+        """Addresses of those that are left alone at the moment."""
+        self._limits = limits
+        self._clock = clock
+        self._chance = chance
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._closed = False
+
+    def choose(self, covered: Mapping[str, int], without: Collection[str]) -> Peer | None:
+        """One of those that cover most, by chance: of two, drawn with weights, the one that should be done first.
+
+        ``covered`` says how many of the wanted chunks each address has. ``leave`` is owed for what is returned.
+        """
+        with self._lock:
+            free = {each: n for each, n in covered.items() if each not in self.aside and each not in without}
+            if not free or self._closed:
+                return None
+            most = max(free.values())
+            able = [self._peer(each) for each, count in free.items() if 2 * count > most]
+            costs = {peer.address: _cost(peer) for peer in able}
+            drawn = self._chance.choices(able, [1 / costs[peer.address] for peer in able], k=2)
+            chosen = min(drawn, key=lambda peer: costs[peer.address])
+            chosen.asked += 1
+            chosen.endpoint.use()
+            return chosen
+
+    def leave(self, peer: Peer) -> None:
+        """The end of what ``choose`` began."""
+        with self._lock:
+            peer.asked -= 1
+        peer.endpoint.leave()
+
+    def praise(self, peer: Peer, size_bytes: int, took_s: float) -> None:
+        """It gave what it was asked for."""
+        with self._lock:
+            peer.failures = 0
+            if size_bytes:
+                peer.s_per_byte += LATEST * (took_s / size_bytes - peer.s_per_byte)
+
+    def blame(self, address: str, why: str) -> None:
+        """It failed, or gave what was wrong: it is left alone for a while."""
+        with self._lock:
+            peer = self._peers.get(address)
+            if peer is None:
+                return
+            peer.failures += 1
+            pause_s = min(self._limits.aside_s_min * 2 ** min(peer.failures - 1, 16), self._limits.aside_s_max)
+            peer.until_s = self._clock.monotonic_s() + pause_s
+            self.aside |= {address}
+        log.info("peers.aside peer=%s why=%s", address, why)
+
+    def look_after(self, listed: Collection[str]) -> None:
+        """Lets go of peers that are not ``listed`` any more, and asks those set aside for long enough how they are.
+
+        Waits for nobody: an answer is looked at the next time.
+        """
+        with self._lock:
+            # Not of those that are being read from: ``close`` has to find them.
+            gone = [peer for address, peer in self._peers.items() if address not in listed and not peer.asked]
+            for peer in gone:
+                del self._peers[peer.address]
+            for peer in self._peers.values():
+                self._look_at(peer)
+            self.aside = frozenset(peer.address for peer in self._peers.values() if peer.until_s is not None)
+        for peer in gone:
+            peer.endpoint.retire()
+
+    def close(self) -> None:
+        """Closes all connections; fetches in progress end. Idempotent."""
+        with self._lock:
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.endpoint.close()
+
+    def _peer(self, address: str) -> Peer:
+        found = self._peers.get(address)
+        if found is None:
+            found = self._peers[address] = Peer(address, self._limits)
+        return found
+
+    def _look_at(self, peer: Peer) -> None:
+        if peer.until_s is None or self._clock.monotonic_s() < peer.until_s:
+            return
+        if peer.probe is None:
+            peer.probe = peer.endpoint.probe(self._limits.answer_s)
+        elif peer.probe.done():
+            answer, peer.probe = peer.probe, None
+            if _is_well(answer):
+                peer.until_s = None
+                log.info("peers.back peer=%s", peer.address)
+            else:
+                peer.until_s = self._clock.monotonic_s() + self._limits.aside_s_min
+
+
+def _cost(peer: Peer) -> float:
+    """How long a byte should take now, and more for one that has failed since it last answered."""
+    return peer.s_per_byte * (1 + peer.asked) * (1 << min(peer.failures, 16))
+
+
+def _is_well(answer: Any) -> bool:
+    """Whether a worker says that it serves; one without the health service serves all the same."""
+    if answer.cancelled():
+        return False
+    error = answer.exception()
+    if error is not None:
+        return bool(error.code().name == "UNIMPLEMENTED")
+    return bool(answer.result() == SERVING)
+
+
+def _client_limits(limits: PeerLimits) -> ClientLimits:
+    # A connection is made in three steps, each of at most ``probe_s``.
+    return ClientLimits(bulk_links_max=limits.links_max, probe_s=limits.answer_s / 3)

@@ -1,0 +1,27 @@
+"""When a put is acknowledged, and what it leaves where: the choice a writer has on a node with memory."""
+
+from __future__ import annotations
+
+import enum
+
+from kvstore.errors import InvalidRequest
+
+
+class WriteMode(enum.Enum):
+    """See kvstore/memory/MEMORY.md, "Writing". A node without memory knows only AROUND."""
+
+    THROUGH = "through"
+    """Acknowledged when the root has it; memory keeps a copy."""
+    BEHIND = "behind"
+    """Acknowledged when memory has it, and written to the root soon; lost where this node is killed before."""
+    AROUND = "around"
+    """Acknowledged when the root has it; memory gets it when it is read."""
+
+    @classmethod
+    def of(cls, value: WriteMode | str) -> WriteMode:
+        """The mode with this name. Raises InvalidRequest."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(mode.value for mode in cls)
+            raise InvalidRequest(f"write={value!r}: expected one of {names}") from None

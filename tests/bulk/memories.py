@@ -1,0 +1,195 @@
+"""Workers with memory for the tests of clients that map it, in this process or in one of their own, and such clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.meta.memory import MemoryMeta
+from kvstore.planes import Planes
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
+from kvstore.writes import WriteMode
+from tests.worker.serving import WAIT_S, Served, eventually
+
+MEMORY_BYTES = 64 << 20
+
+
+@contextmanager
+def serving_memory(
+    root: Root | Path | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    *,
+    worker_limits: WorkerLimits | None = None,
+    write: WriteMode = WriteMode.BEHIND,
+) -> Iterator[Served]:
+    """A worker with memory on ``root`` (in memory itself where none is given), stopped at the end."""
+    opened = PosixRoot(root) if isinstance(root, Path) else root or MemoryRoot(MemoryFiles())
+    clock, ids = SystemClock(), RandomIds()
+    settings = TierSettings(memory_bytes=memory_bytes, write=write)
+    member = join(
+        opened,
+        create_or_open(opened, ids),
+        MemoryMeta(clock=clock),
+        durable=False,
+        limits=Limits(),
+        clock=clock,
+        ids=ids,
+        settings=settings,
+    )
+    worker = Worker(member, "127.0.0.1:0", worker_limits)
+    try:
+        worker.start()
+        yield Served(worker, member)
+    finally:
+        worker.stop()
+        member.close()
+
+
+def memory_of(served: Served) -> MemoryTier:
+    """The memory of a worker in this process."""
+    memory = served.member.node.memory
+    assert memory is not None
+    return memory
+
+
+def filled(
+    served: Served, tokens: npt.NDArray[np.int64], kv: npt.NDArray[np.float16], layout: Layout, name: str = "m"
+) -> Chain:
+    """Puts a prompt on the root and in memory, from within the worker; its chain."""
+    namespace = Namespace(name, layout)
+    served.member.claim_namespace(namespace)
+    chain = Chain.of(namespace, tokens.astype(np.uint32))
+    planes = Planes(kv, layout.section_bytes)
+    served.member.node.put(chain, 0, planes, write=WriteMode.THROUGH)
+    assert memory_of(served).leading(chain) == len(chain)
+    return chain
+
+
+def referenced_bytes(served: Served) -> int:
+    """What of the memory somebody refers to."""
+    return int(memory_of(served).stats()["memory_referenced_bytes"])
+
+
+def all_let_go(served: Served) -> None:
+    """Waits until nobody refers to anything in memory, and no lease is alive."""
+    eventually(lambda: not referenced_bytes(served), "nothing in memory is referred to")
+    assert not served.worker.service.bulk_requests.leases
+
+
+def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]:
+    """What the kernel says of a process's mappings of a file: sums of Rss, Pss and the shared and private parts."""
+    sums: dict[str, int] = {}
+    ours = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = name in line
+        elif ours and (found := re.match(r"^(\w+):\s+(\d+) kB", line)):
+            sums[found[1]] = sums.get(found[1], 0) + 1024 * int(found[2])
+    return sums
+
+
+_WORKER = """
+import sys
+from kvstore.node.opening import open_member
+from kvstore.node.settings import TierSettings
+from kvstore.worker.worker import Worker
+member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[2])))
+worker = Worker(member, "127.0.0.1:0")
+print(worker.start(), flush=True)
+sys.stdin.read()
+"""
+
+_CLIENT = """
+import sys
+import numpy as np
+import kvstore
+from tests.bulk.ways import MEDIUM, same, tokens_and_kv
+chunks = int(sys.argv[2])
+tokens, kv = tokens_and_kv(chunks)
+with kvstore.connect(sys.argv[1], bulk="shared") as store:
+    hold = store.namespace("m", MEDIUM).hold(tokens)
+    views = hold.view()
+    size = MEDIUM.chunk_tokens
+    assert len(views) == chunks
+    for at, view in enumerate(views):
+        assert same(view, kv[:, :, at * size : (at + 1) * size])
+    print("viewing", flush=True)
+    sys.stdin.readline()
+    del views, view
+    print("done", flush=True)
+    sys.stdin.read()
+"""
+
+
+class Process:
+    """A Python process that says one line when it is ready."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env=dict(os.environ),
+        )
+        self.pid = self._child.pid
+        self.said = self.hear()
+        assert self.said, "it did not start"
+
+    def hear(self) -> str:
+        assert self._child.stdout is not None
+        return self._child.stdout.readline().strip()
+
+    def go_on(self) -> str:
+        """Lets it go on; what it says then."""
+        assert self._child.stdin is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        return self.hear()
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        self._child.kill()
+        self._child.communicate(timeout=WAIT_S)
+
+
+@contextmanager
+def worker_with_memory(root: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[Process]:
+    """A worker in a process of its own; ``said`` is its address."""
+    process = Process(_WORKER, str(root), str(memory_bytes))
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@contextmanager
+def viewing_client(address: str, chunks: int) -> Iterator[Process]:
+    """A client in a process of its own with views of the chunks of prompt 0, which it lets go of when told."""
+    process = Process(_CLIENT, address, str(chunks))
+    try:
+        yield process
+    finally:
+        process.kill()

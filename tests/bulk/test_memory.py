@@ -1,0 +1,304 @@
+"""Clients that map a worker's memory: gets and views without a byte on the way, and leases that nothing can lose."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.limits import ClientLimits
+from kvstore.results import PutResult
+from kvstore.worker.limits import WorkerLimits
+from tests.bulk.memories import (
+    MEMORY_BYTES,
+    all_let_go,
+    filled,
+    mapped_bytes,
+    memory_of,
+    referenced_bytes,
+    serving_memory,
+    viewing_client,
+    worker_with_memory,
+)
+from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.worker.serving import WAIT_S, Served, connected, eventually
+
+pytestmark = pytest.mark.slow
+SIZE = MEDIUM.chunk_tokens
+COUNT = 150
+TOKENS, KV = tokens_and_kv(COUNT)
+
+
+@pytest.fixture(params=["files", "no files"])
+def served(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Served]:
+    with serving_memory(tmp_root if request.param == "files" else None) as found:
+        yield found
+        all_let_go(found)
+        assert found.worker.service.counters()["calls_failed"] == 0
+
+
+@pytest.fixture
+def on_files(tmp_root: Path) -> Iterator[Served]:
+    with serving_memory(tmp_root) as found:
+        yield found
+
+
+def evict(served: Served, start: int, stop: int, chain_tokens: np.ndarray = TOKENS) -> None:
+    """Takes some chunks out of memory."""
+    memory = memory_of(served)
+    chain = filled(served, chain_tokens, KV[:, :, : len(chain_tokens)], MEDIUM)
+    with memory.refer(chain, start, stop - start) as slots:
+        entries = [entry for entry in slots.entries if entry is not None]
+    with memory._deciding():
+        for entry in entries:
+            memory._inventory.drop(entry)
+    assert memory.leading(chain, start) == 0
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_what_memory_has_is_read_without_the_root(served: Served, tmp_root: Path, way: str) -> None:
+    filled(served, TOKENS, KV, MEDIUM)
+    opened = served.member.node.counters.snapshot()["chunks_read"]
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        out = np.zeros_like(KV)
+        for _ in range(3):
+            assert cache.get(TOKENS, out=out) == len(TOKENS)
+            assert same(out, KV)
+            out.fill(0)
+        assert store.stats()[f"client_gets_{way}"] == 3
+        assert store.stats()["memory_hits"] >= 3 * COUNT
+        assert store.stats()["client_bulk_broken"] == 0
+    assert way == "shared" or served.member.node.counters.snapshot()["chunks_read"] == opened
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+@pytest.mark.parametrize("gap", [(0, 150), (0, 3), (10, 70), (63, 65), (149, 150), (100, 150)])
+def test_what_memory_lacks_comes_from_the_root_in_between(served: Served, way: str, gap: tuple[int, int]) -> None:
+    evict(served, *gap)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        count, array = cache.get(TOKENS)
+        assert count == len(TOKENS)
+        assert same(array, KV)
+        with cache.hold(TOKENS) as hold:
+            views = hold.view()
+            assert len(views) == COUNT
+            assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
+            del views
+        assert store.stats()["client_bulk_broken"] == 0
+        assert store.stats()["client_gets_grpc"] == 0
+
+
+def test_views_lie_in_the_workers_memory_and_cannot_be_written(served: Served) -> None:
+    filled(served, TOKENS, KV, MEDIUM)
+    with connected(served, bulk="shared") as store, store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+        views = hold.view()
+        assert len(views) == COUNT
+        for at, view in enumerate(views):
+            assert same(view, KV[:, :, at * SIZE : (at + 1) * SIZE])
+            assert view.dtype == KV.dtype
+            with pytest.raises(ValueError, match="read-only"):
+                view[0, 0, 0, 0, 0] = 1
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                view.flags.writeable = True
+        del view
+        assert mapped_bytes(os.getpid())["Shared_Clean"] + mapped_bytes(os.getpid())["Shared_Dirty"] > 0
+        assert len(served.worker.service.bulk_requests.leases or ()) == 1
+        views.clear()
+        all_let_go(served)
+
+
+def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> None:
+    filled(served, TOKENS, KV, MEDIUM)
+    with connected(served, bulk="shared") as store:
+        with store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+            views = hold.view()
+        part = memoryview(views[7][1, 0][3:5].reshape(-1).view(np.uint8))
+        wanted = bytes(part)
+        views.clear()
+        gc.collect()
+        assert referenced_bytes(served) > 0
+    # The store is closed and its connections with it: what was viewed is still there.
+    other, other_kv = tokens_and_kv(300, seed=5)
+    for start in range(0, 300, 100):
+        filled_part = other[: (start + 100) * SIZE]
+        with connected(served, bulk="shared", deferred=True) as store:
+            store.namespace("m", MEDIUM).put(filled_part, other_kv[:, :, : len(filled_part)])
+    assert bytes(part) == wanted
+    assert referenced_bytes(served) > 0
+    del part
+    all_let_go(served)
+
+
+def test_views_outlive_the_hold_the_store_and_the_worker(tmp_root: Path) -> None:
+    """A2."""
+    with worker_with_memory(tmp_root) as worker:
+        with connected(worker.said, deferred=True) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.put(TOKENS, KV)
+            eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
+        with connected(worker.said, bulk="shared") as store:
+            hold = store.namespace("m", MEDIUM).hold(TOKENS)
+            views = hold.view()
+            assert len(views) == COUNT
+            worker.kill()
+            assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
+    assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
+    assert mapped_bytes(os.getpid())
+    del views
+    gc.collect()
+    eventually(lambda: not mapped_bytes(os.getpid()), "the mapping goes with the last array")
+
+
+def test_two_clients_and_a_worker_share_one_copy(tmp_root: Path) -> None:
+    """The bytes of the chunks are there once: the kernel counts them as shared by all, a third for each."""
+    chunk_bytes = COUNT * MEDIUM.chunk_bytes
+    with worker_with_memory(tmp_root) as worker:
+        with connected(worker.said, deferred=True) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.put(TOKENS, KV)
+            eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
+        with viewing_client(worker.said, COUNT) as one, viewing_client(worker.said, COUNT) as other:
+            sums = [mapped_bytes(pid) for pid in (worker.pid, one.pid, other.pid)]
+            for found in sums[1:]:
+                assert found["Rss"] >= chunk_bytes
+                assert found["Private_Clean"] + found["Private_Dirty"] < chunk_bytes / 10
+            assert sum(found["Pss"] for found in sums) < 1.5 * chunk_bytes
+            assert one.go_on() == other.go_on() == "done"
+
+
+def test_a_client_that_is_killed_leaks_nothing(served: Served) -> None:
+    """A2: while it has views, and in the middle of a request."""
+    filled(served, TOKENS, KV, MEDIUM)
+    with viewing_client(served.address, COUNT) as client:
+        assert referenced_bytes(served) > 0
+        os.kill(client.pid, signal.SIGSTOP)
+        assert referenced_bytes(served) > 0
+        client.kill()
+        all_let_go(served)
+    eventually(lambda: served.worker.service.bulk.connections_count == 0, "its connections end")  # type: ignore[union-attr]
+    descriptors = [name for name in bulk_files_of(os.getpid()) if "memory" in name]
+    assert len(descriptors) == 1
+
+
+def test_a_client_that_lets_go_of_nothing_is_bounded(on_files: Served) -> None:
+    """L1: beyond half of the memory chunks are read as if they were not in it, and everybody else is served."""
+    views = []
+    with connected(on_files, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        for seed in range(6):
+            tokens, kv = tokens_and_kv(80, seed=50 + seed)
+            filled(on_files, tokens, kv, MEDIUM)
+            with cache.hold(tokens) as hold:
+                views.append((kv, hold.view()))
+        stats = memory_of(on_files).stats()
+        assert MEMORY_BYTES / 4 < stats["memory_leased_bytes"] <= MEMORY_BYTES / 2
+        for kv, arrays in views:
+            assert len(arrays) == 80
+            assert all(same(view, kv[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(arrays))
+        with connected(on_files, bulk="shared") as other:
+            assert same(other.namespace("m", MEDIUM).get(tokens)[1], kv)
+        del arrays, views, hold
+    all_let_go(on_files)
+
+
+def test_more_views_than_descriptors_for_leases_are_copies(
+    on_files: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.fetching.LEASES_MAX", 2)
+    tokens, kv = TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE]
+    filled(on_files, tokens, kv, MEDIUM)
+    with connected(on_files, bulk="shared") as store, store.namespace("m", MEDIUM).hold(tokens) as hold:
+        views = [hold.view() for _ in range(5)]
+        assert len(on_files.worker.service.bulk_requests.leases or ()) == 2
+        assert all(same(view[3], kv[:, :, 3 * SIZE :]) for view in views)
+        views.clear()
+    all_let_go(on_files)
+
+
+@pytest.mark.parametrize("place", ["header", "payload"])
+@pytest.mark.parametrize("reads", ["get", "view"])
+def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -> None:
+    """I1: the client finds it, the worker hears of it over gRPC, and gives what the root has."""
+    chain = filled(served, TOKENS, KV, MEDIUM)
+    memory = memory_of(served)
+    with memory.refer(chain, 80, 1) as slots:
+        entry = slots.entries[0]
+        assert entry is not None
+        at = entry.offset + (60 if place == "header" else 4096 + 70_000)
+        memory.arena.memory[at] ^= 1
+    with connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        for _ in range(2):
+            if reads == "get":
+                count, array = cache.get(TOKENS)
+                assert count == len(TOKENS)
+                assert same(array, KV)
+            else:
+                with cache.hold(TOKENS) as hold:
+                    views = hold.view()
+                assert len(views) == COUNT
+                assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
+                del views
+        assert store.stats()["client_bulk_damaged"] == 1
+        assert store.stats()["memory_damaged"] == 1
+
+
+def test_a_get_that_is_late_leaves_its_bytes_alone_until_the_client_is_done(tmp_root: Path) -> None:
+    """The worker gives up the request, not the chunks: the client may be copying them at that moment."""
+    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=0.3)) as served:
+        filled(served, TOKENS, KV, MEDIUM)
+        with viewing_client(served.address, COUNT) as client:
+            os.kill(client.pid, signal.SIGSTOP)
+            eventually(lambda: referenced_bytes(served) > 0, "it has views")
+            os.kill(client.pid, signal.SIGCONT)
+            assert client.go_on() == "done"
+        all_let_go(served)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_a_deferred_put_is_in_memory_and_reaches_the_root(served: Served, way: str) -> None:
+    with connected(served, bulk=way, deferred=True) as store:
+        cache = store.namespace("m", MEDIUM)
+        assert cache.put(TOKENS, KV) == PutResult(len(TOKENS), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
+        assert cache.match(TOKENS) == len(TOKENS)
+        assert same(cache.get(TOKENS)[1], KV)
+        assert memory_of(served).stats()["memory_chunks"] == COUNT
+        eventually(lambda: not memory_of(served).stats()["memory_dirty_bytes"], "the root has it")
+        assert served.member.node.counters.snapshot()["chunks_written"] == COUNT
+        assert store.stats()["puts_deferred_lost"] == 0
+
+
+def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path) -> None:
+    with (
+        serving_memory(tmp_root, 16 << 20) as served,
+        connected(served, bulk="shared", deferred=True, limits=ClientLimits()) as store,
+    ):
+        cache = store.namespace("m", MEDIUM)
+        for seed in range(3):
+            tokens, kv = tokens_and_kv(300, seed=70 + seed)
+            assert cache.put(tokens, kv).tokens_present == len(tokens)
+            count, array = cache.get(tokens)
+            assert same(array, kv[:, :, :count])
+        lost = store.stats()["puts_deferred_lost"]
+        assert lost or count == len(tokens)
+
+
+def test_one_mapping_serves_all_connections(served: Served) -> None:
+    filled(served, TOKENS, KV, MEDIUM)
+    with connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        holds = [cache.hold(TOKENS) for _ in range(3)]
+        views = [hold.view() for hold in holds]
+        maps = Path("/proc/self/maps").read_text().count("memfd:kvstore-memory")
+        assert maps == 2  # the worker's own, and the client's
+        views.clear()
+        for hold in holds:
+            hold.release()
+    assert WAIT_S

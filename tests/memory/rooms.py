@@ -1,0 +1,66 @@
+"""What tests of inventories share: room without pieces, places of chunks, and entries that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.address import NO_PARENT, chunk_address, hashed_block_address
+from kvstore.memory.inventory import Entry, Inventory, Place, Room
+from kvstore.memory.policy import POLICIES
+from kvstore.namespace import NamespaceDigest
+
+NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
+
+
+class Bytes:
+    """Room that never comes in pieces; each take has a number of its own."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.taken: dict[int, int] = {}
+        self._number = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.size_bytes - sum(self.taken.values())
+
+    def take(self, size_bytes: int) -> int | None:
+        if size_bytes > self.free_bytes:
+            return None
+        self._number += 1
+        self.taken[self._number] = size_bytes
+        return self._number
+
+    def give(self, offset: int) -> None:
+        del self.taken[offset]  # KeyError: given back twice
+
+
+def block(number: int) -> Place:
+    return Place(NAMESPACES[0], hashed_block_address(NAMESPACES[0], number.to_bytes(16, "big")), NO_PARENT, b"")
+
+
+def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0]) -> list[Place]:
+    places: list[Place] = []
+    parent = NO_PARENT
+    for number in range(count):
+        tokens = (seed * 1_000 + number).to_bytes(4, "little")
+        address = chunk_address(namespace, parent, tokens)
+        places.append(Place(namespace, address, parent, tokens))
+        parent = address
+    return places
+
+
+def fill(inventory: Inventory, places: Iterable[Place], now_s: float = 0.0, size_bytes: int = 10) -> list[Entry]:
+    """Claims, shows and lets go of each."""
+    entries = []
+    for place in places:
+        entry = inventory.claim(place, size_bytes, now_s)
+        assert entry is not None
+        assert inventory.ready(entry)
+        inventory.unrefer(entry)
+        entries.append(entry)
+    return entries
+
+
+def lru(room: Room) -> Inventory:
+    return Inventory(room, POLICIES["lru"]())

@@ -1,0 +1,167 @@
+"""The arena (A1, A2): whoever gets its descriptor can read it and nothing else, and outlives the one who wrote it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.memory.arena import Arena, map_arena
+
+SIZE = 64 * 4096
+
+INTRUDER = """
+import ctypes, fcntl, json, mmap, os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as link:
+    fd = socket.recv_fds(link, 1, 1)[1][0]
+    size = os.fstat(fd).st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mprotect.argtypes = libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+
+    def checked(result):
+        if result:
+            raise OSError(ctypes.get_errno(), "")
+
+    def through_another_descriptor(attempt):
+        def again():
+            os.fchmod(fd, 0o777)
+            fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            try:
+                attempt(fresh)
+            finally:
+                os.close(fresh)
+        return again
+
+    ATTEMPTS = {
+        "map": lambda fd: mmap.mmap(fd, size),
+        "write": lambda fd: os.pwrite(fd, b"x", 0),
+        "shrink": lambda fd: os.ftruncate(fd, 4096),
+        "grow": lambda fd: os.ftruncate(fd, 2 * size),
+        "allocate": lambda fd: os.posix_fallocate(fd, size, 4096),
+        "punch": lambda fd: checked(libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(4096))),
+        "unseal": lambda fd: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    }
+    done = {}
+    def attempt(name, act):
+        try:
+            act()
+            done[name] = "worked"
+        except (OSError, ValueError) as error:
+            done[name] = type(error).__name__
+    for name, act in ATTEMPTS.items():
+        attempt(name, lambda: act(fd))
+        attempt(f"{name} through /proc", through_another_descriptor(act))
+    attempt("mprotect", lambda: checked(libc.mprotect(start, size, 3)))
+    attempt("remove", lambda: checked(libc.madvise(start, 4096, 9)))
+    link.sendall(b"1")
+    link.recv(1)  # until the writer has gone on
+    print(json.dumps({"done": done, "read": mapped[:5].decode("latin-1")}))
+"""
+
+
+def test_a1_another_process_reads_what_is_written_and_changes_nothing() -> None:
+    arena = Arena(SIZE).open()
+    arena.memory[:5] = b"first"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", INTRUDER, str(theirs.fileno())]
+        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE)
+        socket.send_fds(ours, [b"x"], [arena.fd])
+        assert ours.recv(1) == b"1"
+        assert bytes(arena.memory[:5]) == b"first"
+        arena.memory[:5] = b"later"
+        ours.sendall(b"x")
+        said = json.loads(child.communicate(timeout=60)[0])
+    assert said["read"] == "later"
+    assert [name for name, outcome in said["done"].items() if outcome == "worked"] == []
+    assert os.fstat(arena.fd).st_size == SIZE and bytes(arena.memory[:5]) == b"later"
+    arena.close()
+
+
+WRITER = """
+import socket, sys, time
+from kvstore.memory.arena import Arena
+with socket.socket(fileno=int(sys.argv[1])) as link:
+    arena = Arena(int(sys.argv[2])).open()
+    arena.memory[-4:] = b"left"
+    socket.send_fds(link, [b"x"], [arena.fd])
+    link.recv(1)
+"""
+
+
+def test_a2_what_is_mapped_stays_readable_when_the_writer_is_killed() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", WRITER, str(theirs.fileno()), str(SIZE)]
+        child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        ours.settimeout(60)
+        fd = socket.recv_fds(ours, 1, 1)[1][0]
+        mapped = map_arena(fd, SIZE)
+        os.close(fd)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(60) == -signal.SIGKILL
+    assert mapped.readonly and bytes(mapped[-4:]) == b"left" and bytes(mapped[:4]) == bytes(4)
+
+
+def test_pages_are_taken_when_they_are_first_written() -> None:
+    arena = Arena(SIZE).open()
+    taken = [os.fstat(arena.fd).st_blocks]
+    arena.memory[4096:4100] = b"page"
+    taken.append(os.fstat(arena.fd).st_blocks)
+    arena.close()
+    assert taken[0] == 0 and 0 < taken[1] * 512 < SIZE
+
+
+def test_a_view_outlives_the_arena() -> None:
+    arena = Arena(SIZE).open()
+    arena.memory[4096:4101] = b"alive"
+    image = arena.memory.toreadonly()[4096:8192]
+    arena.close()
+    arena.close()
+    assert bytes(image[:5]) == b"alive" and len(arena.memory) == 0 and arena.fd == -1
+
+
+def sealed_file(size_bytes: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_what_a_worker_does_not_hand_over_is_not_mapped() -> None:
+    """A client that reads a file that may shrink dies of it."""
+    all_but_shrink = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
+    good = Arena(SIZE).open()
+    files = [sealed_file(SIZE, all_but_shrink), sealed_file(SIZE, 0), os.open("/dev/null", os.O_RDONLY)]
+    try:
+        for fd in files:
+            with pytest.raises(Unavailable):
+                map_arena(fd, SIZE)
+        with pytest.raises(Unavailable):
+            map_arena(good.fd, SIZE + 4096)
+        assert len(map_arena(good.fd, SIZE)) == SIZE
+    finally:
+        for fd in files:
+            os.close(fd)
+        good.close()
+
+
+def test_a_size_that_cannot_be_is_refused_and_leaves_nothing() -> None:
+    for size in (0, -4096, 4095, 4097):
+        with pytest.raises(InvalidRequest):
+            Arena(size)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unavailable):
+        Arena(1 << 60).open()
+    assert len(os.listdir("/proc/self/fd")) == before

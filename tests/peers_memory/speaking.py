@@ -1,0 +1,151 @@
+"""A peer for tests: a gRPC server that offers bulk connections, and behind them whatever a test wants to be said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any, cast
+
+import grpc
+import numpy as np
+
+from kvstore.address import Chain
+from kvstore.format.checksum import checksum
+from kvstore.format.header import Incarnation, encode, expected_chunk
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.sources import RandomIds
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import Kind, Mode, decode_request, encode_index
+from kvstore.wire.limits import method
+from kvstore.wire.messages import parse
+from kvstore.worker.admission import Gate
+from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.bulk.serving import BulkRequests
+from kvstore.worker.calls import Calls
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.standard import Health
+
+LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
+SPACE = Namespace.of("m", LAYOUT)
+
+Say = Callable[[Channel, int, pb.GetRequest], None]
+"""Answers one GET on a channel, under the number of the request."""
+
+
+def chain_of(count: int, seed: int = 0) -> Chain:
+    tokens = np.random.default_rng(seed).integers(0, 1 << 31, count * LAYOUT.chunk_tokens).astype("<u4")
+    return Chain.of(SPACE, tokens)
+
+
+def image_of(chain: Chain, index: int) -> bytes:
+    """The image of a chunk, whose bytes its address determines."""
+    expected = expected_chunk(chain, index)
+    random = np.random.default_rng(int.from_bytes(chain.addresses[index][:8], "little"))
+    payload = random.integers(0, 256, expected.payload_bytes, dtype=np.uint8).tobytes()
+    size = expected.section_bytes
+    sums = [checksum(payload[at : at + size]) for at in range(0, len(payload), size)]
+    return bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload
+
+
+def room_for(chain: Chain, indexes: Sequence[int]) -> list[memoryview]:
+    return [memoryview(bytearray(expected_chunk(chain, index).file_bytes)) for index in indexes]
+
+
+def send_file(channel: Channel, number: int, index: int, image: bytes) -> None:
+    channel.send(Kind.FILE, number, [encode_index(index), image])
+
+
+def start(channel: Channel, number: int, chunks: int) -> None:
+    message = pb.GetStart(chunks=chunks, tokens=chunks * LAYOUT.chunk_tokens)
+    channel.send(Kind.START, number, [message.SerializeToString()])
+
+
+def honest(chain: Chain, has: set[int] | None = None) -> Say:
+    """What a worker says whose memory has the chunks ``has`` of a chain (all of them if not given)."""
+
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        stop = request.first
+        while stop < request.chunks_max and (has is None or stop in has):
+            stop += 1
+        start(channel, number, stop)
+        for index in range(request.first, stop):
+            send_file(channel, number, index, image_of(chain, index))
+        channel.send(Kind.END, number)
+
+    return say
+
+
+class Speaker:
+    """What is said, and what was asked."""
+
+    def __init__(self, say: Say) -> None:
+        self.say = say
+        self.asked: list[pb.GetRequest] = []
+        self.address = ""
+        self.dials = 0
+        self.greets = True
+        """Whether OpenBulk is answered; else it hangs until the end."""
+        self.port = 0
+        """Where bulk connections are taken: the listener's own, unless a test puts something in between."""
+        self.health = Health()
+        self.ended = threading.Event()
+
+    def serve(self, connection: Connection) -> bool:
+        """For ``BulkListener``: one request of a connection."""
+        channel = connection.channel
+        try:
+            channel.limit(60.0, 60.0)
+            head = channel.receive_head()
+            channel.expect(head, Kind.GET)
+            request = decode_request(channel.receive(head.length))
+            assert request.flag == Mode.STREAM
+            message = parse(pb.GetRequest, request.message)
+            self.asked.append(message)
+            self.say(channel, head.request, message)
+        except (LinkBroken, LinkLate):
+            return False
+        return channel.alive
+
+    def close(self, timeout_s: float) -> None:
+        """For ``BulkListener``: nothing is left to end."""
+
+
+@contextmanager
+def speaking(say: Say) -> Iterator[Speaker]:
+    """A peer that says ``say``."""
+    speaker = Speaker(say)
+    limits = WorkerLimits()
+    calls = Calls(Gate(limits.calls_max), RandomIds())
+    listener = BulkListener(cast(BulkRequests, speaker), calls, limits, "127.0.0.1")
+    listener.start()
+    speaker.port = listener.tcp_port
+
+    def open_bulk(_: bytes, __: grpc.ServicerContext) -> bytes:
+        speaker.dials += 1
+        if not speaker.greets:
+            speaker.ended.wait(60.0)
+        grant = listener.grant()
+        offer = pb.OpenBulkResponse(tcp_port=speaker.port, grant=grant.id, secret=grant.secret, ttl_s=5.0)
+        answer: bytes = offer.SerializeToString()
+        return answer
+
+    service, name = method("OpenBulk").lstrip("/").split("/")
+    handlers: Any = {name: grpc.unary_unary_rpc_method_handler(open_bulk)}
+    server = grpc.server(
+        futures.ThreadPoolExecutor(8), handlers=[grpc.method_handlers_generic_handler(service, handlers)]
+    )
+    speaker.health.add_to(server)
+    speaker.health.set(True)
+    speaker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield speaker
+    finally:
+        speaker.ended.set()
+        server.stop(0).wait(5)
+        listener.close(5)

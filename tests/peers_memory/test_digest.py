@@ -1,0 +1,71 @@
+"""A digest as bytes and back, and what becomes of bytes that are none."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest
+from kvstore.peers.digest import DIGEST_BYTES_MAX, PRINTS_MAX, decode, encode, spots_of
+from tests.peers_memory.telling import addresses_of, print_of, shard_of
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=200))
+def test_prints_come_back(numbers: list[int]) -> None:
+    prints = np.array(sorted(numbers), np.uint32)
+    assert decode(encode(prints)).tolist() == prints.tolist()
+
+
+def test_nothing_is_no_key() -> None:
+    assert encode(np.zeros(0, np.uint32)) == b""
+
+
+def test_a_digest_is_bounded_and_says_so() -> None:
+    """Of more prints than fit a part is told, and every value stays under the bound, whatever the prints are."""
+    prints = np.sort(np.random.default_rng(1).integers(0, 1 << 32, 3 * PRINTS_MAX, dtype=np.uint32))
+    value = encode(prints)
+    assert len(value) <= DIGEST_BYTES_MAX
+    assert decode(value).tolist() == prints[:PRINTS_MAX].tolist()
+    assert struct.unpack_from("<HHII", value)[2:] == (PRINTS_MAX, len(prints))
+    random = np.random.default_rng(2).integers(0, 256, 4 * PRINTS_MAX, dtype=np.uint8)
+    assert len(zlib.compress(random.tobytes(), 1)) + 12 <= DIGEST_BYTES_MAX, "planes that do not compress"
+
+
+@pytest.mark.parametrize("count", [500, 4000])
+def test_a_print_costs_less_than_its_four_bytes(count: int) -> None:
+    prints = np.sort(np.random.default_rng(1).integers(0, 1 << 32, count, dtype=np.uint32))
+    assert len(encode(prints)) < 3.5 * count
+
+
+@given(st.binary(max_size=300))
+def test_other_bytes_are_refused(value: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<HHII", 2, 0, 1, 1) + zlib.compress(bytes(4)),
+        struct.pack("<HHII", 1, 0, 0, 0) + zlib.compress(b""),
+        struct.pack("<HHII", 1, 0, 2, 2) + zlib.compress(bytes(4)),
+        struct.pack("<HHII", 1, 0, 1, 1) + zlib.compress(bytes(1 << 24)),
+        struct.pack("<HHII", 1, 0, 2, 2) + zlib.compress(b"\xff" * 8),
+        struct.pack("<HHII", 1, 0, PRINTS_MAX + 1, 1) + zlib.compress(bytes(4)),
+        bytes(DIGEST_BYTES_MAX + 1),
+    ],
+    ids=["version", "empty", "short", "bomb", "over 32 bits", "too many", "too long"],
+)
+def test_a_lying_digest_is_refused(value: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(value)
+
+
+def test_spots_are_shard_and_print() -> None:
+    addresses = addresses_of(100)
+    assert spots_of(addresses).tolist() == [shard_of(each) << 32 | print_of(each) for each in addresses]

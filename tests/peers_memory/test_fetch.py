@@ -1,0 +1,402 @@
+"""Reading from peers: what comes is what was asked for, and whatever a peer does costs a miss and a bounded time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+
+from kvstore.address import Chain
+from kvstore.errors import Overloaded
+from kvstore.meta.digests import Digests
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.presence import Presence
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.peers.digest import encode
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.peers import Peers
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_index
+from kvstore.wire.statuses import UnknownNamespace, refusal
+from tests.etcd_fixture import Proxy, eventually
+from tests.peers_memory.speaking import (
+    Say,
+    Speaker,
+    chain_of,
+    honest,
+    image_of,
+    room_for,
+    send_file,
+    speaking,
+    start,
+)
+from tests.peers_memory.telling import KEYS, Held, shard_of, sorted_prints
+
+CLOCK = SystemClock()
+QUICK = PeerLimits(answer_s=0.6, follow_s=0.02, aside_s_min=0.2, aside_s_max=0.4)
+
+
+class Reader:
+    """A node without memory of its own that reads from peers."""
+
+    def __init__(self, limits: PeerLimits) -> None:
+        self.store = MemoryStore()
+        self.counters = Counters()
+        self.presence = Presence(MemoryMeta(self.store), KEYS)
+        self.presence.start(5.0)
+        self.peers = Peers(
+            MemoryMeta(self.store), KEYS, self.presence, Held(), self.counters, CLOCK, limits, chance=Random(1)
+        )
+        self.peers.start(None)
+
+    def hears(self, address: str, chain: Chain, indexes: Sequence[int]) -> None:
+        """Somebody tells that a peer has these chunks."""
+        meta = MemoryMeta(self.store)
+        session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)
+        chunks = [chain.addresses[index] for index in indexes]
+        digests = {
+            shard: encode(sorted_prints([each for each in chunks if shard_of(each) == shard]))
+            for shard in set(map(shard_of, chunks))
+        }
+        Digests(meta, KEYS).publish(session, digests, WorkerRecord(address), 1.0)
+        eventually(lambda: address in self.peers._follower.directory.numbers)  # type: ignore[union-attr]
+
+    def get(self, chain: Chain, indexes: Sequence[int], seconds: float = 30.0) -> list[bool]:
+        """Fetches, and checks what is said to have come."""
+        images = room_for(chain, indexes)
+        came = self.peers.fetch(chain, indexes, images, Deadline(CLOCK, seconds))
+        for index, image, is_here in zip(indexes, images, came, strict=True):
+            assert not is_here or bytes(image) == image_of(chain, index)
+        return came
+
+    def counted(self, name: str) -> int:
+        return self.counters.snapshot().get(name, 0)
+
+
+@contextmanager
+def reading(limits: PeerLimits = QUICK) -> Iterator[Reader]:
+    reader = Reader(limits)
+    try:
+        yield reader
+    finally:
+        reader.peers.close(5.0)
+        reader.presence.close()
+
+
+def took_s(action: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    action()
+    return time.monotonic() - began_s
+
+
+def test_chunks_come_from_a_peers_memory_over_one_connection() -> None:
+    """P2: asked for from its memory alone, by the digest of the namespace; runs of chunks in one request."""
+    chain = chain_of(12)
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(12))
+        assert reader.peers.leading(chain, 0) == 12
+        assert reader.get(chain, [1, 2, 3, 7, 8]) == [True] * 5
+        assert [(each.first, each.chunks_max) for each in speaker.asked] == [(1, 4), (7, 9)]
+        for each in speaker.asked:
+            assert (each.memory_only, each.namespace, each.hold) == (True, chain.namespace.digest, b"")
+            assert len(each.tokens) == 4 * each.chunks_max * chain.namespace.layout.chunk_tokens
+        assert speaker.dials == 1
+        assert reader.counted("peers_hits") == 5
+        assert reader.counted("peers_bytes") == sum(map(len, room_for(chain, [1, 2, 3, 7, 8])))
+
+
+def test_a_peer_that_has_less_than_it_said_costs_a_miss() -> None:
+    """R4: and it is not set aside for it."""
+    chain = chain_of(6)
+    with speaking(honest(chain, {0, 1, 4, 5})) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(6))
+        assert reader.get(chain, range(6)) == [True, True, False, False, False, False]
+        assert reader.get(chain, [0]) == [True]
+        assert reader.peers.stats()["peers_aside"] == 0
+
+
+def test_what_one_lacks_another_gives() -> None:
+    chain = chain_of(9)
+    with speaking(honest(chain)) as a, speaking(honest(chain)) as b, reading() as reader:
+        reader.hears(a.address, chain, range(4))
+        reader.hears(b.address, chain, [4, 5, 7])
+        assert reader.peers.leading(chain, 0) == 6
+        assert reader.get(chain, range(9)) == [True] * 6 + [False, True, False]
+
+
+def test_a_lost_chunk_is_asked_of_the_next_peer() -> None:
+    chain = chain_of(3)
+    with speaking(honest(chain, set())) as empty, speaking(honest(chain)) as full, reading() as reader:
+        reader.hears(empty.address, chain, range(3))
+        reader.hears(full.address, chain, range(3))
+        for _ in range(10):
+            assert reader.get(chain, range(3)) == [True] * 3
+
+
+def test_nobody_known_is_a_miss_without_a_wait() -> None:
+    chain = chain_of(3)
+    with reading() as reader:
+        assert reader.peers.leading(chain, 0) == 0
+        assert reader.get(chain, range(3)) == [False] * 3
+        assert reader.get(chain, []) == []
+
+
+def refusing(error: Exception) -> Say:
+    def say(channel: Channel, number: int, _: pb.GetRequest) -> None:
+        refused = refusal(error)  # type: ignore[arg-type]
+        message = pb.BulkRefusal(
+            code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers)
+        )  # fmt: skip
+        channel.send(Kind.REFUSED, number, [message.SerializeToString()])
+        channel.close()
+
+    return say
+
+
+def test_a_namespace_that_is_unknown_there_is_a_miss() -> None:
+    chain = chain_of(2)
+    with speaking(refusing(UnknownNamespace("never opened"))) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(2))
+        assert reader.get(chain, range(2)) == [False, False]
+        assert reader.peers.stats()["peers_aside"] == 0
+
+
+def test_a_peer_that_is_full_is_left_alone() -> None:
+    chain = chain_of(2)
+    with speaking(refusing(Overloaded("full"))) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(2))
+        assert reader.get(chain, range(2)) == [False, False]
+        assert reader.peers.leading(chain, 0) == 0
+
+
+def wrong_index(channel: Channel, number: int, request: pb.GetRequest) -> None:
+    start(channel, number, request.chunks_max)
+    send_file(channel, number, request.first + 1, image_of(chain_of(3), request.first + 1))
+
+
+def too_long(channel: Channel, number: int, request: pb.GetRequest) -> None:
+    start(channel, number, request.chunks_max)
+    send_file(channel, number, request.first, image_of(chain_of(3), request.first) + b"x")
+
+
+def too_short(channel: Channel, number: int, request: pb.GetRequest) -> None:
+    start(channel, number, request.chunks_max)
+    send_file(channel, number, request.first, image_of(chain_of(3), request.first)[:-1])
+
+
+def breaks_off(channel: Channel, number: int, request: pb.GetRequest) -> None:
+    start(channel, number, request.chunks_max)
+    image = image_of(chain_of(3), request.first)
+    channel.send_head(Kind.FILE, number, INDEX_BYTES + len(image))
+    channel.send_bytes([memoryview(encode_index(request.first)), memoryview(image[:5000])])
+    channel.close()
+
+
+def other_frame(channel: Channel, number: int, _: pb.GetRequest) -> None:
+    channel.send(Kind.STORED, number, [b""])
+
+
+def garbage(channel: Channel, _: int, __: pb.GetRequest) -> None:
+    channel.send_bytes([memoryview(b"HTTP/1.1 400 Bad Request\r\n\r\n")])
+
+
+def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
+    channel.send_head(Kind.START, number, 64 << 10)
+    channel.send_bytes([memoryview(bytes(10))])
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "say",
+    [wrong_index, too_long, too_short, breaks_off, other_frame, garbage, endless_start],
+    ids=lambda say: say.__name__,
+)
+def test_a_lying_peer_is_a_miss_and_is_left_alone(say: Say) -> None:
+    """No image is said to have come that did not, and no later look-up counts on that peer for a while."""
+    chain = chain_of(3)
+    with speaking(say) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(3))
+        assert reader.get(chain, range(3)) == [False] * 3
+        assert reader.peers.leading(chain, 0) == 0
+        assert took_s(lambda: reader.get(chain, range(3))) < QUICK.answer_s / 2
+        assert len(speaker.asked) == 1
+        assert reader.counted("peers_failed") == 1
+
+
+def test_more_than_was_asked_for_does_no_harm() -> None:
+    chain = chain_of(4)
+
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        request.chunks_max = 4
+        honest(chain)(channel, number, request)
+
+    with speaking(say) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(2))
+        assert reader.get(chain, [0, 1]) == [True, True]
+        assert reader.peers.stats()["peers_aside"] == 1
+
+
+def test_a_peer_whose_chunks_prove_wrong_is_left_alone() -> None:
+    """I1: the caller verifies, and says so."""
+    chain = chain_of(2)
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(2))
+        assert reader.get(chain, [0, 1]) == [True, True]
+        reader.peers.damaged(chain, 1)
+        assert reader.peers.leading(chain, 0) == 0
+        reader.peers.damaged(chain_of(1, seed=9), 0)  # of which nobody knows anything
+        eventually(lambda: reader.peers.leading(chain, 0) == 2)
+
+
+def silent(speaker: list[Speaker]) -> Say:
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        start(channel, number, request.chunks_max)
+        send_file(channel, number, request.first, image_of(chain_of(3), request.first))
+        speaker[0].ended.wait(60.0)
+
+    return say
+
+
+def test_a_peer_that_falls_silent_costs_one_bounded_wait() -> None:
+    """As after SIGSTOP. What came before counts; those who waited for their turn do not wait again."""
+    chain = chain_of(3)
+    box: list[Speaker] = []
+    limits = PeerLimits(answer_s=0.6, follow_s=0.02, aside_s_min=5.0, links_max=1)
+    with speaking(silent(box)) as speaker, reading(limits) as reader:
+        box.append(speaker)
+        reader.hears(speaker.address, chain, range(3))
+        found: list[list[bool]] = []
+        waits = [threading.Thread(target=lambda: found.append(reader.get(chain, range(3)))) for _ in range(4)]
+        began_s = time.monotonic()
+        for each in waits:
+            each.start()
+        for each in waits:
+            each.join()
+        assert time.monotonic() - began_s < 2 * limits.answer_s + 0.5
+        assert sorted(found) == [[False] * 3] * 3 + [[True, False, False]]
+        assert reader.peers.leading(chain, 0) == 0
+        assert took_s(lambda: reader.get(chain, range(3))) < 0.2
+        assert len(speaker.asked) == 1
+
+
+def test_no_wait_is_longer_than_the_callers() -> None:
+    chain = chain_of(3)
+    box: list[Speaker] = []
+    with speaking(silent(box)) as speaker, reading(PeerLimits(follow_s=0.02)) as reader:
+        box.append(speaker)
+        reader.hears(speaker.address, chain, range(3))
+        assert took_s(lambda: reader.get(chain, range(3), seconds=0.3)) < 0.9
+        assert took_s(lambda: reader.get(chain, range(3), seconds=0.0)) < 0.1
+
+
+def test_a_peer_that_trickles_is_given_up() -> None:
+    """A byte now and then keeps the connection moving, but not for ever."""
+    chain = chain_of(1)
+
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        start(channel, number, request.chunks_max)
+        channel.send_head(Kind.FILE, number, INDEX_BYTES + len(image_of(chain, 0)))
+        channel.send_bytes([memoryview(encode_index(0))])
+        while not speaker.ended.wait(0.05):
+            channel.send_bytes([memoryview(b"x")])
+
+    with speaking(say) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, [0])
+        assert took_s(lambda: reader.get(chain, [0])) < 2 * QUICK.answer_s
+        assert reader.peers.leading(chain, 0) == 0
+
+
+def test_a_dead_peer_is_left_alone_until_it_answers() -> None:
+    chain = chain_of(2)
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        proxy = Proxy(speaker.address)
+        reader.hears(proxy.endpoint, chain, range(2))
+        assert reader.get(chain, [0]) == [True]
+        port = proxy.port
+        proxy.close()
+        speaker.health.set(False)
+        reader.peers._roster.blame(proxy.endpoint, "as a test says")
+        time_left = [reader.peers.leading(chain, 0) for _ in range(5)]
+        assert time_left == [0] * 5
+        again = Proxy(speaker.address, port)
+        speaker.health.set(True)
+        eventually(lambda: reader.peers.leading(chain, 0) == 2)
+        assert reader.get(chain, [0, 1]) == [True, True]
+        again.close()
+
+
+def test_a_peer_that_does_not_greet_costs_one_bounded_wait() -> None:
+    """A frozen process takes connections, as the kernel does that for it, and says nothing."""
+    chain = chain_of(1)
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        speaker.greets = False
+        reader.hears(speaker.address, chain, [0])
+        assert took_s(lambda: reader.get(chain, [0])) < QUICK.answer_s + 0.4
+        assert reader.peers.leading(chain, 0) == 0
+
+
+def test_a_partition_between_workers_is_a_miss() -> None:
+    """What the peer says on the bulk connection is swallowed, from the greeting on and in the middle of an answer."""
+    chain = chain_of(2)
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        proxy = Proxy(f"127.0.0.1:{speaker.port}")
+        speaker.port = proxy.port
+        reader.hears(speaker.address, chain, range(2))
+        assert reader.get(chain, [0]) == [True]
+        proxy.swallow.set()
+        assert took_s(lambda: reader.get(chain, [0, 1])) < QUICK.answer_s + 0.4
+        assert reader.peers.leading(chain, 0) == 0
+        proxy.swallow.clear()
+        proxy.cut()
+        eventually(lambda: reader.peers.leading(chain, 0) == 2)
+        eventually(lambda: reader.get(chain, [0, 1]) == [True, True])
+        proxy.close()
+
+
+def test_closing_cuts_what_is_in_progress() -> None:
+    chain = chain_of(3)
+    box: list[Speaker] = []
+    with speaking(silent(box)) as speaker, reading(PeerLimits(follow_s=0.02)) as reader:
+        box.append(speaker)
+        reader.hears(speaker.address, chain, range(3))
+        found: list[list[bool]] = []
+        fetching = threading.Thread(target=lambda: found.append(reader.get(chain, range(3))))
+        fetching.start()
+        eventually(lambda: len(speaker.asked) == 1)
+        assert took_s(lambda: reader.peers.close(5.0)) < 1.5
+        fetching.join(1.0)
+        assert found in ([[True, False, False]], [[False, False, False]])
+        assert reader.get(chain, range(3)) == [False] * 3
+
+
+def test_replicas_share_the_load_and_a_slow_one_gets_less() -> None:
+    """P3: by chance, weighted against those that were slow."""
+    chain = chain_of(2)
+
+    def slow(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        time.sleep(0.02)
+        honest(chain)(channel, number, request)
+
+    with (
+        speaking(honest(chain)) as a,
+        speaking(honest(chain)) as b,
+        speaking(slow) as c,
+        reading(PeerLimits(follow_s=0.02)) as reader,
+    ):
+        for each in (a, b, c):
+            reader.hears(each.address, chain, range(2))
+        for _ in range(60):
+            assert reader.get(chain, [0, 1]) == [True, True]
+        counts = [len(each.asked) for each in (a, b, c)]
+        assert min(counts[:2]) >= 5
+        assert 1 <= counts[2] < min(counts[:2]) + 5

@@ -1,0 +1,213 @@
+"""What one node's memory holds becomes known to others: when, how often, how much, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.meta.digests import ClearedTold, Digests
+from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.memory import MemoryMeta
+from kvstore.namespace import NamespaceDigest
+from kvstore.peers.limits import PeerLimits
+from tests.peers_memory.telling import KEYS, Cluster, Node, addresses_of, shard_of
+
+NAMESPACE = NamespaceDigest(bytes(range(32)))
+
+
+def digest_bytes(node: Node) -> int:
+    return node.counted("peers_digest_bytes")
+
+
+def test_what_one_holds_the_others_know() -> None:
+    cluster = Cluster(3)
+    a, b, c = cluster.nodes
+    chunks = addresses_of(40)
+    a.held.add(*chunks)
+    cluster.sync()
+    assert [node.leading(chunks) for node in (a, b, c)] == [0, 40, 40], "never oneself"
+    a.held.drop(chunks[10])
+    cluster.sync()
+    assert [b.leading(chunks), b.leading(chunks, 11)] == [10, 29]
+    assert b.follower.directory.coverage(chunks) == {"10.0.0.0:7070": 10}
+
+
+def test_only_changed_shards_are_written_at_one_revision() -> None:
+    cluster = Cluster(1)
+    node = cluster.nodes[0]
+    chunks = addresses_of(3)
+    node.held.add(*chunks)
+    node.publisher.step()
+    assert node.counted("peers_digests") == len({shard_of(each) for each in chunks})
+    before = cluster.store.list("").revision
+    node.held.add(chunks[0])
+    node.publisher.step()
+    assert cluster.store.list("").revision == before, "a change that changes nothing"
+    node.held.drop(chunks[0])
+    node.publisher.step()
+    assert cluster.store.list("").revision == before + 1
+    keys = [each.key for each in cluster.store.list(KEYS.peers).items]
+    assert KEYS.peer_digest(node.session.id, shard_of(chunks[0])) not in keys, "an empty shard has no key"
+
+
+def test_bytes_per_second_are_bounded_and_what_waits_comes_in_turn() -> None:
+    limits = PeerLimits(bytes_per_s=1 << 16, sync_interval_s=0.25)
+    cluster = Cluster(2, limits)
+    a, b = cluster.nodes
+    chunks = addresses_of(64_000)  # about 3 bytes each
+    a.held.add(*chunks)
+    published = [digest_bytes(a)]
+    began_s = cluster.clock.monotonic_s()
+    while True:
+        wait_s = a.publisher.step()
+        published.append(digest_bytes(a))
+        passed_s = cluster.clock.monotonic_s() - began_s
+        assert published[-1] <= limits.burst_bytes + passed_s * limits.bytes_per_s
+        if published[-1] == published[-3 if len(published) > 2 else 0] and passed_s > 1:
+            break
+        assert wait_s == limits.sync_interval_s
+        cluster.clock.advance(wait_s)
+        assert a.meta.keep_alive(a.session.lease)
+        a.session.beat()
+    cluster.sync()
+    assert b.leading(chunks) == len(chunks)
+    assert passed_s > 1.5, "it was more than one burst"
+
+
+def test_a_new_session_publishes_everything_again() -> None:
+    """The keys of the old one go with its lease, at the latest."""
+    cluster = Cluster(2)
+    a, b = cluster.nodes
+    chunks = addresses_of(20)
+    a.held.add(*chunks)
+    cluster.sync()
+    a.leave()
+    b.meta.keep_alive(b.session.lease)
+    cluster.clock.advance(8)
+    b.meta.keep_alive(b.session.lease)
+    b.session.beat()
+    cluster.clock.advance(8)
+    cluster.store.expire()
+    b.follower.step(0.0)
+    assert b.leading(chunks) == 0, "P1: digests go with the lease"
+    a.join()
+    cluster.sync()
+    assert b.leading(chunks) == 20
+
+
+def test_who_loses_its_session_forgets_what_etcd_said() -> None:
+    """P1: without etcd the node goes on alone, and reads all afresh in its next session."""
+    cluster = Cluster(2)
+    a, b = cluster.nodes
+    chunks = addresses_of(20)
+    a.held.add(*chunks)
+    cluster.sync()
+    b.leave()
+    assert b.leading(chunks) == 0
+    assert b.follower.step(0.0) is False
+    b.join()
+    assert b.follower.step(0.0) is True
+    assert b.leading(chunks) == 20
+
+
+def test_a_lost_watch_is_only_a_lag() -> None:
+    cluster = Cluster(1)
+    a = cluster.nodes[0]
+    faulty = FaultyMeta(MemoryMeta(cluster.store, cluster.clock))
+    b = Node("10.0.0.8:1", faulty, cluster.clock)
+    chunks = addresses_of(20)
+    a.held.add(*chunks[:10])
+    cluster.sync()
+    b.follower.step(0.0)
+    assert b.leading(chunks) == 10
+    faulty.cut_watches()
+    a.held.add(*chunks[10:])
+    cluster.sync()
+    b.follower.step(0.0)
+    assert b.leading(chunks) == 10, "as good as it was"
+    b.follower.step(0.0)
+    assert b.leading(chunks) == 20
+    assert b.counted("peers_reads_afresh") == 2
+
+
+def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
+    """P1: nothing raises; what was to be written stays due, what was known stays known while the session lives."""
+    cluster = Cluster(1)
+    a = cluster.nodes[0]
+    waited: list[float] = []
+    faulty = FaultyMeta(MemoryMeta(cluster.store, cluster.clock), sleep=waited.append)
+    b = Node("10.0.0.8:1", faulty, cluster.clock)
+    theirs, ours = addresses_of(5, 1), addresses_of(5, 2)
+    a.held.add(*theirs)
+    cluster.sync()
+    b.publisher.step()
+    b.follower.step(0.0)
+    b.held.add(*ours)
+    for fault in (Fault.HANG, Fault.NOT_SENT, Fault.DENIED, Fault.REPLY_LOST):
+        faulty.add(Rule(fault))
+        b.publisher.step()
+        faulty.cut_watches()
+        b.follower.step(0.0)
+        assert b.follower.step(0.0) is False
+        assert b.leading(theirs) == 5
+        faulty.heal()
+    b.publisher.step()
+    assert b.follower.step(0.0) is True
+    cluster.sync()
+    assert a.leading(ours) == 5
+    assert max(waited) <= b.limits.meta_deadline_s
+
+
+def test_a_worker_that_stops_is_asked_no_more() -> None:
+    """Before its session ends: a drain takes a while."""
+    cluster = Cluster(2)
+    a, b = cluster.nodes
+    chunks = addresses_of(5)
+    a.held.add(*chunks)
+    cluster.sync()
+    a.publisher.close(1.0)
+    a.publisher.close(1.0)
+    b.follower.step(0.0)
+    assert b.leading(chunks) == 0
+
+
+def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
+    cluster = Cluster(3)
+    a, b, c = cluster.nodes
+    a.follower.expect_cleared(NAMESPACE, b"mark 1")
+    a.digests.mark_cleared(NAMESPACE, b"mark 1", 1.0)
+    cluster.sync()
+    cluster.sync()
+    b.leave()
+    b.join()
+    cluster.sync()
+    assert [node.cleared for node in cluster.nodes] == [[], [NAMESPACE], [NAMESPACE]]
+    c.follower.expect_cleared(NAMESPACE, b"mark 2")
+    c.digests.mark_cleared(NAMESPACE, b"mark 2", 1.0)
+    cluster.sync()
+    assert [len(node.cleared) for node in cluster.nodes] == [1, 2, 1]
+
+
+def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
+    """The mark is under nobody's lease: a disk tier that was refilled may still have what was cleared meanwhile."""
+    cluster = Cluster(1)
+    cluster.nodes[0].digests.mark_cleared(NAMESPACE, b"mark", 1.0)
+    late = Node("10.0.0.7:1", MemoryMeta(cluster.store, cluster.clock), cluster.clock)
+    late.follower.step(0.0)
+    assert late.cleared == [NAMESPACE]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["x", "/y", f"{'0' * 32}/40", f"{'0' * 32}/3", f"{'0' * 32}/zz", f"{'0' * 31}/01", "cleared/00", "cleared/zz", ""],
+)
+def test_keys_of_other_versions_are_left_alone(key: str) -> None:
+    digests = Digests(MemoryMeta(), KEYS)
+    assert digests.read(f"{KEYS.peers}{key}", None) is None
+
+
+def test_keys_say_what_they_are() -> None:
+    store = MemoryMeta()
+    digests = Digests(store, KEYS)
+    digests.mark_cleared(NAMESPACE, b"m", 1.0)
+    found = digests.snapshot(1.0).items[0]
+    assert digests.read(found.key, found) == ClearedTold(NAMESPACE, b"m")
