@@ -105,6 +105,7 @@ def worker(
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         from kvstore.node.opening import open_member
+        from kvstore.peers.joining import join_peers
         from kvstore.worker.metrics import start_metrics
         from kvstore.worker.worker import Worker
 
@@ -122,7 +123,10 @@ def worker(
         undo.callback(member.close)
         serving = Worker(member, listen, advertise=advertise, version=__version__)
         undo.callback(serving.stop)
+        peers = join_peers(member)
         bound = serving.start()
+        if peers is not None:
+            peers.start(serving.advertised)
         measured = start_metrics(serving, metrics)
         undo.callback(measured.close)
         print(f"ready grpc={bound} etcd={etcd.endpoints} metrics={measured.address}", flush=True)

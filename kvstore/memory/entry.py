@@ -13,6 +13,9 @@ from kvstore.hints import Hints
 from kvstore.memory.tree import Chunk
 from kvstore.namespace import NamespaceDigest
 
+USES_MAX = 3
+"""Uses are counted up to this, as on the root: 3 means at least so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -89,7 +92,7 @@ class Entry(Chunk):
         self.used_s = now_s
         """When it was claimed or last used."""
         self.uses = 0
-        """How often it was used since it was claimed."""
+        """How often it was used since it was claimed, up to ``USES_MAX``."""
         self.references = 1
         self.is_dirty = False
         self.is_replica = False

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.address import Address
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.entry import Entry, Place, place_of
+from kvstore.memory.entry import USES_MAX, Entry, Place, place_of
 from kvstore.memory.policy import Policy
 from kvstore.memory.prints import Prints
 from kvstore.memory.queues import Queues
@@ -131,6 +131,7 @@ class Inventory:
         self._tree.show(entry)
         self._prints.add(entry.address)
         self._queues.moved(entry)
+        self._queues.offer(entry)
         return True
 
     def drop(self, entry: Entry) -> None:
@@ -207,10 +208,13 @@ class Inventory:
             if entry.is_gone:
                 continue
             entry.used_s = max(entry.used_s, now_s)
-            entry.uses += 1
+            is_worth_more = entry.uses < USES_MAX
+            if is_worth_more:
+                entry.uses += 1
             if hints is not None and not entry.hints.covers(hints):
-                entry.hints = entry.hints.raised_to(hints)
-            self._queues.moved(entry)
+                entry.hints, is_worth_more = entry.hints.raised_to(hints), True
+            if is_worth_more or entry.ticket:
+                self._queues.moved(entry)
 
     def victims(self, bytes_wanted: int) -> list[Entry]:
         """What would be evicted next, in that order: at least so many bytes if there are. Nothing is changed."""

@@ -7,6 +7,7 @@ Pure, and apart from the queues, because it is the part that a trace replay judg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -20,8 +21,6 @@ OCTAVES_PER_PRIORITY = 0.1
 """As the collector weighs chunks on the root (gc/kvstore_gc/policy.py)."""
 PRIORITY_STEP = 5
 """Priorities are rounded to this, which bounds the number of queues."""
-USES_MAX = 3
-"""More uses than this count as this many."""
 AGE_LEAST_S = 30.0
 """Added to every age, so that what came just now does not outlast everything."""
 PROBATION_SHARE = 0.1
@@ -35,7 +34,7 @@ class Policy(Protocol):
     """An order of eviction. One object for each inventory: it may remember. A standing must be one of few."""
 
     def standing(self, entry: Entry) -> Standing:
-        """Which queue an entry belongs to; asked when it is claimed, and after each use."""
+        """Which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
         """The queue whose head goes first: one of ``candidates``, those of all ``queues`` where one may go."""
@@ -57,7 +56,7 @@ class Aged:
 
     def standing(self, entry: Entry) -> Standing:
         steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
-        octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + min(entry.uses, USES_MAX) * self._octaves_per_use
+        octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + entry.uses * self._octaves_per_use
         return Standing(entry.is_replica, octaves, entry.hints.ttl_s)
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
@@ -118,17 +117,16 @@ class Admission:
         self._lasts_s = lasts_s / 2
         self._new: set[Address] = set()
         self._old: set[Address] = set()
-        self._began_s: float | None = None
+        self._began_s = -math.inf
 
     def asked(self, address: Address, now_s: float) -> bool:
         """Notes that an address is asked for. Whether it was before, not long ago."""
-        known = self.knows(address)
-        if self._began_s is None:
-            self._began_s = now_s
-        if len(self._new) >= self._generation_max or now_s - self._began_s >= self._lasts_s:
+        age_s = now_s - self._began_s
+        if len(self._new) >= self._generation_max or age_s >= self._lasts_s:
             # After a long silence the newer ones are too old as well.
-            self._old = self._new if now_s - self._began_s < 2 * self._lasts_s else set()
+            self._old = self._new if age_s < 2 * self._lasts_s else set()
             self._new, self._began_s = set(), now_s
+        known = self.knows(address)
         self._new.add(address)
         return known
 

@@ -53,4 +53,6 @@ class Prints:
 
     def of(self, shard: int) -> npt.NDArray[np.uint32]:
         """The prints of a shard, shape ``(n,)``, each once, ascending; a copy."""
-        return np.unique(np.array(self._shards[shard], np.uint32))
+        prints = np.array(self._shards[shard], np.uint32)
+        # Not np.unique, which sorts: 20 times slower.
+        return np.concatenate((prints[:1], prints[1:][prints[1:] != prints[:-1]]))

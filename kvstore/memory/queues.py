@@ -39,14 +39,15 @@ class Queues:
         self._withdraw(entry)
 
     def moved(self, entry: Entry) -> None:
-        """Takes note that an entry was used, or is valued differently."""
+        """Takes note that an entry was used, or is valued differently: its turn comes later, if it has one."""
         standing = self._policy.standing(entry)
         if standing != entry.queue.standing:
             entry.queue.held_bytes -= entry.size_bytes
             entry.queue = self._queue(standing)
             entry.queue.held_bytes += entry.size_bytes
-        self._withdraw(entry)
-        self.offer(entry)
+        if entry.ticket:
+            self._withdraw(entry)
+            self.offer(entry)
 
     def offer(self, entry: Entry) -> None:
         """Gives an entry a turn if it may be evicted and has none. To be called whenever it may have become so."""

@@ -251,6 +251,8 @@ def _split(run: Run[C], index: int) -> None:
 
 def _shared_count(rest: bytes, given: memoryview, size: int) -> int:
     """How many leading chunks of ``size`` bytes are equal."""
+    if rest.startswith(given):
+        return len(given) // size  # most runs are, and this is all that they cost
     low, high = 0, len(given) // size
     middle = high
     # No step compares more than up to the first difference, and none what was equal in one before.

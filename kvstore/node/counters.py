@@ -34,6 +34,12 @@ COUNTERS = {
     "announcements": "revisions announced to collectors",
     "watches_lost": "times that what is condemned was read afresh",
     "sessions_lost": "sessions in etcd that ended without being closed",
+    "memory_hits": "chunks served from memory, verified by whoever got them",
+    "memory_bytes": "bytes of those that this node copied or mapped itself, headers included",
+    "memory_misses": "chunks asked for in memory that were not there, or wrong",
+    "memory_evicted": "chunks that left memory because their room was needed",
+    "memory_full": "chunks that memory had no room for",
+    "memory_damaged": "chunks in memory that failed verification (each is dropped)",
     "disk_hits": "chunks read from the local disk",
     "disk_bytes": "bytes of them, headers included",
     "disk_writes": "chunks that memory gave up, written to the local disk",
@@ -41,6 +47,15 @@ COUNTERS = {
     "disk_evicted": "chunks that left the local disk because their room was needed",
     "disk_failed": "errors of the local disk; after some in a row it is left alone for a while",
     "disk_damaged": "chunks from the local disk that failed verification (each is removed)",
+    "peers_hits": "chunks read from peers' memory",
+    "peers_bytes": "bytes of them, headers included",
+    "peers_misses": "chunks asked for that no peer gave in time",
+    "peers_failed": "reads that failed at a peer; it is left alone for a while",
+    "peers_damaged": "chunks from peers that failed verification",
+    "peers_syncs": "times that this node told its peers what its memory holds",
+    "peers_digests": "digests written for that",
+    "peers_digest_bytes": "bytes of them",
+    "peers_reads_afresh": "times that what peers hold was read afresh",
 }
 """Every counter with what it counts. Damage by kind is added as ``damage_<kind>``."""
 

@@ -160,7 +160,7 @@ class DiskShelf:
             if lacking <= 0:
                 return True
             victims = self._victims(lacking, place.parent)
-            if sum(self._room.charge(each.size_bytes) for each in victims) < lacking:
+            if not victims:
                 return False
             for victim in victims:
                 self._policy.evicted(victim)
@@ -274,16 +274,20 @@ class DiskShelf:
                 "disk_refilling": int(not self._is_whole),
             }
 
-    def _victims(self, bytes_wanted: int, parent: Address) -> list[Entry]:
-        """What goes first; not the parent of what comes."""
+    def _victims(self, lacking: int, parent: Address) -> list[Entry]:
+        """What goes first, and no more of it than is charged that much; never the parent of what comes. Empty where
+        there is not enough."""
         kept = self._inventory.find(parent)
         if kept is not None:
             self._inventory.refer(kept)
-        try:
-            return self._inventory.victims(bytes_wanted)
-        finally:
-            if kept is not None:
-                self._inventory.unrefer(kept)
+        victims: list[Entry] = []
+        for entry in self._inventory.victims(lacking):
+            if lacking > 0:
+                victims.append(entry)
+                lacking -= self._room.charge(entry.size_bytes)
+        if kept is not None:
+            self._inventory.unrefer(kept)
+        return victims if lacking <= 0 else []
 
     def _leave(self, entry: Entry, *names: Name) -> None:
         self._inventory.drop(entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstore.address import Chain
@@ -23,6 +23,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.node import Node
+from kvstore.node.pinned import PinnedInMemory
 from kvstore.node.twins import NodeTwins
 from kvstore.results import Cleared, PinRecord
 
@@ -44,9 +45,12 @@ class Member:
         self._twins = NodeTwins(node) if shared else None
         quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
         self._pins = Pins(meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota)
+        self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
+        self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
+        """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, self._lost)
 
     def claim_namespace(self, namespace: Namespace) -> None:
@@ -104,6 +108,8 @@ class Member:
         if not present:
             self.unpin(_pin_id(ref))
             return self._no_pin(owner, chain)
+        if self._pinned is not None:
+            self._pinned.add(_pin_id(ref), chain.addresses[:present], seconds)
         tokens = present * layout.chunk_tokens
         return PinRecord(_pin_id(ref), owner, chain.namespace.name, tokens, node.clock.now_s() + seconds)
 
@@ -113,7 +119,10 @@ class Member:
         parsed = parse_id(pin)
         if not owner or parsed is None:
             raise InvalidRequest(f"pin id {pin_id!r}: expected OWNER/{2 * ID_BYTES} hex digits, as pin and ls print it")
-        return self._pins.unpin(owner, PinId(parsed), self.node.limits.meta_deadline_s)
+        found = self._pins.unpin(owner, PinId(parsed), self.node.limits.meta_deadline_s)
+        if self._pinned is not None:
+            self._pinned.remove(pin_id)
+        return found
 
     def pins(self) -> list[PinRecord]:
         """All live pins of the store."""
@@ -132,13 +141,19 @@ class Member:
             return self._pins.refcount(chain.addresses[-1], self.node.limits.meta_deadline_s)
 
     def clear(self, namespace: Namespace) -> Cleared:
-        """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone."""
+        """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone.
+
+        Raises Unavailable also where the others, whose memory may have some, could not be told: clear again.
+        """
         with self._one_listing():
             refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
             if self._twins is not None:
                 refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
             pinned = {address for ref in refs for address in ref.addresses}
-        return self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S)
+        cleared = self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S)
+        for tell in self.on_cleared:
+            tell(namespace.digest)
+        return cleared
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters, and the state of the session."""
@@ -150,6 +165,12 @@ class Member:
         protected = int(self.node.gc_view.protects)
         operations = self.meta.operations_count
         return {**self.node.stats(), "session_alive": alive, "protected": protected, "etcd_operations": operations}
+
+    def expire(self) -> None:
+        """Ends what is past its time: to be called now and then."""
+        self.node.holds.expire()
+        if self._pinned is not None:
+            self._pinned.expire()
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""

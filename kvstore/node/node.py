@@ -109,7 +109,7 @@ class Node:
         self.blocks = Blocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
-        self._views = Views(self._chunks, self._lanes, self.counters, self.memory, limits.open_files_max)
+        self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
 
     # Namespaces

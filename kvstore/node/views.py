@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,37 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
+from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Groups, group_size, read_chunks
+from kvstore.node.slots import Slots
+from kvstore.node.stack import TierStack
+from kvstore.node.wanted import payload_of
+from kvstore.node.wanted import payload_of
 
 
 class Views:
     """Makes views of the chunks of one node."""
 
     def __init__(
-        self, chunks: Chunks, lanes: Lanes, counters: Counters, memory: MemoryTier | None, open_files_max: int
+        self, chunks: Chunks, lanes: Lanes, counters: Counters, tiers: TierStack | None, open_files_max: int
     ) -> None:
         self._chunks = chunks
         self._lanes = lanes
+        self._copiers = tiers.copiers if tiers is not None else lanes
         self._counters = counters
-        self._memory = memory
+        self._memory = tiers.memory if tiers is not None else None
         self._open_files_max = open_files_max
 
     def of(self, chain: Chain, deadline: Deadline) -> list[npt.NDArray[Any]]:
         """Read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer where one was lost."""
-        found = self._in_memory(self._memory, chain) if self._memory is not None else {}
+        found = self._in_memory(self._memory, chain, deadline) if self._memory is not None else {}
         mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
         layout = chain.namespace.layout
         arrays: list[npt.NDArray[Any]] = []
@@ -46,16 +54,37 @@ class Views:
             arrays.append(array.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens)))
         return arrays
 
-    def _in_memory(self, memory: MemoryTier, chain: Chain) -> dict[int, npt.NDArray[np.uint8]]:
+    def _in_memory(self, memory: MemoryTier, chain: Chain, deadline: Deadline) -> dict[int, npt.NDArray[np.uint8]]:
         """Payloads that lie in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
-        found: dict[int, npt.NDArray[np.uint8]] = {}
+        leased: list[tuple[int, Slots]] = []
         for index in range(len(chain)):
             slots = memory.refer(chain, index, 1)
-            payload = memory.view(slots, index) if memory.lease(slots) else None
-            if payload is None:
-                slots.release()
+            if slots.entries[0] is not None and memory.lease(slots):
+                leased.append((index, slots))
             else:
+                slots.release()
+        size = group_size(len(leased), chain.namespace.layout.chunk_bytes, self._copiers.width) if leased else 1
+        right = np.zeros(len(leased), np.bool_)
+
+        def verify(number: int) -> bool:
+            part = slice(number * size, (number + 1) * size)
+            indexes = [index for index, _ in leased[part]]
+            right[part] = verify_images(
+                chain, indexes, [slots.images(index, index + 1)[0] for index, slots in leased[part]]
+            )
+            return True
+
+        with suppress(KVStoreError):  # too late: what is verified by then is good
+            self._copiers.each(-(-len(leased) // size), verify, deadline)
+        self._counters.add("memory_hits", int(right.sum()))
+        found: dict[int, npt.NDArray[np.uint8]] = {}
+        for (index, slots), is_right in zip(leased, right.copy().tolist(), strict=True):
+            # What is wrong is looked at once more by the tier itself, which drops it (rule I1).
+            if is_right or memory.view(slots, index) is not None:
+                payload = payload_of(chain, index, slots.images(index, index + 1)[0])
                 found[index] = _leased(payload, slots.release)
+            else:
+                slots.release()
         return found
 
     def _mapped(

@@ -28,7 +28,7 @@ class PeerLimits:
     """Prints of all peers that are remembered, 8 bytes each; of more, an equal share for each peer."""
     answer_s: float = 2.0
     """A peer that moves no byte for this long has failed; a fetch takes at most this long beside its bytes' time."""
-    bytes_per_s_min: int = 256 << 20
+    bytes_per_s_min: int = 64 << 20
     """A peer slower than this on the whole is given up: the disk or the root may be faster."""
     links_max: int = 4
     """Bulk connections to one peer, each for one fetch at a time; another fetch waits for one."""

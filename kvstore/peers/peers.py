@@ -17,6 +17,7 @@ from kvstore.meta.workers import WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.wanted import Wanted
 from kvstore.peers.directory import Directory
 from kvstore.peers.fetching import Fetch, runs
 from kvstore.peers.follower import Follower
@@ -83,28 +84,28 @@ class Peers:
             publisher.start()
             self._presence.attach(publisher.begin, publisher.end)
 
-    def leading(self, chain: Chain, first: int) -> int:
-        """See ``Tier``. Of peers that answer, as far as is known."""
-        if self._follower is None:
+    def leading(self, wanted: Wanted, first: int) -> int:
+        """See ``Tier``. Of peers that answer, as far as is known; engine-hashed blocks are not asked for."""
+        if self._follower is None or not isinstance(wanted, Chain):
             return 0
-        return self._follower.directory.leading(chain.addresses, first, self._roster.aside)
+        return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
     def fetch(
-        self, chain: Chain, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """See ``Tier``. Takes at most ``answer_s`` and the time that so many bytes take at the slowest allowed."""
         came = [False] * len(indexes)
-        if self._follower is None or not indexes:
+        if self._follower is None or not indexes or not isinstance(wanted, Chain):
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         fetch = Fetch(
-            self._follower.directory, self._roster, self.limits, self._clock, chain,
+            self._follower.directory, self._roster, self.limits, self._clock, wanted,
             Deadline(self._clock, min(slowest_s, deadline.left_s())),
         )  # fmt: skip
         for start, stop in runs(indexes):
             for at, address in fetch.run(indexes[start], images[start:stop]):
                 came[start + at] = True
-                self._note(chain.addresses[indexes[start] + at], address)
+                self._note(wanted.addresses[indexes[start] + at], address)
         hits = sum(came)
         self._counters.add("peers_hits", hits)
         self._counters.add("peers_misses", len(came) - hits)
@@ -114,10 +115,10 @@ class Peers:
         self._counters.add("peers_failed", fetch.failures)
         return came
 
-    def damaged(self, chain: Chain, index: int) -> None:
+    def damaged(self, wanted: Wanted, index: int) -> None:
         """See ``Tier``. Whoever gave it is left alone for a while."""
         with self._lock:
-            address = self._given.pop(chain.addresses[index], None)
+            address = self._given.pop(wanted.addresses[index], None)
         self._counters.add("peers_damaged")
         if address is not None:
             self._roster.blame(address, "a chunk from it was not right")

@@ -168,7 +168,7 @@ class Worker:
         assert self._health is not None
         while not self._stopping.wait(self.limits.health_period_s):
             self.service.holds.expire()
-            self._member.node.holds.expire()
+            self._member.expire()
             serving = not self._member.node.stats()["root_hangs"] and not self._leaving
             if serving != self._health.is_serving and not self._stopping.is_set():
                 log.warning("worker.serving %s", serving)

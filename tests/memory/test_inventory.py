@@ -154,17 +154,17 @@ def test_a_claim_that_is_given_up_leaves_nothing() -> None:
     assert inventory.dirty_bytes == 0
 
 
-def test_claiming_gives_up_where_room_is_in_pieces_and_each_time_gets_nearer() -> None:
+def test_claiming_gives_up_where_room_is_in_pieces() -> None:
     """Every other page is in use: no eviction makes two that touch, until those in use are given up."""
     count = 64
     inventory = lru(extents := Extents(count * PAGE_BYTES))
-    entries = fill(inventory, map(block, range(count)), size_bytes=PAGE_BYTES)
+    entries = [fill(inventory, [block(number)], float(number), PAGE_BYTES)[0] for number in range(count)]
     for entry in entries[::2]:
         inventory.refer(entry)
-    assert inventory.claim(block(count), 2 * PAGE_BYTES, 1.0) is None
+    assert inventory.claim(block(count), 2 * PAGE_BYTES, 99.0) is None
     assert inventory.evicted_bytes == EVICTED_TIMES_MAX * 2 * PAGE_BYTES
     inventory.unrefer(entries[2])
-    assert inventory.claim(block(count), 2 * PAGE_BYTES, 1.0) is not None
+    assert inventory.claim(block(count), 2 * PAGE_BYTES, 99.0) is not None
     assert extents.largest_bytes == PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The local disk tier: bounded at each moment, in a folder of its own, whole files or misses, and every error a miss."""
+"""The local disk tier: bounded at each moment, in a folder of its own; whole files or misses, and each error a miss."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_address
+from kvstore.address import NO_PARENT, Chain, block_address
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
 from kvstore.format.checksum import checksum
@@ -89,8 +89,11 @@ FILE_BYTES = (-(-IMAGE_BYTES // 4096) + 1) * 4096
 class Disk:
     """A tier on a folder, with what it is made of."""
 
-    def __init__(self, path: Path, files: int = 100, *, size_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, files: int = 100, *, size_bytes: int | None = None, rules: Sequence[Rule] = ()
+    ) -> None:
         self.path = path
+        self._rules = rules
         self.clock = FakeClock()
         self.counters = Counters()
         self.root: FaultyRoot | None = None
@@ -104,7 +107,7 @@ class Disk:
         )
 
     def _faulty(self, path: str) -> Root:
-        self.root = FaultyRoot(PosixRoot(path))
+        self.root = FaultyRoot(PosixRoot(path), self._rules)
         return self.root
 
     def add(self, chain: Chain, *indexes: int, hints: Hints | None = None) -> list[bool]:
@@ -206,17 +209,13 @@ def test_blocks_that_an_engine_hashed_are_kept_too(folder: Path) -> None:
     key = b"k" * 32
     image = image_as(expected_block(NAMESPACE, key, 100))
     address = block_address(NAMESPACE, key)
-    place = Place(NAMESPACE.digest, address, places_no_parent(), b"")
+    place = Place(NAMESPACE.digest, address, NO_PARENT, b"")
     with disk_on(folder) as disk:
         assert disk.tier.add(place, image)
     with disk_on(folder) as disk:
         assert disk.tier.stats()["disk_entries"] == 1
         assert disk.tier.drop(address) and not disk.tier.drop(address)
         assert not files_under(folder)
-
-
-def places_no_parent() -> bytes:
-    return bytes(16)
 
 
 def test_an_image_of_another_size_is_not_filled_and_the_file_stays(disk: Disk) -> None:
@@ -333,7 +332,7 @@ def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path
         disk.add(chain, 0)
         key = b"k" * 32
         large = image_as(expected_block(NAMESPACE, key, 3 * FILE_BYTES))
-        place = Place(NAMESPACE.digest, block_address(NAMESPACE, key), places_no_parent(), b"")
+        place = Place(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT, b"")
         assert not disk.tier.add(place, large)
         assert disk.has(chain, 0)
 
@@ -354,12 +353,12 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         wall_s = disk.clock.wall_s
     with disk_on(folder, 8) as disk:
         disk.clock.wall_s = wall_s + 60
-        assert disk.tier.leading(chain, 0) == 4 and disk.has(chain, 0, 1, 2, 3)
+        assert disk.tier.leading(chain, 0) == 4
         assert disk.tier.stats()["disk_held_bytes"] == 6 * FILE_BYTES
         filler = chain_of(3)
         disk.add(filler, *range(5))  # two fit, three displace the leaves of what was used least
         assert disk.tier.leading(chain, 0) == 1
-        assert disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
+        assert disk.has(chain, 0) and disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
 
 
 def test_a_smaller_bound_takes_the_most_recent_and_removes_the_rest(folder: Path) -> None:
@@ -456,21 +455,14 @@ def test_nothing_is_written_before_all_is_counted_and_nothing_counted_twice(fold
     chain, new = chain_of(), chain_of(1)
     with disk_on(folder, 10) as disk:
         disk.add(chain, *range(8))
-    disk = Disk(folder, 10)
     listing, reading = Hang(), Hang()
-    disk.tier = DiskTier(
-        str(folder),
-        10 * FILE_BYTES,
-        disk.counters,
-        disk.clock,
-        RandomIds(),
-        make_root=lambda path: FaultyRoot(
-            PosixRoot(path),
-            [
-                Rule("list", listing, lambda name: name == "chunks"),
-                Rule("read", reading, lambda name: "chunks/" in name),
-            ],
-        ),
+    disk = Disk(
+        folder,
+        10,
+        rules=[
+            Rule("list", listing, lambda name: name == "chunks"),
+            Rule("read", reading, lambda name: "chunks/" in name),
+        ],
     )
     disk.tier.open()
     try:
@@ -498,14 +490,7 @@ def test_closed_while_it_is_refilled(folder: Path) -> None:
         disk.add(chain, *range(8))
     for point in ("list", "read"):
         hang = Hang()
-        tier = DiskTier(
-            str(folder),
-            MIB,
-            Counters(),
-            FakeClock(),
-            RandomIds(),
-            make_root=lambda path: FaultyRoot(PosixRoot(path), [Rule(point, hang, lambda name: "chunks" in name)]),  # noqa: B023
-        )
+        tier = Disk(folder, rules=[Rule(point, hang, lambda name: "chunks" in name)]).tier
         tier.open()
         assert hang.reached.wait(20)
         started_s = time.monotonic()
@@ -559,9 +544,10 @@ def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: 
     root = tmp_root / "root"
     root.mkdir()
     create_or_open(PosixRoot(root), RandomIds())
+    before = set(root.iterdir())
     with pytest.raises(InvalidRequest, match="no root is in"):
         Disk(root).tier.open()
-    assert [entry.name for entry in root.iterdir()] == ["FORMAT"], "nothing is left there"
+    assert set(root.iterdir()) == before, "nothing is left there"
     with disk_on(folder):
         with pytest.raises(RootMismatch):
             create_or_open(PosixRoot(folder), RandomIds())
@@ -799,16 +785,8 @@ def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(fol
     with disk_on(folder) as disk:
         disk.add(chain, *range(3))
         disk.add(other, 0)
-    disk = Disk(folder)
     hang = Hang()
-    disk.tier = DiskTier(
-        str(folder),
-        MIB,
-        disk.counters,
-        disk.clock,
-        RandomIds(),
-        make_root=lambda path: FaultyRoot(PosixRoot(path), [Rule("read", hang, lambda name: "chunks/" in name)]),
-    )
+    disk = Disk(folder, rules=[Rule("read", hang, lambda name: "chunks/" in name)])
     disk.tier.open()
     try:
         assert hang.reached.wait(20)
@@ -899,18 +877,7 @@ def test_a_listing_that_fails_is_tried_again(folder: Path, monkeypatch: pytest.M
     chain = chain_of()
     with disk_on(folder) as disk:
         disk.add(chain, 0, 1)
-    disk = Disk(folder)
-    disk.tier = DiskTier(
-        str(folder),
-        MIB,
-        disk.counters,
-        disk.clock,
-        RandomIds(),
-        make_root=lambda path: FaultyRoot(
-            PosixRoot(path),
-            [Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)],
-        ),
-    )
+    disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)])
     disk.tier.open()
     try:
         disk.wait_refilled()

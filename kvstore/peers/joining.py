@@ -1,0 +1,30 @@
+"""Peers as a worker has them: over its memory, under its session, between its memory and its disk."""
+
+from __future__ import annotations
+
+from kvstore.node.member import Member
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.peers import Peers
+
+
+def join_peers(member: Member) -> Peers | None:
+    """The tier of peers, added to the member's; None for one without memory, which reads from nobody's.
+
+    Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
+    """
+    tiers = member.node.tiers
+    if tiers is None:
+        return None
+    peers = Peers(
+        member.meta,
+        member.keys,
+        member.presence,
+        tiers.memory,
+        member.node.counters,
+        member.node.clock,
+        PeerLimits(sync_interval_s=tiers.settings.sync_interval_s),
+        on_cleared=tiers.drop_namespace,
+    )
+    tiers.add_peers(peers)
+    member.on_cleared.append(peers.tell_cleared)
+    return peers

@@ -1,0 +1,71 @@
+"""Images by native code: it looks at nothing it was not given, and what changes while it is taken is not taken."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed
+from kvstore.namespace import Namespace
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.images import ImagesIn, make_images, take_images
+from kvstore.node.wanted import describe, image_bytes
+from kvstore.planes import Planes
+from kvstore.sources import RandomIds
+from tests.native.test_same_results import LARGE
+from tests.node.stores import TINY
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+
+@pytest.mark.parametrize("name", ["kv_images_make", "kv_images_take", "kv_images_verify"])
+def test_a_chunk_without_an_image_is_left_to_python(name: str) -> None:
+    chain = Chain.of(Namespace.of("m", TINY), np.arange(8, dtype=np.uint32))
+    items = np.zeros(2, native.CHUNK)
+    alive = describe(chain, range(2), items)
+    assert alive and (items["status"] == native.DONE).all(), "DONE is 0: it must not be what nobody has looked at"
+    images = np.zeros(2, np.uint64)
+    getattr(native.library, name)(native.Run(), items.ctypes.data, 2, images.ctypes.data)
+    assert (items["status"] == native.OTHER).all()
+
+
+def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_right() -> None:
+    """Whose lease was ended while it stood still reads what another chunk is being written into."""
+    count = 4
+    chain = Chain.of(Namespace.of("m", LARGE), np.arange(count * LARGE.chunk_tokens, dtype=np.uint32))
+    kv = np.random.default_rng(1).integers(0, 256, (1, 2, count * LARGE.section_bytes), np.uint8)
+    size = image_bytes(chain, 0)
+    memory = np.zeros(count * size, np.uint8)
+    images = ImagesIn(memory.data, [at * size for at in range(count)], size)
+    make_images(chain, range(count), Planes(kv, LARGE.section_bytes), images, RandomIds())
+    right, out = memory.copy(), np.zeros_like(kv)
+    outcomes = [0, 0]
+    go, done = threading.Barrier(2), threading.Barrier(2)
+    rounds = 60
+
+    def replace() -> None:
+        generator = np.random.default_rng(2)
+        for _ in range(rounds):
+            start = int(generator.integers(0, memory.size))
+            go.wait()
+            memory[start:] = 0
+            done.wait()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    for _ in range(rounds):
+        memory[:] = right
+        out[:] = 1
+        go.wait()
+        mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), Borrowed())
+        for at in range(count):
+            part = slice(at * LARGE.section_bytes, (at + 1) * LARGE.section_bytes)
+            outcomes[int(mask[at])] += 1
+            assert not mask[at] or np.array_equal(out[..., part], kv[..., part])
+        done.wait()
+    thread.join()
+    assert min(outcomes) > 0, "some were replaced, and some were not"

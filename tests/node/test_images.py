@@ -1,0 +1,273 @@
+"""Images: what is made is the chunk's file, what is taken is verified (I1), and native code and Python agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore import Layout
+from kvstore.address import Chain, block_address
+from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.client.arrays import KvMemory
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import decode, expected_chunk
+from kvstore.namespace import Namespace
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
+from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.planes import Planes
+from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil, resealed
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
+
+LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
+
+
+class CountedIds:
+    """Ids that a second run repeats."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    def fresh(self) -> bytes:
+        return next(self._numbers).to_bytes(16, "big")
+
+
+WAYS = [
+    pytest.param(True, id="native", marks=pytest.mark.skipif(not is_available(), reason="no native library")),
+    pytest.param(False, id="python"),
+]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """With native code and without it."""
+    if not request.param:
+        monkeypatch.setattr(native, "library", None)
+    yield request.param
+
+
+def chain_of(layout: Layout, chunks: int) -> Chain:
+    return Chain.of(Namespace.of("m", layout), np.arange(chunks * layout.chunk_tokens, dtype=np.uint32))
+
+
+def room_for(chain: Chain) -> list[memoryview]:
+    """Memory for the image of each chunk, in one piece, with the pages between them that an arena has."""
+    size = image_bytes(chain, 0)
+    stride = -(-size // 4096) * 4096
+    memory = memoryview(bytearray(stride * len(chain)))
+    return [memory[at * stride : at * stride + size] for at in range(len(chain))]
+
+
+def made(chain: Chain, kv: npt.NDArray[np.generic]) -> list[memoryview]:
+    images = room_for(chain)
+    make_images(chain, range(len(chain)), KvMemory(kv, chain.namespace.layout).sections, images, CountedIds())
+    return images
+
+
+def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
+    layout = chain.namespace.layout
+    out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
+    done = take_images(chain, indexes, images, KvMemory(out, layout).sections, Borrowed())
+    return done.tolist(), out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_made_is_taken_again(way: bool, layout: Layout) -> None:
+    chain = chain_of(layout, 5)
+    kv = kv_of(layout, chain.tokens)
+    images = made(chain, kv)
+    assert verify_images(chain, range(5), images).all()
+    done, out = taken(chain, images, list(range(5)))
+    assert done == [True] * 5 and same(out, kv)
+    done, out = taken(chain, [images[3], images[1]], [3, 1])
+    size = layout.chunk_tokens
+    assert done == [True, True]
+    for index in range(5):
+        part = kv[:, :, index * size : (index + 1) * size]
+        expected = part if index in (1, 3) else np.zeros_like(part)
+        assert same(out[:, :, index * size : (index + 1) * size], expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_native_code_and_python_make_the_same_bytes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of(layout, 3)
+    kv = kv_of(layout, chain.tokens)
+    images = made(chain, kv)
+    monkeypatch.setattr(native, "library", None)
+    assert [bytes(image) for image in made(chain, kv)] == [bytes(image) for image in images]
+
+
+def test_an_image_is_the_file_of_its_chunk(way: bool, tmp_root: Path) -> None:
+    """Under the chunk's name it is read as any other; only the incarnation tells it from what a put wrote."""
+    chain = chain_of(SMALL, 4)
+    kv = kv_of(SMALL, chain.tokens)
+    images = {chain.addresses[at].hex(): bytes(image) for at, image in enumerate(made(chain, kv))}
+    with store_on(tmp_root) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(chain.tokens, kv)
+        assert cache.namespace == chain.namespace
+        for file in chunk_files(tmp_root):
+            content, image = file.read_bytes(), images[file.name.split(".")[0]]
+            expected = decode(content)
+            assert image[128 : expected.header_bytes - 8] == content[128 : expected.header_bytes - 8]
+            assert image[:104] == content[:104] and image[expected.header_bytes :] == content[expected.header_bytes :]
+            file.write_bytes(image)
+    with store_on(tmp_root) as store:
+        tokens, found = store.namespace("m", SMALL).get(chain.tokens)
+        assert tokens == len(chain.tokens) and same(found, kv)
+
+
+SPOILS: dict[str, Spoil] = DAMAGES | {"other bits a reader ignores": lambda whole: resealed(whole, 13, b"\x01")}
+
+
+@pytest.mark.parametrize("how", SPOILS)
+def test_i1_what_is_wrong_is_not_taken(way: bool, how: str) -> None:
+    """Native code refuses some bits that a reader of version 1 ignores: then Python has the last word."""
+    chain = chain_of(TINY, 3)
+    kv = kv_of(TINY, chain.tokens)
+    images = made(chain, kv)
+    images[1] = memoryview(SPOILS[how](bytes(images[1])))
+    right = [True, how.endswith("bits a reader ignores"), True]
+    assert verify_images(chain, range(3), images).tolist() == right
+    done, out = taken(chain, images, [0, 1, 2])
+    assert done == right
+    size = TINY.chunk_tokens
+    assert all(same(out[:, :, at * size : (at + 1) * size], kv[:, :, at * size : (at + 1) * size]) for at in (0, 2))
+
+
+def test_i1_another_chunks_image_is_not_taken(way: bool) -> None:
+    chain, other = chain_of(SMALL, 3), Chain.of(Namespace.of("other", SMALL), np.arange(48, dtype=np.uint32))
+    kv = kv_of(SMALL, chain.tokens)
+    images = made(chain, kv)
+    assert verify_images(chain, [1, 0, 2], images).tolist() == [False, False, True]
+    assert not verify_images(other, range(3), images).any()
+    assert not taken(other, images, [0, 1, 2])[0][0]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8, 16, 48])
+@pytest.mark.parametrize("section_bytes", [1, 17, 63, 64, 240, 241, 1024, 1040, 5000, 70_001])
+def test_nothing_is_written_beside_sections_and_images(way: bool, shift: int, section_bytes: int) -> None:
+    """Sections of any size at any alignment: what lies between them stays as it was."""
+    layout = Layout(layers=2, kv_heads=1, head_dim=section_bytes, dtype="int8", chunk_tokens=1)
+    chain = chain_of(layout, 2)
+    generator = np.random.default_rng(section_bytes + shift)
+    gap = 16
+
+    def planes_in(memory: npt.NDArray[np.uint8]) -> Planes:
+        rows = memory[shift : shift + 4 * plane_bytes].reshape(2, 2, -1)[:, :, : 2 * section_bytes]
+        return Planes(rows, section_bytes)
+
+    plane_bytes = 2 * section_bytes + gap
+    source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
+    target = np.full(source.size, 0xEE, np.uint8)
+    memory = np.full(2 * (image_bytes(chain, 0) + 8192), 0xEE, np.uint8)
+    stride = memory.size // 2
+    images = [memory[at * stride : at * stride + image_bytes(chain, 0)].data for at in range(2)]
+    make_images(chain, [0, 1], planes_in(source), images, CountedIds())
+    assert (memory.reshape(2, -1)[:, image_bytes(chain, 0) :] == 0xEE).all()
+    before = memory.copy()
+    assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
+    assert np.array_equal(memory, before)
+    expected = np.full(source.size, 0xEE, np.uint8)
+    for at in range(4):
+        part = slice(shift + at * plane_bytes, shift + at * plane_bytes + 2 * section_bytes)
+        expected[part] = source[part]
+    assert np.array_equal(target, expected)
+
+
+def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
+    chain = chain_of(SMALL, 3)
+    kv = kv_of(SMALL, chain.tokens)
+    planes = KvMemory(kv, SMALL).sections
+    images = made(chain, kv)
+    for source in (lambda index: [memoryview(bytes(piece)) for piece in planes(index)], Images(SMALL, 0, images)):
+        again = room_for(chain)
+        make_images(chain, range(3), source, again, CountedIds())
+        assert list(map(bytes, again)) == list(map(bytes, images))
+    targets = {index: [memoryview(bytearray(SMALL.section_bytes)) for _ in range(6)] for index in range(3)}
+    assert take_images(chain, range(3), images, targets.__getitem__, Borrowed()).all()
+    assert all(list(targets[at]) == list(planes(at)) for at in range(3))
+
+
+def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
+    """From any index on, and staged by native code where there is any."""
+    chain = chain_of(SMALL, 6)
+    kv = kv_of(SMALL, chain.tokens)
+    size = image_bytes(chain, 0)
+    memory = memoryview(bytearray(6 * 2 * size))
+    offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
+    make_images(chain, range(6), KvMemory(kv, SMALL).sections, ImagesIn(memory, offsets, size), CountedIds())
+    with store_on(tmp_root) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(chain.tokens[:32], kv[:, :, :32])
+        node = store._port._node  # type: ignore[attr-defined]
+        source = Images(SMALL, 2, ImagesIn(memory.toreadonly(), offsets, size)[2:])
+        run = node.run_for_put(chain, 2, 4, source)
+        assert (run is not None) == is_available()
+        assert node.run_for_put(chain, 1, 4, source) is None, "it has no chunk 1"
+        assert node._chunks.runs.of(chain, 2, 4, source, fills=True) is None, "images are never written to"
+        assert node.put(chain, 2, source).chunks_written == 4
+        tokens, found = cache.get(chain.tokens)
+        assert tokens == len(chain.tokens) and same(found, kv)
+
+
+def test_blocks_of_many_sizes(way: bool) -> None:
+    generator = np.random.default_rng(5)
+    sizes = [1, 16, 240, 241, 4096, 65_536, 300_001]
+    blocks = [generator.integers(0, 256, size, np.uint8) for size in sizes]
+    namespace = Namespace.of("m", TINY)
+    keys = [bytes([at]) * (16 + 6 * at) for at in range(len(sizes))]
+    addresses = [block_address(namespace, key) for key in keys]
+    keyed = Keyed(namespace, keys, addresses, sizes)
+    images = [memoryview(bytearray(image_bytes(keyed, at))) for at in range(len(sizes))]
+    make_images(keyed, range(len(sizes)), lambda at: [blocks[at].data], images, CountedIds())
+    out = [np.zeros(size, np.uint8) for size in sizes]
+    chosen = [6, 0, 3]
+    done = take_images(keyed, chosen, [images[at] for at in chosen], lambda at: [out[at].data], Borrowed())
+    assert done.all() and all(np.array_equal(out[at], blocks[at]) for at in chosen) and not out[5].any()
+    images[2][-1] ^= 1
+    assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
+    other = Keyed(namespace, keys, addresses, [size + 1 for size in sizes])
+    assert not verify_images(other, range(7), images).any()
+
+
+def test_sections_of_one_image(way: bool) -> None:
+    chain = chain_of(SMALL, 2)
+    kv = kv_of(SMALL, chain.tokens)
+    images = made(chain, kv)
+    targets = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(2)]
+    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed())
+    assert targets == KvMemory(kv, SMALL).sections(1)[2:4]
+    start = expected_chunk(chain, 1).header_bytes
+    images[1][start + 4 * SMALL.section_bytes] ^= 1
+    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed()), "the damage is behind these"
+    assert not copy_sections(chain, 1, images[1], 4, targets, Borrowed())
+    assert not copy_sections(chain, 0, images[1], 0, targets, Borrowed())
+
+
+def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:
+    chain = chain_of(SMALL, 2)
+    images = made(chain, kv_of(SMALL, chain.tokens))
+    out = np.zeros(SMALL.shape(len(chain.tokens)), SMALL.numpy_dtype)
+    borrowed = Borrowed()
+    borrowed.withdraw()
+    with pytest.raises(Withdrawn):
+        take_images(chain, range(2), images, KvMemory(out, SMALL).sections, borrowed)
+    with pytest.raises(Withdrawn):
+        copy_sections(chain, 0, images[0], 0, KvMemory(out, SMALL).sections(0), borrowed)
+    assert not out.any()
+
+
+def test_a1_images_out_of_the_memory_are_refused() -> None:
+    memory = memoryview(bytearray(3 * 4096))
+    assert len(ImagesIn(memory, [0, 4096, 8192], 4096)) == 3 and len(ImagesIn(memory, [], 4 * 4096)) == 0
+    assert [len(image) for image in ImagesIn(memory, [0, 100], 5000)[1:]] == [5000]
+    for offsets, size in (([0, 8193], 4096), ([0], 4 * 4096), ([1 << 63], 4096), ([(1 << 64) - 4096], 4096)):
+        with pytest.raises(InvalidRequest):
+            ImagesIn(memory, np.array(offsets, np.uint64), size)

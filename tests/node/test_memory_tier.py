@@ -1,0 +1,471 @@
+"""The memory tier, by rule: what is in it is right, bounded, kept while it is used, and dropped when it is wrong."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore import Layout
+from kvstore.address import Chain, block_address
+from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.client.arrays import KvMemory
+from kvstore.hints import Hints
+from kvstore.memory.arena import Arena
+from kvstore.namespace import Namespace
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.counters import Counters
+from kvstore.node.images import Images, make_images
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.slots import Slot, Slots
+from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.sources import RandomIds
+from tests.native.test_same_results import LARGE
+from tests.node.stores import SMALL, TINY, kv_of, same
+
+SPACE = Namespace.of("m", SMALL)
+UNIT = 8_192
+"""What one chunk of SMALL takes: a header of 4 KiB and 3 KiB of payload, in whole pages."""
+
+
+class StoppedClock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def now_s(self) -> float:
+        return self.seconds
+
+    def monotonic_s(self) -> float:
+        return self.seconds
+
+
+class Case:
+    """A tier with room for so many chunks of SMALL."""
+
+    def __init__(self, chunks: int) -> None:
+        self.arena = Arena(chunks * UNIT).open()
+        self.counters = Counters()
+        self.clock = StoppedClock()
+        self.tier = MemoryTier(self.arena, self.counters, self.clock)
+
+    def fill(
+        self, wanted: Chain, first: int, count: int, *, dirty: bool = False, priority: int = 35, replica: bool = False
+    ) -> int:
+        """Puts chunks of a chain into it, as far as there is room; how many."""
+        filled = 0
+        for index in range(first, first + count):
+            slot = self.tier.claim(wanted, index, hints=Hints(priority), dirty=dirty, replica=replica)
+            if slot is None:
+                break
+            make(wanted, [index], [slot])
+            self.tier.ready([slot])
+            filled += 1
+        return filled
+
+    def read(self, wanted: Chain, slots: Slots, start: int, stop: int) -> list[bool]:
+        """Reads chunks, and looks at all bytes of those that are said to be right."""
+        layout = wanted.namespace.layout
+        out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
+        done = self.tier.read(slots, start, stop, KvMemory(out, layout).sections, Borrowed())
+        kv, size = kv_for(wanted), layout.chunk_tokens
+        for index, right in zip(range(start, stop), done.tolist(), strict=True):
+            part = slice(index * size, (index + 1) * size)
+            assert not right or same(out[:, :, part], kv[:, :, part])
+        found: list[bool] = done.tolist()
+        return found
+
+    def get(self, wanted: Chain, first: int = 0) -> list[bool]:
+        """Which chunks of a chain are there and right."""
+        with self.tier.refer(wanted, first, len(wanted) - first) as slots:
+            return self.read(wanted, slots, first, len(wanted))
+
+    def stat(self, name: str) -> int:
+        return int(self.tier.stats()[f"memory_{name}"])
+
+    def count(self, name: str) -> int:
+        return self.counters.snapshot().get(f"memory_{name}", 0)
+
+
+def chain_of(number: int, chunks: int, namespace: Namespace = SPACE) -> Chain:
+    size = namespace.layout.chunk_tokens
+    return Chain.of(namespace, np.arange(number * 1_000_000, number * 1_000_000 + chunks * size, dtype=np.uint32))
+
+
+def kv_for(chain: Chain) -> npt.NDArray[Any]:
+    return kv_of(chain.namespace.layout, chain.tokens)
+
+
+def make(chain: Chain, indexes: Sequence[int], slots: Sequence[Slot]) -> None:
+    source = KvMemory(kv_for(chain), chain.namespace.layout).sections
+    make_images(chain, indexes, source, [slot.memory for slot in slots], RandomIds())
+
+
+@pytest.fixture
+def case() -> Iterator[Case]:
+    """Room for eight chunks."""
+    opened = Case(8)
+    yield opened
+    opened.tier.close()
+
+
+def test_what_was_filled_is_read(case: Case) -> None:
+    chain = chain_of(1, 5)
+    assert image_bytes(chain, 0) <= UNIT
+    assert case.tier.leading(chain) == 0 and case.get(chain) == [False] * 5
+    assert case.fill(chain, 0, 3) == 3 and case.fill(chain, 4, 1) == 1
+    assert [case.tier.leading(chain, first) for first in range(6)] == [3, 2, 1, 0, 1, 0]
+    assert case.get(chain) == [True, True, True, False, True]
+    with case.tier.refer(chain, 1, 4) as slots:
+        assert slots.leading_count == 2 and case.read(chain, slots, 2, 4) == [True, False]
+        payload = case.tier.view(slots, 4)
+        assert payload is not None and payload.readonly
+        shape = SMALL.shape(SMALL.chunk_tokens)
+        assert same(np.frombuffer(payload, SMALL.numpy_dtype).reshape(shape), kv_for(chain)[:, :, -16:])
+        assert case.tier.view(slots, 3) is None
+    assert (case.count("hits"), case.count("misses")) == (4 + 1 + 1, 5 + 1 + 1 + 1)
+    assert case.count("bytes") == 6 * image_bytes(chain, 0)
+
+
+def test_i1_a_wrong_image_is_dropped_and_the_next_fill_repairs_it(case: Case) -> None:
+    chain = chain_of(1, 3)
+    for look in ("read", "view", "verified"):
+        case.fill(chain, 0, 3)
+        damaged = case.count("damaged")
+        with case.tier.refer(chain, 0, 3) as slots:
+            entry = slots.entries[1]
+            assert entry is not None
+            case.arena.memory[entry.offset + 5000] ^= 0x40
+            if look == "read":
+                assert case.read(chain, slots, 0, 3) == [True, False, True]
+            elif look == "view":
+                assert case.tier.view(slots, 1) is None and case.tier.view(slots, 0) is not None
+            else:
+                assert case.tier.verified(slots) == 1
+            assert case.tier.leading(chain) == 1 and case.tier.leading(chain, 2) == 1
+            assert case.read(chain, slots, 0, 3) == [True, False, True]
+        assert case.count("damaged") == damaged + 1, "counted once, whoever else finds it"
+        assert case.fill(chain, 1, 1) == 1
+        assert case.get(chain) == [True] * 3
+        case.tier.drop_namespace(SPACE.digest)
+        assert case.stat("held_bytes") == 0
+
+
+def test_i1_what_the_caller_changed_is_not_damage(case: Case) -> None:
+    """A read that was given up says nothing of the image."""
+    chain = chain_of(1, 1)
+    case.fill(chain, 0, 1)
+    borrowed = Borrowed()
+    out = np.zeros(SMALL.shape(16), SMALL.numpy_dtype)
+    with case.tier.refer(chain, 0, 1) as slots:
+        borrowed.withdraw()
+        with pytest.raises(Withdrawn):
+            case.tier.read(slots, 0, 1, KvMemory(out, SMALL).sections, borrowed)
+    assert case.count("damaged") == 0 and case.tier.leading(chain) == 1
+
+
+def test_i2_room_of_what_was_dropped_is_not_given_away_while_it_is_referred_to(case: Case) -> None:
+    chain, others = chain_of(1, 1), chain_of(2, 8)
+    case.fill(chain, 0, 1)
+    with case.tier.refer(chain, 0, 1) as slots:
+        case.tier.drop_namespace(SPACE.digest)
+        assert case.tier.leading(chain) == 0
+        assert case.fill(others, 0, 8) == 7 and case.count("full") == 1
+        assert case.read(chain, slots, 0, 1) == [True]
+    assert case.fill(others, 7, 1) == 1
+
+
+def test_a1_never_more_than_the_arena(case: Case) -> None:
+    for number in range(40):
+        case.fill(chain_of(number, 3), 0, 3)
+        assert case.stat("held_bytes") <= case.tier.size_bytes == 8 * UNIT
+    assert case.count("evicted") == 40 * 3 - case.stat("chunks") and case.tier.free_bytes < UNIT
+    assert case.fill(chain_of(99, 1, Namespace.of("large", Layout(8, 8, 64, chunk_tokens=64))), 0, 1) == 0
+
+
+def test_a2_closing_takes_nothing_from_those_who_read_or_fill(case: Case) -> None:
+    chain = chain_of(1, 3)
+    case.fill(chain, 0, 2)
+    slots, slot = case.tier.refer(chain, 0, 2), case.tier.claim(chain, 2)
+    payload = case.tier.view(slots, 1)
+    assert slot is not None and payload is not None
+    expected = bytes(payload)
+    case.tier.close()
+    case.tier.close()
+    make(chain, [2], [slot])
+    case.tier.ready([slot])
+    assert case.read(chain, slots, 0, 2) == [True, True] and case.tier.verified(slots) == 2
+    slots.release()
+    assert bytes(payload) == expected
+    assert case.tier.leading(chain) == 0 and case.get(chain) == [False] * 3
+    assert case.tier.claim(chain, 0) is None and not case.tier.lease(slots)
+    assert case.stat("referenced_bytes") == 0
+
+
+def test_e1_nobody_sees_what_is_claimed(case: Case) -> None:
+    chain = chain_of(1, 2)
+    slot = case.tier.claim(chain, 0)
+    assert slot is not None and case.tier.leading(chain) == 0 and case.get(chain) == [False, False]
+    case.tier.drop([slot])
+    assert case.stat("held_bytes") == 0
+    slot = case.tier.claim(chain, 0)
+    assert slot is not None
+    make(chain, [0], [slot])
+    case.tier.ready([slot])
+    assert case.get(chain) == [True, False] and case.stat("referenced_bytes") == 0
+
+
+def test_e1_leaves_go_first_then_what_was_used_least(case: Case) -> None:
+    chain, others = chain_of(1, 4), chain_of(2, 6)
+    case.fill(chain, 0, 4)
+    case.fill(others, 0, 4)
+    case.clock.seconds += 1.0
+    case.tier.used(others, 4)
+    assert case.fill(others, 4, 2) == 2
+    assert case.get(chain) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("why", ["referenced", "pinned", "dirty"])
+def test_e2_what_is_needed_is_never_evicted(case: Case, why: str) -> None:
+    chain, others = chain_of(1, 6), chain_of(2, 4)
+    case.fill(chain, 0, 6, dirty=why == "dirty")
+    slots = case.tier.refer(chain, 0, 6 if why == "referenced" else 0)
+    if why == "pinned":
+        assert case.tier.pin(chain.addresses) == [True] * 6 and case.tier.pin(others.addresses[:1]) == [False]
+    assert case.fill(others, 0, 4) == 2 and case.count("full") == 1
+    assert case.get(chain) == [True] * 6
+    if why == "referenced":
+        slots.release()
+    elif why == "pinned":
+        case.tier.unpin(chain.addresses)
+    else:
+        with case.tier.refer(chain, 0, 6) as there:
+            case.tier.clean(there.referred, on_root=True)
+    assert case.fill(others, 2, 2) == 2
+    assert case.get(chain) == [True] * 4 + [False] * 2
+
+
+def test_e4_the_first_writer_wins(case: Case) -> None:
+    chain = chain_of(1, 1)
+    slot = case.tier.claim(chain, 0)
+    assert slot is not None and case.tier.claim(chain, 0) is None
+    make(chain, [0], [slot])
+    case.tier.ready([slot])
+    assert case.tier.claim(chain, 0) is None and case.count("full") == 0
+
+
+def test_a_namespace_that_is_dropped_while_it_is_filled_does_not_come_back(case: Case) -> None:
+    chain = chain_of(1, 2)
+    case.fill(chain, 0, 1)
+    slot = case.tier.claim(chain, 1)
+    assert slot is not None and case.tier.drop_namespace(SPACE.digest) == 2
+    again = case.tier.claim(chain, 1)
+    assert again is not None and again.entry.offset != slot.entry.offset
+    make(chain, [1], [slot])
+    case.tier.ready([slot])
+    assert case.tier.leading(chain, 1) == 0 and case.stat("held_bytes") == image_bytes(chain, 0)
+    case.tier.drop([again])
+    assert case.stat("held_bytes") == 0
+
+
+def test_l1_half_of_the_arena_is_leased_at_once(case: Case) -> None:
+    chain, others = chain_of(1, 4), chain_of(2, 4)
+    case.fill(chain, 0, 4)
+    case.fill(others, 0, 4)
+    first, second = case.tier.refer(chain, 0, 4), case.tier.refer(chain, 0, 4)
+    assert case.tier.lease(first) and case.tier.lease(first)
+    assert case.tier.lease(second), "chunks that are leased already take no more"
+    leased = case.stat("leased_bytes")
+    assert leased == 4 * image_bytes(chain, 0)
+    with case.tier.refer(others, 0, 2) as more:
+        assert not case.tier.lease(more)
+        first.release()
+        assert not case.tier.lease(more)
+        second.release()
+        assert case.tier.lease(more) and case.stat("leased_bytes") == leased // 2
+    assert case.stat("leased_bytes") == 0 and case.stat("referenced_bytes") == 0
+
+
+def test_r3_references_keep_entries_until_they_are_released_once(case: Case) -> None:
+    chain, others = chain_of(1, 8), chain_of(2, 8)
+    case.fill(chain, 0, 8)
+    one, other = case.tier.refer(chain, 0, 8), case.tier.refer(chain, 4, 4)
+    one.release()
+    one.release()
+    assert case.fill(others, 0, 8) == 0, "leaves are referred to, so their ancestors stay too"
+    assert case.get(chain) == [True] * 8
+    other.release()
+    assert case.fill(others, 0, 8) == 8
+
+
+def test_release_never_waits_and_is_not_lost(case: Case) -> None:
+    """A finalizer may run while its own thread holds the lock."""
+    chain = chain_of(1, 2)
+    case.fill(chain, 0, 2)
+    slots = case.tier.refer(chain, 0, 2)
+    case.tier.lease(slots)
+    with case.tier._lock:
+        slots.release()
+    assert case.stat("referenced_bytes") == case.stat("leased_bytes") == 0
+
+
+def test_victims_are_kept_until_they_are_elsewhere_and_go_unless_somebody_needs_them(case: Case) -> None:
+    chain = chain_of(1, 8)
+    case.fill(chain, 0, 8)
+    with case.tier.victims(2 * UNIT) as victims:
+        assert [entry.address for entry, _ in victims.images()] == list(chain.addresses[:4:-1])
+        assert bytes(victims.images()[0][1][40:56]) == chain.addresses[7]
+        assert case.fill(chain_of(2, 1), 0, 1) == 0
+        with case.tier.refer(chain, 6, 1):
+            case.tier.evict(victims.entries)
+        assert case.tier.free_bytes < UNIT
+    assert case.tier.leading(chain) == 7 and case.count("evicted") == 1
+    assert UNIT <= case.tier.free_bytes < 2 * UNIT
+    with case.tier.victims(1 << 40) as victims:
+        assert len(victims.entries) == 7
+        case.tier.pin(chain.addresses[2:3])
+        case.tier.evict(victims.entries)
+    assert case.tier.leading(chain) == 3
+
+
+def test_slots_are_a_source_for_puts(case: Case) -> None:
+    chain = chain_of(1, 4)
+    case.fill(chain, 0, 4)
+    with case.tier.refer(chain, 1, 3) as slots:
+        source = slots.sections(2, 4)
+        assert isinstance(source, Images) and source.covers(2, 2) and not source.covers(1, 3)
+        assert source(3) == KvMemory(kv_for(chain), SMALL).sections(3)
+
+
+def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
+    keys = [b"k" * 16, b"l" * 32]
+
+    def keyed(*sizes: int) -> Keyed:
+        return Keyed(SPACE, keys, [block_address(SPACE, key) for key in keys], sizes)
+
+    blocks = [np.full(size, 7 + size % 5, np.uint8) for size in (3000, 9000)]
+    slots = [case.tier.claim(keyed(3000, 9000), index) for index in range(2)]
+    there = [slot for slot in slots if slot is not None]
+    make_images(
+        keyed(3000, 9000), [0, 1], lambda at: [blocks[at].data], [slot.memory for slot in there], RandomIds()
+    )  # fmt: skip
+    case.tier.ready(there)
+    out = [np.zeros(size, np.uint8) for size in (3000, 9000)]
+    with case.tier.refer(keyed(3000, 9000), 0, 2) as both:
+        assert case.tier.read(both, 0, 2, lambda at: [out[at].data], Borrowed()).all()
+        payload = case.tier.view(both, 1)
+        assert payload is not None and np.array_equal(np.frombuffer(payload, np.uint8), blocks[1])
+    assert all(map(np.array_equal, out, blocks))
+    with case.tier.refer(keyed(3000, 9001), 0, 2) as one:
+        assert [entry is not None for entry in one.entries] == [True, False]
+    assert case.tier.leading(keyed(1, 1)) == 2 and case.count("damaged") == 0
+
+
+def test_changes_and_prints_are_those_of_ready_entries(case: Case) -> None:
+    chain = chain_of(1, 2)
+    case.fill(chain, 0, 1)
+    slot = case.tier.claim(chain, 1)
+    shard = chain.addresses[0][0] >> 2
+    assert slot is not None and case.tier.changes() == {shard} and case.tier.changes() == set()
+    assert case.tier.prints(shard).tolist() == [int.from_bytes(chain.addresses[0][4:8], "little")]
+    case.tier.drop([slot])
+
+
+def test_admission_remembers(case: Case) -> None:
+    chain = chain_of(1, 2)
+    assert [case.tier.admits(chain, at) for at in (0, 1, 0)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "is_native",
+    [
+        pytest.param(True, id="native", marks=pytest.mark.skipif(not is_available(), reason="no native library")),
+        pytest.param(False, id="python"),
+    ],
+)
+def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte is ever wrong, nothing leaks, the bound is kept (I1, I2, A1, E2, R3)."""
+    if not is_native:
+        monkeypatch.setattr(native, "library", None)
+    case = Case(40)
+    chains = [chain_of(number, 12, Namespace.of(f"m{number % 3}", TINY)) for number in range(6)]
+    ends_s = time.monotonic() + 1.0
+    failures: list[BaseException] = []
+    outcomes = [0, 0]
+
+    def act(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        try:
+            while time.monotonic() < ends_s:
+                chain = chains[int(generator.integers(len(chains)))]
+                first = int(generator.integers(len(chain)))
+                choice = int(generator.integers(12))
+                if choice < 5:
+                    count = int(generator.integers(1, 8))
+                    case.fill(chain, first, min(count, len(chain) - first), dirty=choice == 0)
+                elif choice < 10:
+                    with case.tier.refer(chain, first, len(chain) - first) as slots:
+                        case.tier.lease(slots)
+                        for right in case.read(chain, slots, first, len(chain)):
+                            outcomes[right] += 1
+                        case.tier.clean(slots.referred, on_root=True)
+                elif choice == 10:
+                    with case.tier.refer(chain, first, 1) as slots:
+                        for entry in slots.referred:
+                            case.arena.memory[entry.offset + 4100] ^= 1
+                            case.tier.verified(slots)
+                elif seed == 1:
+                    case.tier.drop_namespace(chain.namespace.digest)
+                else:
+                    with case.tier.victims(3 * UNIT) as victims:
+                        case.tier.evict(victims.entries)
+        except BaseException as error:  # noqa: BLE001 - carried to the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=act, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert min(outcomes) > 0 and case.count("evicted") > 0 and case.count("damaged") > 0
+    for chain in chains:
+        case.tier.drop_namespace(chain.namespace.digest)
+    assert case.stat("held_bytes") == case.stat("referenced_bytes") == case.stat("leased_bytes") == 0
+    assert case.stat("chunks") == 0 and case.tier.free_bytes == case.tier.size_bytes
+    case.tier.close()
+
+
+def test_a_tier_that_is_forgotten_gives_its_memory_back() -> None:
+    before = resident_bytes()
+    case = Case(4000)
+    chain = chain_of(1, 50, Namespace.of("m", LARGE))
+    claimed = [case.tier.claim(chain, index) for index in range(50)]
+    filled = [slot for slot in claimed if slot is not None]
+    for slot in filled:
+        slot.memory[:] = bytes(len(slot.memory))
+    case.tier.ready(filled)
+    slots: Slots | None = case.tier.refer(chain, 0, 1)
+    assert resident_bytes() - before > 25 << 20
+    case.tier.close()
+    del case, claimed, filled, slot
+    gc.collect()
+    assert resident_bytes() - before > 25 << 20, "somebody may still read in it"
+    slots = None
+    gc.collect()
+    assert resident_bytes() - before < 5 << 20 and slots is None
+
+
+def resident_bytes() -> int:
+    """Pages of shared memory in this process."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssShmem"))

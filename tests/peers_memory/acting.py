@@ -1,0 +1,90 @@
+"""A worker with memory and peers in a process of its own, which does what it is told, line by line.
+
+    python -m tests.peers_memory.acting ROOT ETCD SYNC_INTERVAL_S
+
+prints the address that it serves at; then ``put SEED CHUNKS``, ``match SEED CHUNKS``, ``known SEED CHUNKS`` (what peers
+are said to have) and ``get SEED CHUNKS`` each print a number: how many leading chunks, of a get those that are right;
+-1 where a byte is wrong. ``stat NAME`` prints a counter or gauge, ``clear`` clears the namespace.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.client.cache import Cache
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.node.limits import Limits
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.peers.joining import join_peers
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.tokens import TokenArray
+from kvstore.worker.worker import Worker
+from kvstore.writes import WriteMode
+from tests.node.stores import kv_of, same
+
+LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
+MEMORY_BYTES = 32 << 20
+GET_S = 5.0
+
+
+def tokens_of(seed: int, chunks: int) -> TokenArray:
+    """A prompt that no other seed has."""
+    return np.random.default_rng(seed).integers(0, 1 << 31, chunks * LAYOUT.chunk_tokens).astype("<u4")
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    root, etcd, interval_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    opened, clock, ids = PosixRoot(root), SystemClock(), RandomIds()
+    settings = TierSettings(MEMORY_BYTES, write=WriteMode.THROUGH, sync_interval_s=interval_s)
+    member = join(
+        opened, create_or_open(opened, ids), EtcdMeta(etcd), durable=False, limits=Limits(read_deadline_s=GET_S),
+        clock=clock, ids=ids, shared=True, settings=settings,
+    )  # fmt: skip
+    peers = join_peers(member)
+    assert peers is not None
+    worker = Worker(member, "127.0.0.1:0")
+    worker.start()
+    peers.start(worker.advertised)
+    cache = Store(LocalPort(member)).namespace("m", layout=LAYOUT)
+    print(worker.advertised, flush=True)
+    for line in sys.stdin:
+        word, *rest = line.split()
+        if word == "stat":
+            print(member.node.stats()[rest[0]], flush=True)
+        elif word == "clear":
+            cache.clear()
+            peers.tell_cleared(cache.namespace.digest)
+            print(0, flush=True)
+        else:
+            tokens = tokens_of(int(rest[0]), int(rest[1]))
+            if word == "known":
+                print(peers.leading(Chain.of(cache.namespace, tokens), 0), flush=True)
+            else:
+                print(_done(cache, word, tokens), flush=True)
+    peers.close(2.0)
+    worker.stop()
+    member.close()
+
+
+def _done(cache: Cache, word: str, tokens: TokenArray) -> int:
+    if word == "put":
+        return cache.put(tokens, kv_of(LAYOUT, tokens)).tokens_present // LAYOUT.chunk_tokens
+    if word == "match":
+        return cache.match(tokens) // LAYOUT.chunk_tokens
+    count, kv = cache.get(tokens)
+    return count // LAYOUT.chunk_tokens if same(kv, kv_of(LAYOUT, tokens[:count])) else -1
+
+
+if __name__ == "__main__":
+    main()
