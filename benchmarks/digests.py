@@ -92,7 +92,7 @@ class Pair:
         self._metas = [EtcdMeta(etcd), EtcdMeta(etcd)]
         self._presences = [Presence(meta, KEYS) for meta in self._metas]
         near, far = (Digests(meta, KEYS) for meta in self._metas)
-        self.publisher = Publisher(near, memory, WorkerRecord("a:1"), limits, self.counters, SystemClock())
+        self.publisher = Publisher(near, memory, WorkerRecord("a:1"), limits, self.counters, SystemClock(), lambda: 1)
         self.follower = Follower(far, "b:1", limits, Counters(), lambda _: None, lambda _: None)
         self._presences[0].attach(self.publisher.begin, self.publisher.end)
         self._presences[1].attach(self.follower.begin, self.follower.end)

@@ -36,10 +36,9 @@ def place_of(chain: Chain, index: int) -> Place:
     )
 
 
-class Standing(NamedTuple):
+class Worth(NamedTuple):
     """What a policy goes by, besides the time of the last use."""
 
-    is_replica: bool
     octaves: float = 0.0
     """How many times its age is halved."""
     ttl_s: int | None = None
@@ -47,12 +46,12 @@ class Standing(NamedTuple):
 
 
 class Queue:
-    """The entries of one standing."""
+    """The entries of one worth."""
 
-    __slots__ = ("held_bytes", "standing", "turns")
+    __slots__ = ("held_bytes", "turns", "worth")
 
-    def __init__(self, standing: Standing) -> None:
-        self.standing = standing
+    def __init__(self, worth: Worth) -> None:
+        self.worth = worth
         self.held_bytes = 0
         """Of all of them, those included that may not be evicted."""
         self.turns: list[tuple[float, int, Entry]] = []
@@ -73,6 +72,7 @@ class Entry(Chunk):
         "is_gone",
         "is_on_root",
         "is_replica",
+        "is_retired",
         "offset",
         "queue",
         "references",
@@ -98,6 +98,8 @@ class Entry(Chunk):
         self.is_replica = False
         self.is_on_root = False
         self.is_gone = False
+        self.is_retired = False
+        """Said not to be needed soon: it goes before all others, until it is used again."""
         self.queue: Queue
         """Set when it has room."""
         self.ticket = 0

@@ -208,12 +208,19 @@ class Inventory:
             if entry.is_gone:
                 continue
             entry.used_s = max(entry.used_s, now_s)
-            is_worth_more = entry.uses < USES_MAX
-            if is_worth_more:
-                entry.uses += 1
+            is_worth_more = entry.uses < USES_MAX or entry.is_retired
+            entry.uses = min(entry.uses + 1, USES_MAX)
+            entry.is_retired = False
             if hints is not None and not entry.hints.covers(hints):
                 entry.hints, is_worth_more = entry.hints.raised_to(hints), True
             if is_worth_more or entry.ticket:
+                self._queues.moved(entry)
+
+    def retire(self, entries: Iterable[Entry]) -> None:
+        """Lets these go before all others when room is needed, until they are used again. Nothing is dropped."""
+        for entry in entries:
+            if not (entry.is_gone or entry.is_retired):
+                entry.is_retired = True
                 self._queues.moved(entry)
 
     def victims(self, bytes_wanted: int) -> list[Entry]:

@@ -1,6 +1,6 @@
 """Policies: which of the entries that may be evicted goes first, and what is asked for often enough to be brought in.
 
-A policy sorts entries into a few *queues*, by their ``Standing``; within each the one unused for longest is first. When
+A policy sorts entries into a few *queues*, by their ``Worth``; within each the one unused for longest is first. When
 room is needed it compares the heads of the queues, so that ranks may change with time and yet nothing is sorted again.
 Pure, and apart from the queues, because it is the part that a trace replay judges.
 """
@@ -14,11 +14,14 @@ from typing import Protocol
 
 from kvstore.address import Address
 from kvstore.hints import PRIORITY_DEFAULT
-from kvstore.memory.entry import Entry, Queue, Standing
+from kvstore.memory.entry import Entry, Queue, Worth
 
 OCTAVES_PER_USE = 0.5
 OCTAVES_PER_PRIORITY = 0.1
 """As the collector weighs chunks on the root (gc/kvstore_gc/policy.py)."""
+REPLICA_OCTAVES = 1.0
+"""A replica counts as twice as old (P4). It does not go before all else: a full node would then keep none until its
+second use, however hot."""
 PRIORITY_STEP = 5
 """Priorities are rounded to this, which bounds the number of queues."""
 AGE_LEAST_S = 30.0
@@ -31,9 +34,9 @@ ASKED_LASTS_S = 3_600.0
 
 
 class Policy(Protocol):
-    """An order of eviction. One object for each inventory: it may remember. A standing must be one of few."""
+    """An order of eviction. One object for each inventory: it may remember. A worth must be one of few."""
 
-    def standing(self, entry: Entry) -> Standing:
+    def worth(self, entry: Entry) -> Worth:
         """Which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
@@ -47,17 +50,17 @@ class Aged:
     """The oldest goes first, by an age that is weighted with uses and hints, as on the root: what was used more
     outlasts what was used once in proportion to how long things last here at all.
 
-    Before all others goes what is past its ttl, then replicas (P4).
+    What is past its ttl goes before all others.
     """
 
     def __init__(self, octaves_per_use: float = OCTAVES_PER_USE, age_least_s: float = AGE_LEAST_S) -> None:
         self._octaves_per_use = octaves_per_use
         self._age_least_s = age_least_s
 
-    def standing(self, entry: Entry) -> Standing:
+    def worth(self, entry: Entry) -> Worth:
         steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
         octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + entry.uses * self._octaves_per_use
-        return Standing(entry.is_replica, octaves, entry.hints.ttl_s)
+        return Worth(octaves - entry.is_replica * REPLICA_OCTAVES, entry.hints.ttl_s)
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
         return max(candidates, key=lambda queue: self._staleness(queue, now_s))
@@ -65,11 +68,10 @@ class Aged:
     def evicted(self, entry: Entry) -> None:
         pass
 
-    def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, bool, float]:
-        standing = queue.standing
+    def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, float]:
+        octaves, ttl_s, _ = queue.worth
         age_s = max(now_s - queue.oldest_s, 0.0)
-        is_expired = standing.ttl_s is not None and age_s >= standing.ttl_s
-        return is_expired, standing.is_replica, (age_s + self._age_least_s) * 2.0**-standing.octaves
+        return ttl_s is not None and age_s >= ttl_s, (age_s + self._age_least_s) * 2.0**-octaves
 
 
 class TwoQueue:
@@ -82,17 +84,17 @@ class TwoQueue:
     def __init__(self, share: float = PROBATION_SHARE, octaves_per_use: float = 0.0) -> None:
         self._share = share
         self._aged = Aged(octaves_per_use)
-        self._ghosts = Admission(GHOSTS_MAX)
+        self._ghosts = Admission(GHOSTS_MAX, math.inf)
 
-    def standing(self, entry: Entry) -> Standing:
+    def worth(self, entry: Entry) -> Worth:
         is_new = not entry.uses and not self._ghosts.knows(entry.address)
-        return self._aged.standing(entry)._replace(is_on_probation=is_new)
+        return self._aged.worth(entry)._replace(is_on_probation=is_new)
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
         held_bytes = sum(queue.held_bytes for queue in queues)
-        new_bytes = sum(queue.held_bytes for queue in queues if queue.standing.is_on_probation)
+        new_bytes = sum(queue.held_bytes for queue in queues if queue.worth.is_on_probation)
         is_over = new_bytes > self._share * held_bytes
-        some = [queue for queue in candidates if queue.standing.is_on_probation == is_over]
+        some = [queue for queue in candidates if queue.worth.is_on_probation == is_over]
         return self._aged.first(some or candidates, queues, now_s)
 
     def evicted(self, entry: Entry) -> None:

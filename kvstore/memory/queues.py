@@ -5,14 +5,17 @@ Apart from the inventory, which says what may be evicted; these say what goes fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from kvstore.memory.entry import Entry, Queue, Standing
+from kvstore.memory.entry import Entry, Queue, Worth
 from kvstore.memory.policy import Policy
 
 STALE_MAX = 64
 """Turns that no longer count, beyond as many as do, before the heaps are cleaned."""
+RETIRED = Worth(octaves=-math.inf)
+"""Of what its users said they will not need soon: it goes before all that a policy ranks."""
 
 
 class Queues:
@@ -23,14 +26,14 @@ class Queues:
     def __init__(self, policy: Policy, is_evictable: Callable[[Entry], bool]) -> None:
         self._policy = policy
         self._is_evictable = is_evictable
-        self._queues: dict[Standing, Queue] = {}
+        self._queues: dict[Worth, Queue] = {}
         self._ticket = 0
         self._turns_count = 0
         self._tickets_count = 0
 
     def enter(self, entry: Entry) -> None:
         """Counts an entry in; it has no turn yet."""
-        entry.queue = self._queue(self._policy.standing(entry))
+        entry.queue = self._queue(self._worth(entry))
         entry.queue.held_bytes += entry.size_bytes
 
     def leave(self, entry: Entry) -> None:
@@ -40,10 +43,10 @@ class Queues:
 
     def moved(self, entry: Entry) -> None:
         """Takes note that an entry was used, or is valued differently: its turn comes later, if it has one."""
-        standing = self._policy.standing(entry)
-        if standing != entry.queue.standing:
+        worth = self._worth(entry)
+        if worth != entry.queue.worth:
             entry.queue.held_bytes -= entry.size_bytes
-            entry.queue = self._queue(standing)
+            entry.queue = self._queue(worth)
             entry.queue.held_bytes += entry.size_bytes
         if entry.ticket:
             self._withdraw(entry)
@@ -67,17 +70,21 @@ class Queues:
         if not candidates:
             return None
         self._turns_count -= 1
-        return heappop(self._policy.first(candidates, queues, now_s).turns)[2]
+        retired = next((queue for queue in candidates if queue.worth is RETIRED), None)
+        return heappop((retired or self._policy.first(candidates, queues, now_s)).turns)[2]
 
     def put_back(self, entry: Entry) -> None:
         """Gives an entry its turn again, before all that came later."""
         heappush(entry.queue.turns, (entry.used_s, entry.ticket, entry))
         self._turns_count += 1
 
-    def _queue(self, standing: Standing) -> Queue:
-        queue = self._queues.get(standing)
+    def _worth(self, entry: Entry) -> Worth:
+        return RETIRED if entry.is_retired else self._policy.worth(entry)
+
+    def _queue(self, worth: Worth) -> Queue:
+        queue = self._queues.get(worth)
         if queue is None:
-            queue = self._queues[standing] = Queue(standing)
+            queue = self._queues[worth] = Queue(worth)
         return queue
 
     def _has_head(self, queue: Queue) -> bool:
@@ -91,7 +98,7 @@ class Queues:
             heappop(queue.turns)
             self._turns_count -= 1
         if not queue.held_bytes:
-            del self._queues[queue.standing]
+            del self._queues[queue.worth]
         return False
 
     def _withdraw(self, entry: Entry) -> None:

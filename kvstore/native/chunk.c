@@ -37,6 +37,14 @@ void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     put(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes);
 }
 
+/* Bytes that the header of any of these needs. */
+uint32_t kv_largest_header(const kv_chunk *chunks, int64_t count) {
+    uint32_t most = 0;
+    for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++)
+        if (chunk->header_bytes > most) most = chunk->header_bytes;
+    return most;
+}
+
 /* The checksum, once all before it is there. */
 void kv_header_end(const kv_chunk *chunk, uint8_t *header) {
     uint64_t sum = kv_checksum(header, chunk->header_bytes - SUM_BYTES);

@@ -76,6 +76,7 @@ uint64_t kv_hash_end(kv_hash *hash, const uint8_t *bytes, uint64_t size);
 
 uint8_t *kv_section(const kv_chunk *chunk, uint32_t section);
 uint64_t kv_padded(uint64_t size);
+uint32_t kv_largest_header(const kv_chunk *chunks, int64_t count);
 void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header);
 void kv_header_end(const kv_chunk *chunk, uint8_t *header);
 int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header);

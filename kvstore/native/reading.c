@@ -104,16 +104,9 @@ static int read_one(const kv_run *run, kv_chunk *chunk, uint8_t *header) {
     return verified.section == chunk->section_count ? KV_DONE : KV_OTHER;
 }
 
-static uint32_t largest_header(const kv_chunk *chunks, int64_t count) {
-    uint32_t most = 0;
-    for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++)
-        if (chunk->header_bytes > most) most = chunk->header_bytes;
-    return most;
-}
-
 /* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. */
 KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count) {
-    uint8_t *header = malloc(largest_header(chunks, count));
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
         chunk->status = header ? read_one(run, chunk, header) : KV_OTHER;
@@ -203,7 +196,7 @@ static int verify_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header
 /* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.
  * Reading them into a little memory costs less than going through a mapping, page by page. */
 KV_PUBLIC void kv_verify_files(const kv_run *run, kv_chunk *chunks, int64_t count) {
-    uint8_t *memory = malloc(PIECE_BYTES + 4096), *header = malloc(largest_header(chunks, count));
+    uint8_t *memory = malloc(PIECE_BYTES + 4096), *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
         posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);

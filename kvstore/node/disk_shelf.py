@@ -23,46 +23,13 @@ from kvstore.memory.policy import Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.disk_folder import SHARD_BITS
+from kvstore.node.disk_room import FileRoom
 from kvstore.sources import Clock
 
 QUANTUM_S = 60
 """A file's mtime is renewed once in this time, for the order after the next start."""
-BLOCK_BYTES_MIN = 4096
-
-
-class FileRoom:
-    """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
-
-    What ``take`` returns for a place is what the file was charged, so that nothing has to be remembered for each.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.held_bytes = 0
-        self.block_bytes = BLOCK_BYTES_MIN
-
-    @property
-    def free_bytes(self) -> int:
-        """What may still be taken."""
-        return self.size_bytes - self.held_bytes
-
-    def charge(self, size_bytes: int) -> int:
-        """What a file of that size takes: whole blocks, and one for the file system's own map of a file that lies in
-        pieces, which ``st_blocks`` counts too."""
-        return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
-
-    def take(self, size_bytes: int) -> int | None:
-        """Charges a file; None where it is over the bound."""
-        charged = self.charge(size_bytes)
-        if charged > self.free_bytes:
-            return None
-        self.held_bytes += charged
-        return charged
-
-    def give(self, offset: int) -> None:
-        """Takes back a charge: the file is gone."""
-        assert 0 < offset <= self.held_bytes
-        self.held_bytes -= offset
+DROP_COUNT = 256
+"""Entries dropped under the lock at once: look-ups wait for no more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +58,15 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An entry that is gone, and the files that keep its room until they are gone too."""
+    """An entry that is gone, and its files, which keep its room until they are gone too."""
 
     entry: Entry
-    names: tuple[Name, ...]
+    other_names: tuple[Name, ...]
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """Of the files."""
+        return self.other_names or (name_of(self.entry.place),)
 
 
 class DiskShelf:
@@ -108,6 +80,8 @@ class DiskShelf:
         self._room = FileRoom(size_bytes)
         self._inventory = Inventory(self._room, policy)
         self._leaving: deque[Leaving] = deque()
+        self._leaving_bytes = 0
+        """Charged for those, and for the ones whose files are being removed."""
         self._is_counted = False
         """Whether it is known how many bytes there are."""
         self._is_whole = False
@@ -118,7 +92,7 @@ class DiskShelf:
 
     def set_block_bytes(self, block_bytes: int) -> None:
         """The file system's block size; before anything is charged."""
-        self._room.block_bytes = max(BLOCK_BYTES_MIN, block_bytes)
+        self._room.block_bytes = block_bytes
 
     def leading(self, addresses: Sequence[Address], first: int) -> int:
         """How many consecutive ones from index ``first`` on are there."""
@@ -146,6 +120,12 @@ class DiskShelf:
                 self._inventory.used([entry], self._clock.now_s())
             self._inventory.unrefer(entry)
 
+    def retire(self, addresses: Sequence[Address]) -> None:
+        """Lets these go before all others when room is needed, until they are used again."""
+        with self._lock:
+            entries = [self._inventory.find(address) for address in addresses]
+            self._inventory.retire(entry for entry in entries if entry is not None)
+
     def make_room(self, place: Place, size_bytes: int, *, even_if_free: bool = False) -> bool:
         """Lets the least useful leave, as many as a file of that size needs; False where they may not.
 
@@ -156,7 +136,7 @@ class DiskShelf:
             if not self._is_counted or charged > self._room.size_bytes:
                 return False
             lacking = charged if even_if_free else charged - self._room.free_bytes
-            lacking -= sum(self._room.charge(each.entry.size_bytes) for each in self._leaving)
+            lacking -= self._leaving_bytes
             if lacking <= 0:
                 return True
             victims = self._victims(lacking, place.parent)
@@ -165,7 +145,7 @@ class DiskShelf:
             for victim in victims:
                 self._policy.evicted(victim)
                 self._inventory.refer(victim)
-                self._leave(victim, name_of(victim.place))
+                self._leave(victim)
             self._counters.add("disk_evicted", len(victims))
             return True
 
@@ -189,7 +169,8 @@ class DiskShelf:
             return True
 
     def leave(self, entry: Entry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to, and keeps that reference until these files are gone."""
+        """Takes away an entry that the caller refers to, and keeps that reference until its file is gone; or those that
+        have these names."""
         with self._lock:
             self._leave(entry, *names)
 
@@ -201,6 +182,7 @@ class DiskShelf:
     def left(self, leaving: Leaving) -> None:
         """Its files are gone: the room is free."""
         with self._lock:
+            self._leaving_bytes -= self._room.charge(leaving.entry.size_bytes)
             self._inventory.unrefer(leaving.entry)
 
     def put_back(self, leaving: Leaving) -> None:
@@ -259,10 +241,13 @@ class DiskShelf:
             self._clears_count += 1
             if not self._is_whole:
                 self._cleared.add(digest)
-            for entry in self._inventory.of_namespace(digest):
-                if entry.is_ready:  # whoever writes one takes it away himself: ``ready``
-                    self._inventory.refer(entry)
-                    self._leave(entry, name_of(entry.place))
+            entries = self._inventory.of_namespace(digest)
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._lock:
+                for entry in entries[start : start + DROP_COUNT]:
+                    if entry.is_ready:  # else it is gone by now; or somebody writes it, who takes it away: ``ready``
+                        self._inventory.refer(entry)
+                        self._leave(entry)
 
     def stats(self) -> dict[str, int | float]:
         """As ``DiskTier.stats``."""
@@ -292,6 +277,7 @@ class DiskShelf:
     def _leave(self, entry: Entry, *names: Name) -> None:
         self._inventory.drop(entry)
         self._leaving.append(Leaving(entry, names))
+        self._leaving_bytes += self._room.charge(entry.size_bytes)
 
 
 def name_of(place: Place) -> Name:

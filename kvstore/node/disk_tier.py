@@ -37,6 +37,9 @@ from kvstore.sources import Clock, Ids
 
 log = logging.getLogger(__name__)
 
+SWEEP_MAX = 64
+"""Files removed by one call: whoever drops a chunk while a namespace is cleared does not do all of that."""
+
 
 class DiskTier:
     """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until what the folder holds is taken in."""
@@ -129,13 +132,20 @@ class DiskTier:
                     break
         return False
 
-    def drop(self, address: Address) -> bool:
-        """Removes a chunk; False where there is none."""
+    def retire(self, wanted: Wanted, count: int) -> None:
+        """Lets the first ``count`` chunks, as far as they are here, go before all others until they are read again."""
+        self._shelf.retire(wanted.addresses[:count])
+
+    def drop(self, address: Address, *, only_leaf: bool = False) -> bool:
+        """Removes a chunk; False where there is none, or, ``only_leaf``, where others here continue it."""
         with self._inside() as is_open:
             entry = self._shelf.refer(address) if is_open else None
             if entry is None:
                 return False
-            self._remove(entry, name_of(entry.place))
+            if only_leaf and entry.children_count:
+                self._shelf.unrefer(entry, used=False)
+                return False
+            self._remove(entry)
         return True
 
     def damaged(self, wanted: Wanted, index: int) -> None:
@@ -144,11 +154,12 @@ class DiskTier:
             self._counters.add("disk_damaged")
 
     def drop_namespace(self, digest: bytes) -> None:
-        """Removes all chunks of a namespace: none of them is found any more at once, then the files go."""
+        """Removes all chunks of a namespace: first none of them is found any more, then the files go."""
         with self._inside() as is_open:
             if is_open:
                 self._shelf.drop_namespace(NamespaceDigest(digest))
-                self._sweep()
+                while self._is_open and self._sweep():
+                    pass
 
     def stats(self) -> dict[str, int | float]:
         """disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, 1 until all
@@ -204,7 +215,7 @@ class DiskTier:
         if stays:
             self._shelf.unrefer(entry, used=whole)
         else:
-            self._remove(entry, name_of(entry.place))
+            self._remove(entry)
         return whole
 
     def _read(self, name: Name, image: memoryview) -> bool:
@@ -248,7 +259,7 @@ class DiskTier:
             self._remove(claimed.entry, staged, name)
             raise
         if not won or not self._shelf.ready(claimed):
-            self._remove(claimed.entry, name)
+            self._remove(claimed.entry)
             return False
         self._writes.succeeded()
         self._counters.add("disk_writes")
@@ -256,22 +267,26 @@ class DiskTier:
         return True
 
     def _remove(self, entry: Entry, *names: Name) -> None:
-        """Ends an entry that the caller refers to, and removes its files."""
+        """Takes away an entry that the caller refers to, and its file, or those that have these names."""
         self._shelf.leave(entry, *names)
         self._sweep()
 
-    def _sweep(self) -> None:
-        """Removes what is to be removed. Never raises KVStoreError: what the disk refuses now keeps its room, and is
-        tried again when something else is removed."""
-        while (leaving := self._shelf.take_leaving()) is not None:
+    def _sweep(self) -> bool:
+        """Removes some of what is to be removed; whether there may be more. Never raises KVStoreError: what the disk
+        refuses now keeps its room, and is tried again when something else is removed."""
+        for _ in range(SWEEP_MAX):
+            leaving = self._shelf.take_leaving()
+            if leaving is None:
+                return False
             try:
                 for name in leaving.names:
                     self._root.remove(name)
             except KVStoreError as error:
                 self._shelf.put_back(leaving)
                 self._failed(self._writes, error)
-                return
+                return False
             self._shelf.left(leaving)
+        return True
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add("disk_failed")

@@ -123,6 +123,9 @@ def take_images(
     What is not is undefined in the sections. Raises Withdrawn.
     """
     done = np.zeros(len(indexes), np.bool_)
+    if not isinstance(sections, Planes):
+        # Asked for once and in order: some take memory as they are asked.
+        sections = {index: sections(index) for index in indexes}.__getitem__
     if native.library is not None and len(indexes):
         batch = _Batch(wanted, indexes, images)
         batch.lay(sections, fills=True)
@@ -245,7 +248,8 @@ def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
     if len(image) != expected.file_bytes:
         return None
     try:
-        return decode_as(image, expected)
+        # Of a copy: see is_right in images.c.
+        return decode_as(bytes(image[: expected.header_bytes]), expected)
     except Damaged:
         return None
 

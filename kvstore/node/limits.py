@@ -59,6 +59,10 @@ class Limits:
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
     """At the end, how long chunks that the root does not have yet are written."""
+    moves_max: int = 32
+    """Prefetches, moves and releases that are asked for and not done; more are refused with Overloaded."""
+    move_deadline_s: float = 600.0
+    """One of them that takes longer ends where it is."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open."""
 

@@ -172,6 +172,17 @@ class MemoryTier:
             now_s = self._clock.monotonic_s()
             self._inventory.used([entry for entry in entries if entry is not None], now_s, hints)
 
+    def retire(self, wanted: Wanted, count: int) -> None:
+        """Lets the first ``count`` chunks, as far as they are here, go before all others until they are used again."""
+        with self._deciding():
+            entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
+            self._inventory.retire(entry for entry in entries if entry is not None)
+
+    def is_coming(self, wanted: Wanted, index: int) -> bool:
+        """Whether somebody is bringing a chunk here at this moment."""
+        with self._deciding():
+            return wanted.addresses[index] in self._filling
+
     def admits(self, wanted: Wanted, index: int) -> bool:
         """Whether a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); remembers it."""
         with self._deciding():

@@ -397,6 +397,12 @@ class Node:
         """Forgets what was known to be present; holds stay."""
         self.known.clear()
 
+    def forget_namespace(self, digest: NamespaceDigest) -> None:
+        """Another node cleared it: what memory and disk have of it goes, and what was known to be present is forgotten."""
+        if self.tiers is not None:
+            self.tiers.drop_namespace(digest)
+        self.known.clear()
+
     def remove(self, namespace: Namespace, keep: Callable[[bytes], bool], deadline_s: float) -> Cleared:
         """Deletes the chunks of a namespace but those that ``keep`` names.
 

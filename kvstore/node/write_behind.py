@@ -133,6 +133,16 @@ class WriteBehind:
                 ends_s - self._clock.monotonic_s(),
             )
 
+    def settle(self, wanted: Wanted, first: int, count: int, timeout_s: float) -> bool:
+        """Whether ``count`` chunks from index ``first`` on were written, or lost, within the time, if they waited."""
+
+        def is_settled() -> bool:
+            with self._memory.refer(wanted, first, count) as slots:
+                return not any(entry.is_dirty for entry in slots.referred)
+
+        with self._changed:
+            return self._changed.wait_for(is_settled, timeout_s)
+
     def flush(self, timeout_s: float) -> bool:
         """Whether all that is queued was written, or lost, within the time (rule W3)."""
         with self._changed:

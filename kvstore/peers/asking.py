@@ -5,6 +5,7 @@ The rim towards the peer: whatever goes wrong here is an answer with fewer image
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Answer:
 
     count: int
     trouble: str | None = None
+    took_s: float = 0.0
+    """From the request on; how long a new connection took says nothing of the next time."""
 
 
 def ask(
@@ -35,11 +38,12 @@ def ask(
 
     Returns after ``idle_s`` without a byte, and after ``most_s`` in all.
     """
-    count = 0
+    count, began_s = 0, time.monotonic()
     try:
         with endpoint.calling(), endpoint.bulk.link(min(idle_s, most_s)) as link:
             if link is None:
                 return Answer(0)  # all its connections are in use, or it was closed
+            began_s = time.monotonic()
             link.channel.limit(idle_s, most_s)
             for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
                 pass
@@ -51,7 +55,7 @@ def ask(
         return Answer(count, f"gRPC: {error.code().name}")
     except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
         return Answer(count, str(error) or type(error).__name__)  # a ValueError: gRPC's of a channel that was closed
-    return Answer(count)
+    return Answer(count, took_s=time.monotonic() - began_s)
 
 
 def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview], timeout_s: float) -> Iterator[int]:

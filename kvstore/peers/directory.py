@@ -40,8 +40,8 @@ class Directory:
         without = np.array([self.numbers[each] for each in aside if each in self.numbers], np.uint64)
         at, step = first, STEP_FIRST
         while at < len(chunks):
-            starts, stops = self._spans(spots_of(chunks[at : at + step]))
-            said = self._any_but(without, starts, stops) if len(without) else stops > starts
+            spots = spots_of(chunks[at : at + step])
+            said = self._any_but(without, *self._spans(spots)) if len(without) else self._any(spots)
             if not said.all():
                 return at + int(said.argmin()) - first
             at, step = at + step, STEP
@@ -66,6 +66,15 @@ class Directory:
         """For each spot, where its entries begin and end."""
         starts = np.searchsorted(self.entries, spots << _PEER_BITS)
         return starts, np.searchsorted(self.entries, (spots << _PEER_BITS) + _PEER, "right")
+
+    def _any(self, spots: Spots) -> npt.NDArray[np.bool_]:
+        """For each spot, whether it has a peer. Looked up in order, most of each search's way is in the cache."""
+        order = np.argsort(spots)
+        ordered = spots[order]
+        starts = np.searchsorted(self.entries, ordered << _PEER_BITS)
+        found = np.empty(len(spots), np.bool_)
+        found[order] = self.entries.take(starts, mode="clip") >> _PEER_BITS == ordered
+        return found
 
     def _any_but(
         self, without: Entries, starts: npt.NDArray[np.intp], stops: npt.NDArray[np.intp]

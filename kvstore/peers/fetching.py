@@ -10,21 +10,17 @@ from kvstore.peers.asking import Answer, ask
 from kvstore.peers.directory import Directory
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.roster import Peer, Roster
-from kvstore.sources import Clock
 
 
 class Fetch:
     """Reads runs of one chain, one after the other, until ``ends``."""
 
-    def __init__(
-        self, directory: Directory, roster: Roster, limits: PeerLimits, clock: Clock, chain: Chain, ends: Deadline
-    ) -> None:
+    def __init__(self, directory: Directory, roster: Roster, limits: PeerLimits, chain: Chain, ends: Deadline) -> None:
         self.failures = 0
         """Peers that failed."""
         self._directory = directory
         self._roster = roster
         self._limits = limits
-        self._clock = clock
         self._chain = chain
         self._ends = ends
         self._tries_left = limits.tries_max
@@ -58,16 +54,15 @@ class Fetch:
             try:
                 if peer.address in self._roster.aside:
                     return Answer(0)  # it failed while this one waited
-                began_s, left_s = self._clock.monotonic_s(), self._ends.left_s()
+                left_s = self._ends.left_s()
                 if not left_s:
                     return Answer(0)
                 idle_s = min(self._limits.answer_s, left_s)
                 answer = ask(peer.endpoint, self._chain, first, images, idle_s, left_s)
-                took_s = self._clock.monotonic_s() - began_s
             finally:
                 peer.turn.release()
             if answer.trouble is None:
-                self._roster.praise(peer, sum(map(len, images[: answer.count])), took_s)
+                self._roster.praise(peer, sum(map(len, images[: answer.count])), answer.took_s)
             else:
                 self.failures += 1
                 self._roster.blame(peer.address, answer.trouble)

@@ -23,7 +23,7 @@ def join_peers(member: Member) -> Peers | None:
         member.node.counters,
         member.node.clock,
         PeerLimits(sync_interval_s=tiers.settings.sync_interval_s),
-        on_cleared=tiers.drop_namespace,
+        on_cleared=member.node.forget_namespace,
     )
     tiers.add_peers(peers)
     member.on_cleared.append(peers.tell_cleared)

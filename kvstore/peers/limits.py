@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
-from kvstore.peers.digest import DIGEST_BYTES_MAX
 
 STEP_BYTES_MAX = 1_000_000
 """Digests that are written at once: one request to etcd has at most 1.5 MB."""
@@ -19,7 +18,10 @@ class PeerLimits:
     sync_interval_s: float = 1.0
     """A digest is rewritten at most once in this time: how stale others' knowledge of this node is, and more."""
     bytes_per_s: int = 1 << 20
-    """Digests that this node writes to etcd; what is over waits. Every follower receives as much from every node."""
+    """Digests that this node writes to etcd; what is over waits."""
+    all_bytes_per_s: int = 4 << 20
+    """The same of all nodes together, of which each takes its share: every one receives it, and an etcd that keeps five
+    minutes of history, in its 2 GiB, has to hold 300 times as much."""
     meta_deadline_s: float = 2.0
     """A call to etcd."""
     follow_s: float = 0.5
@@ -47,7 +49,6 @@ class PeerLimits:
         if self.aside_s_max < self.aside_s_min:
             raise InvalidRequest(f"aside_s_max={self.aside_s_max} is under aside_s_min={self.aside_s_min}")
 
-    @property
-    def burst_bytes(self) -> int:
-        """What may be written at once after a quiet time: what one second allows, and never less than one digest."""
-        return max(self.bytes_per_s, DIGEST_BYTES_MAX)
+    def rate_bytes_per_s(self, peers: int) -> float:
+        """What this node may write a second beside so many peers."""
+        return min(self.bytes_per_s, self.all_bytes_per_s / (peers + 1))

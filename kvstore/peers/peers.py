@@ -79,8 +79,9 @@ class Peers:
         if address is not None:
             record = WorkerRecord(address, pid=os.getpid())
             publisher = self._publisher = Publisher(
-                self._digests, self._source, record, self.limits, self._counters, self._clock
-            )
+                self._digests, self._source, record, self.limits, self._counters, self._clock,
+                lambda: len(follower.directory.numbers),
+            )  # fmt: skip
             publisher.start()
             self._presence.attach(publisher.begin, publisher.end)
 
@@ -99,7 +100,7 @@ class Peers:
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         fetch = Fetch(
-            self._follower.directory, self._roster, self.limits, self._clock, wanted,
+            self._follower.directory, self._roster, self.limits, wanted,
             Deadline(self._clock, min(slowest_s, deadline.left_s())),
         )  # fmt: skip
         for start, stop in runs(indexes):

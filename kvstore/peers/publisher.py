@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvstore.meta.digests import SHARDS, Digests
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord
 from kvstore.node.counters import Counters
-from kvstore.peers.digest import encode
+from kvstore.peers.digest import DIGEST_BYTES_MAX, encode
 from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
 from kvstore.sources import Clock
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 128
 """What a key and its envelope add to a digest, about."""
+BURST_BYTES_MIN = DIGEST_BYTES_MAX + KEY_BYTES
+"""What may be written at once after a quiet time is what one second allows, and never less than one digest."""
 NOTHING = checksum(b"")
 WITHDRAW_S = 1.0
 
@@ -44,7 +47,10 @@ class Source(Protocol):
 
 
 class Publisher:
-    """Keeps etcd in step with ``source``, under the session that ``begin`` names, for the worker of ``record``."""
+    """Keeps etcd in step with ``source``, under the session that ``begin`` names, for the worker of ``record``.
+
+    ``peers`` says how many others there are, to share what etcd bears.
+    """
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class Publisher:
         limits: PeerLimits,
         counters: Counters,
         clock: Clock,
+        peers: Callable[[], int],
     ) -> None:
         self._digests = digests
         self._source = source
@@ -61,6 +68,7 @@ class Publisher:
         self._limits = limits
         self._counters = counters
         self._clock = clock
+        self._peers = peers
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._closed = False
@@ -70,7 +78,7 @@ class Publisher:
         self._is_listed = False
         self._sums: dict[int, int] = {}
         self._due: dict[int, None] = {}
-        self._room_bytes = float(limits.burst_bytes)
+        self._room_bytes = float(BURST_BYTES_MIN)
         self._filled_s = clock.monotonic_s()
 
     def start(self) -> None:
@@ -125,9 +133,9 @@ class Publisher:
 
     def _chosen(self) -> tuple[dict[int, bytes], dict[int, int]]:
         """The digests to write now, oldest change first, and their sums; those without a change are due no more."""
-        now_s = self._clock.monotonic_s()
-        room = self._room_bytes + (now_s - self._filled_s) * self._limits.bytes_per_s
-        room, self._filled_s = min(room, self._limits.burst_bytes), now_s
+        now_s, rate = self._clock.monotonic_s(), self._limits.rate_bytes_per_s(self._peers())
+        room = self._room_bytes + (now_s - self._filled_s) * rate
+        room, self._filled_s = min(room, max(rate, BURST_BYTES_MIN)), now_s
         values: dict[int, bytes] = {}
         sums: dict[int, int] = {}
         left = STEP_BYTES_MAX

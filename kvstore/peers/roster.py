@@ -23,6 +23,7 @@ LATEST = 0.3
 """How much the latest fetch counts in a peer's time per byte, beside all before."""
 S_PER_BYTE_FIRST = 1 / (4 << 30)
 """Of a peer that was never asked: as if it were fast, so that it is."""
+S_PER_BYTE_MIN = 1 / (64 << 30)
 
 
 class Peer:
@@ -57,7 +58,7 @@ class Roster:
         self._closed = False
 
     def choose(self, covered: Mapping[str, int], without: Collection[str]) -> Peer | None:
-        """One of those that cover most, by chance: of two, drawn with weights, the one that should be done first.
+        """One of those that cover most: of two that are drawn, with weights, the one that is asked less at the moment.
 
         ``covered`` says how many of the wanted chunks each address has. ``leave`` is owed for what is returned.
         """
@@ -67,9 +68,8 @@ class Roster:
                 return None
             most = max(free.values())
             able = [self._peer(each) for each, count in free.items() if 2 * count > most]
-            costs = {peer.address: _cost(peer) for peer in able}
-            drawn = self._chance.choices(able, [1 / costs[peer.address] for peer in able], k=2)
-            chosen = min(drawn, key=lambda peer: costs[peer.address])
+            drawn = self._chance.choices(able, [1 / _cost(peer) for peer in able], k=2)
+            chosen = min(drawn, key=lambda peer: peer.asked)
             chosen.asked += 1
             chosen.endpoint.use()
             return chosen
@@ -85,7 +85,8 @@ class Roster:
         with self._lock:
             peer.failures = 0
             if size_bytes:
-                peer.s_per_byte += LATEST * (took_s / size_bytes - peer.s_per_byte)
+                latest = max(took_s / size_bytes, S_PER_BYTE_MIN)
+                peer.s_per_byte += LATEST * (latest - peer.s_per_byte)
 
     def blame(self, address: str, why: str) -> None:
         """It failed, or gave what was wrong: it is left alone for a while."""
@@ -144,8 +145,8 @@ class Roster:
 
 
 def _cost(peer: Peer) -> float:
-    """How long a byte should take now, and more for one that has failed since it last answered."""
-    return peer.s_per_byte * (1 + peer.asked) * (1 << min(peer.failures, 16))
+    """How long a byte takes, and more for one that has failed since it last answered."""
+    return peer.s_per_byte * (1 << min(peer.failures, 16))
 
 
 def _is_well(answer: Any) -> bool:

@@ -128,8 +128,8 @@ from tests.bulk.ways import MEDIUM, same, tokens_and_kv
 chunks = int(sys.argv[2])
 tokens, kv = tokens_and_kv(chunks)
 with kvstore.connect(sys.argv[1], bulk="shared") as store:
-    hold = store.namespace("m", MEDIUM).hold(tokens)
-    views = hold.view()
+    with store.namespace("m", MEDIUM).hold(tokens) as hold:
+        views = hold.view()
     size = MEDIUM.chunk_tokens
     assert len(views) == chunks
     for at, view in enumerate(views):

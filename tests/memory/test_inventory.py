@@ -32,6 +32,16 @@ def test_e1_nobody_sees_a_claimed_entry() -> None:
     assert inventory.match(place.namespace, memoryview(place.tokens)) == [entry]
 
 
+def test_e1_what_is_only_claimed_is_not_evicted_even_when_nobody_refers_to_it() -> None:
+    inventory = lru(Bytes(10))
+    entry = inventory.claim(block(0), 10, 0.0)
+    assert entry is not None
+    inventory.unrefer(entry)
+    assert inventory.victims(1) == [] and inventory.claim(block(1), 10, 1.0) is None
+    inventory.ready(entry)
+    assert inventory.victims(1) == [entry]
+
+
 def test_e1_children_go_before_their_parents_and_the_oldest_chain_first() -> None:
     inventory = lru(Bytes(80))
     old = fill(inventory, chain(4, seed=1), now_s=1.0)

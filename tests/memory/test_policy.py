@@ -102,11 +102,32 @@ def test_what_is_past_its_ttl_goes_first_and_the_ttl_counts_from_the_last_use() 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_p4_replicas_go_before_sole_copies(policy: str) -> None:
+def test_p4_a_replica_goes_before_a_sole_copy_that_is_not_twice_as_old(policy: str) -> None:
     inventory = inventory_of(policy)
-    own = [put(inventory, number, float(number)) for number in range(5)]
-    replicas = [put(inventory, 10 + number, 10.0 + number, replica=True) for number in range(5)]
-    assert order(inventory) == [*replicas, *own]
+    own = put(inventory, 0, 0.0)
+    replica = put(inventory, 1, 50.0, replica=True)
+    inventory.used([], 60.0)
+    assert order(inventory) == [own, replica], "90 s and 40 s, with what is added to every age"
+    inventory.used([], 80.0)
+    assert order(inventory) == [replica, own], "110 s and 60 s"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p4_a_full_node_keeps_the_replicas_that_are_used(policy: str) -> None:
+    inventory = inventory_of(policy, 100)
+    for number in range(100):
+        put(inventory, number, float(number))
+    hits = 0
+    for step in range(1_000):
+        now_s = 100.0 + step
+        put(inventory, 1_000 + step, now_s)
+        entry = inventory.find(address(500 + step % 10))
+        if entry is None:
+            put(inventory, 500 + step % 10, now_s, replica=True)
+        else:
+            inventory.used([entry], now_s)
+            hits += 1
+    assert hits > 900
 
 
 def test_two_queue_lets_a_scan_pass_without_losing_what_is_used() -> None:

@@ -78,6 +78,8 @@ class Twin:
             assert self.tree.find(chunk.address) is chunk
             assert chunk.run.tokens_of(chunk) == TOKENS[path[-1]]
             assert chunk.run.space.namespace == namespace
+            # Were it too high, matches would look at every chunk for nothing.
+            assert chunk.run.unready_count == sum(not other.is_ready for other in chunk.run.chunks)
             children = [other for where, other in self.chunks if where == namespace and other[:-1] == path]
             assert chunk.children_count == len(children)
             self.check(namespace, path)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore import recency
 from kvstore.address import NO_PARENT, Chain, block_address
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
@@ -24,10 +25,12 @@ from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Expected, Incarnation, decode, encode, expected_block, expected_chunk
 from kvstore.hints import Hints
 from kvstore.memory.inventory import Place, place_of
+from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.namespace import Namespace
 from kvstore.node import disk_gate, disk_refill
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, Found
 from kvstore.node.disk_tier import DiskTier
 from kvstore.root.faulty import EIO, ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
@@ -361,6 +364,22 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         assert disk.has(chain, 0) and disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
 
 
+def test_what_a_file_says_of_its_use_is_what_the_shelf_goes_by() -> None:
+    chain, clock = chain_of(), FakeClock()
+    shelf = DiskShelf(MIB, POLICIES[DEFAULT_POLICY](), Counters(), clock)
+    expected = expected_chunk(chain, 3)
+    header = decode(image_of(chain, 3))
+    quantum_s = recency.quantum_of(clock.wall_s - 5000, QUANTUM_S)
+    hints = Hints(priority=80, ttl_s=43_200)
+    stamp_ns = recency.stamp_ns(quantum_s, 3, hints, uses=2)
+    shelf.counted(FILE_BYTES)
+    assert shelf.admit(Found(stamp_ns, IMAGE_BYTES, expected.address, NAMESPACE.id), header)
+    entry = shelf.refer(expected.address)
+    assert entry is not None and entry.place == place_of(chain, 3)
+    assert (entry.used_s, entry.uses, entry.hints) == (quantum_s, 2, hints)
+    assert shelf.stats()["disk_held_bytes"] == FILE_BYTES
+
+
 def test_a_smaller_bound_takes_the_most_recent_and_removes_the_rest(folder: Path) -> None:
     with disk_on(folder, 20) as disk:
         for seed in range(10):
@@ -388,7 +407,9 @@ def test_files_that_are_not_right_are_removed_at_the_start(folder: Path) -> None
     of[4].rename(other_shard / of[4].name)
     (folder / "chunks" / "0000").mkdir(exist_ok=True)
     (folder / "chunks" / "0000" / "foreign").write_bytes(b"x" * 5000)
-    of[5].with_name(f"{bytes(16).hex()}.{NAMESPACE.id.hex()}").write_bytes(of[5].read_bytes())  # the name of another
+    whole = of[5].read_bytes()
+    (folder / "chunks" / "0000" / f"{bytes(16).hex()}.{NAMESPACE.id.hex()}").write_bytes(whole)  # the name of another
+    of[5].with_name(f"{chain.addresses[5].hex()}.{OTHER.id.hex()}").write_bytes(whole)
     (folder / "mine").write_bytes(b"not of the tier")
     with disk_on(folder) as disk:
         assert [index for index in range(6) if disk.has(chain, index)] == [5]
@@ -650,6 +671,17 @@ def test_a_dead_disk_is_left_alone_for_a_while(disk: Disk) -> None:
     assert disk.tier.stats()["disk_held_bytes"] >= len(files_under(disk.path)) * FILE_BYTES
 
 
+def test_failures_between_which_it_works_are_no_reason_to_leave_it_alone(disk: Disk) -> None:
+    chain = chain_of(chunks=30)
+    disk.add(chain, *range(30))
+    for index in range(29, 15, -2):
+        disk.rules(Rule("read", EIO))
+        assert disk.fetch(chain, index) == [None]
+        disk.rules()
+        assert disk.has(chain, index - 1)
+    assert disk.count("disk_failed") == 7
+
+
 def test_what_cannot_be_removed_keeps_its_room_until_it_is(folder: Path) -> None:
     chain = chain_of(chunks=3)
     with disk_on(folder, 3) as disk:
@@ -778,6 +810,18 @@ def test_a_cleared_namespace_is_gone_files_too(disk: Disk) -> None:
     assert disk.has(other, 0) and len(files_under(disk.path)) == 1
     assert disk.tier.stats()["disk_held_bytes"] == FILE_BYTES
     assert disk.add(chain, 0) == [True]
+
+
+def test_a_cleared_namespace_is_not_found_even_where_its_files_cannot_be_removed(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, *range(5))
+    disk.rules(Rule("remove", EIO))
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None]
+    assert disk.tier.stats()["disk_held_bytes"] == 5 * FILE_BYTES, "they still take room"
+    disk.rules()
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
 
 
 def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:

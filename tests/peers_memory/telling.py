@@ -78,11 +78,12 @@ class Node:
         self.limits = limits or PeerLimits()
         self.cleared: list[NamespaceDigest] = []
         self.digests = Digests(meta, KEYS)
-        self.publisher = Publisher(
-            self.digests, self.held, WorkerRecord(address), self.limits, self.counters, clock
-        )  # fmt: skip
         self.follower = Follower(
             self.digests, address, self.limits, self.counters, self.cleared.append, lambda _: None
+        )  # fmt: skip
+        self.publisher = Publisher(
+            self.digests, self.held, WorkerRecord(address), self.limits, self.counters, clock,
+            lambda: len(self.follower.directory.numbers),
         )  # fmt: skip
         self.session = self.join()
 

@@ -9,6 +9,7 @@ from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import NamespaceDigest
 from kvstore.peers.limits import PeerLimits
+from kvstore.peers.publisher import BURST_BYTES_MIN
 from tests.peers_memory.telling import KEYS, Cluster, Node, addresses_of, shard_of
 
 NAMESPACE = NamespaceDigest(bytes(range(32)))
@@ -61,7 +62,7 @@ def test_bytes_per_second_are_bounded_and_what_waits_comes_in_turn() -> None:
         wait_s = a.publisher.step()
         published.append(digest_bytes(a))
         passed_s = cluster.clock.monotonic_s() - began_s
-        assert published[-1] <= limits.burst_bytes + passed_s * limits.bytes_per_s
+        assert published[-1] <= BURST_BYTES_MIN + passed_s * limits.bytes_per_s
         if published[-1] == published[-3 if len(published) > 2 else 0] and passed_s > 1:
             break
         assert wait_s == limits.sync_interval_s
@@ -71,6 +72,25 @@ def test_bytes_per_second_are_bounded_and_what_waits_comes_in_turn() -> None:
     cluster.sync()
     assert b.leading(chunks) == len(chunks)
     assert passed_s > 1.5, "it was more than one burst"
+
+
+def test_nodes_share_what_etcd_bears() -> None:
+    """Each may write its part of what all together may, by how many it sees."""
+    chunks = addresses_of(80_000)
+    written = []
+    for count in (1, 4):
+        cluster = Cluster(count, PeerLimits(all_bytes_per_s=80_000))
+        node = cluster.nodes[0]
+        for other in cluster.nodes[1:]:
+            other.held.add(chunks[0])
+        cluster.sync()
+        node.held.add(*chunks)
+        before = digest_bytes(node)
+        for _ in range(3):
+            node.publisher.step()
+            cluster.clock.advance(1)
+        written.append(digest_bytes(node) - before)
+    assert 0.2 < (written[1] - BURST_BYTES_MIN) / (written[0] - BURST_BYTES_MIN) < 0.4
 
 
 def test_a_new_session_publishes_everything_again() -> None:

@@ -146,6 +146,7 @@ class Link:
         if self.arena is not None:
             self.arena.close()
             self.arena = None
+        self.memory = None  # what views refer to is kept by them
 
 
 class Links:
@@ -199,6 +200,7 @@ class Links:
             return  # they are our parent's
         with self._lock:
             self._closed = True
+            self._memory = None
             idle, self._idle = self._idle, []
             busy = self._open - set(idle)
             self._open.clear()

@@ -1,0 +1,44 @@
+"""The bytes of a local disk tier, as the file system counts them: a ``Room`` in which nothing lies anywhere.
+
+Apart from the shelf, whose inventory takes its room here.
+"""
+
+from __future__ import annotations
+
+BLOCK_BYTES = 4096
+"""Unless the file system says otherwise."""
+
+
+class FileRoom:
+    """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
+
+    What ``take`` returns for a place is what the file was charged, so that nothing has to be remembered for each.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
+        self.block_bytes = BLOCK_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be taken."""
+        return self.size_bytes - self.held_bytes
+
+    def charge(self, size_bytes: int) -> int:
+        """What a file of that size takes: whole blocks, and one for the file system's own map of a file that lies in
+        pieces, which ``st_blocks`` counts too."""
+        return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """Charges a file; None where it is over the bound."""
+        charged = self.charge(size_bytes)
+        if charged > self.free_bytes:
+            return None
+        self.held_bytes += charged
+        return charged
+
+    def give(self, offset: int) -> None:
+        """Takes back a charge: the file is gone."""
+        assert 0 < offset <= self.held_bytes
+        self.held_bytes -= offset

@@ -1,0 +1,261 @@
+"""A node with memory over any root, and what tests do with it: put prompts, read them, look where they are.
+
+Apart from the tests, which say what must come out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.format import places
+from kvstore.hints import Hints
+from kvstore.meta.memory import MemoryMeta
+from kvstore.node.limits import Limits
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.node import Node
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.node.stack import TierStack
+from kvstore.node.wanted import image_bytes
+from kvstore.results import PutResult
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import Clock, RandomIds, SystemClock
+from kvstore.writes import WriteMode
+from tests.node.stores import kv_of, same
+
+LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
+"""Chunks of 256 KiB, so that few of them fill a small memory."""
+MEMORY_BYTES = 16 << 20
+ROOM_CHUNKS = 63
+"""Chunks of ``LARGE`` for which there is room in it: each takes 65 pages."""
+QUEUE_CHUNKS = 31
+"""Those that may wait for the root: half of memory, by the default limits."""
+ASKING = tuple("stage publish open stat look touch list".split())
+"""What a node asks a root for while it serves; with ``ASKING`` struck it does not answer at all."""
+QUICK = Limits(match_deadline_s=0.5, read_deadline_s=1.0, write_deadline_s=1.0, stall_s=0.3, flush_s=10.0)
+IN_TIME_S = 3.0
+"""Any call of ``QUICK`` has come back by then, on a busy machine too."""
+
+
+class Prompts:
+    """Prompts of one layout, each with KV of its own."""
+
+    def __init__(self, layout: Layout = LARGE) -> None:
+        self.layout = layout
+        self._made: dict[int, npt.NDArray[Any]] = {}
+
+    def tokens(self, number: int, chunks: int, first: int = 0) -> npt.NDArray[np.int64]:
+        """Tokens of chunks ``first`` to ``chunks - 1``."""
+        size = self.layout.chunk_tokens
+        return np.arange(first * size, chunks * size) + number * 1_000_000
+
+    def kv(self, number: int, chunks: int, first: int = 0) -> npt.NDArray[Any]:
+        """Their KV, always the same."""
+        made = self._made.get(number)
+        if made is None or made.shape[2] < chunks * self.layout.chunk_tokens:
+            made = self._made[number] = kv_of(self.layout, self.tokens(number, chunks))
+        return made[:, :, first * self.layout.chunk_tokens : chunks * self.layout.chunk_tokens]
+
+
+class Acting:
+    """One member over a root, with what tests ask of it."""
+
+    def __init__(
+        self,
+        root: Root,
+        *,
+        write: WriteMode = WriteMode.BEHIND,
+        disk: Path | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        disk_bytes: int = 64 << 20,
+        priority_min: int = 0,
+        durable: bool = False,
+        limits: Limits = QUICK,
+        clock: Clock | None = None,
+        layout: Layout = LARGE,
+        meta: MemoryMeta | None = None,
+    ) -> None:
+        clock, ids = clock or SystemClock(), RandomIds()
+        self.identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
+        settings = TierSettings(
+            memory_bytes, str(disk) if disk else "", disk_bytes if disk else 0, write, root_priority_min=priority_min
+        )
+        self.root = root
+        self.member = join(
+            root, self.identity, meta or MemoryMeta(clock=clock), durable=durable, limits=limits, clock=clock, ids=ids,
+            settings=settings,
+        )  # fmt: skip
+        self.node: Node = self.member.node
+        assert self.node.tiers is not None
+        self.tiers: TierStack = self.node.tiers
+        self.memory: MemoryTier = self.tiers.memory
+        self.store = Store(LocalPort(self.member))
+        self.cache = self.store.namespace("m", layout)
+        self.prompts = Prompts(layout)
+
+    def chain(self, number: int, chunks: int) -> Chain:
+        return Chain.of(self.cache.namespace, np.asarray(self.prompts.tokens(number, chunks), np.uint32))
+
+    def put(
+        self, number: int, chunks: int, first: int = 0, write: WriteMode | None = None, hints: Hints | None = None
+    ) -> PutResult:
+        """Puts chunks ``first`` to ``chunks - 1`` of a prompt."""
+        if write is None and hints is None:
+            return self.cache.put(
+                self.prompts.tokens(number, chunks), self.prompts.kv(number, chunks, first), first * self.size
+            )
+        from kvstore.client.arrays import KvMemory
+
+        sections = KvMemory(self.prompts.kv(number, chunks), self.cache.layout).sections
+        return self.node.put(self.chain(number, chunks), first, sections, hints=hints or Hints(), write=write)
+
+    def get(self, number: int, chunks: int) -> int:
+        """How many leading chunks are read, every byte of them compared."""
+        tokens, kv = self.cache.get(self.prompts.tokens(number, chunks))
+        count = tokens // self.size
+        assert same(kv, self.prompts.kv(number, chunks)[:, :, :tokens]), "wrong bytes"
+        return count
+
+    def match(self, number: int, chunks: int) -> int:
+        return self.cache.match(self.prompts.tokens(number, chunks)) // self.size
+
+    @property
+    def size(self) -> int:
+        return self.cache.layout.chunk_tokens
+
+    @property
+    def unit_bytes(self) -> int:
+        """What one chunk takes of the queue."""
+        return image_bytes(self.chain(0, 1), 0)
+
+    def in_memory(self, number: int, chunks: int) -> list[bool]:
+        """Which chunks of a prompt are in memory."""
+        with self.memory.refer(self.chain(number, chunks), 0, chunks) as slots:
+            return [entry is not None for entry in slots.entries]
+
+    def on_disk(self, number: int, chunks: int) -> list[bool]:
+        """Which are on the local disk."""
+        assert self.tiers.disk is not None
+        chain = self.chain(number, chunks)
+        return [self.tiers.disk.leading(chain.leading(index + 1), index) == 1 for index in range(chunks)]
+
+    def name(self, number: int, index: int) -> places.Name:
+        """Where a chunk lies on the root."""
+        address = self.chain(number, index + 1).addresses[index]
+        return places.chunk(address, self.cache.namespace.id, self.identity.shard_bits)
+
+    def on_root(self, number: int, chunks: int) -> list[bool]:
+        """Which are on the root, looked at behind the node's back."""
+        root = self.root.inner if isinstance(self.root, FaultyRoot) else self.root
+        return [root.stat(self.name(number, index)) is not None for index in range(chunks)]
+
+    def lose(self, number: int, chunks: int, first: int = 0) -> None:
+        """Takes chunks from the root, behind the node's back; it finds out when it next looks."""
+        root = self.root.inner if isinstance(self.root, FaultyRoot) else self.root
+        for index in range(first, chunks):
+            assert root.remove(self.name(number, index))
+        self.node.forget()
+
+    def forget(self, number: int, chunks: int, first: int = 0) -> None:
+        """Takes chunks from memory, the last first."""
+        with self.memory.refer(self.chain(number, chunks), first, chunks - first) as slots:
+            self.memory.evict(slots.referred[::-1])
+
+    def damage(self, number: int, index: int, at: int = 9_000) -> None:
+        """Turns a bit of an image in memory."""
+        with self.memory.refer(self.chain(number, index + 1), index, 1) as slots:
+            (entry,) = slots.referred
+            self.memory.arena.memory[entry.offset + at] ^= 1
+
+    def stat(self, name: str) -> int:
+        return int(self.store.stats().get(name, 0))
+
+    def drain(self) -> None:
+        self.node.drain()
+
+    def assert_settled(self) -> None:
+        """Nothing is referred to, leased, dirty or waiting any more."""
+        eventually(lambda: not self.stat("memory_referenced_bytes") and not self.stat("behind_bytes"))
+        assert self.stat("memory_leased_bytes") == self.stat("memory_dirty_bytes") == 0
+        assert self.stat("holds") == 0
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Acting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def held(root: FaultyRoot, *operations: str) -> Iterator[Hang]:
+    """While inside, these calls to the root stand still (``stage`` alone by default); then they go on."""
+    hang = Hang()
+    root.set_rules([Rule(operation, hang) for operation in operations or ("stage",)])
+    try:
+        yield hang
+    finally:
+        root.set_rules([])
+        hang.release.set()
+
+
+def faulty(root: Root | None = None) -> FaultyRoot:
+    """A root that fails where rules say so, over one in memory."""
+    return FaultyRoot(root or MemoryRoot(MemoryFiles()))
+
+
+def on_posix(folder: Path) -> PosixRoot:
+    folder.mkdir(parents=True, exist_ok=True)
+    return PosixRoot(folder)
+
+
+def eventually(holds: Callable[[], object], within_s: float = 10.0) -> None:
+    """Waits until it holds."""
+    ends_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < ends_s, "it never came true"
+        time.sleep(0.005)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that it took."""
+    began_s = time.monotonic()
+    action()
+    return time.monotonic() - began_s
+
+
+def together(*actions: Callable[[], object]) -> None:
+    """Runs them in threads of their own; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - carried to the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

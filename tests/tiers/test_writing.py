@@ -1,0 +1,252 @@
+"""When a put is acknowledged, and what is where then (MEMORY.md, "Writing", W1, W2, W4, W5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.hints import Hints
+from kvstore.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
+from kvstore.root.interface import Root
+from kvstore.writes import WriteMode
+from tests.tiers.acting import (
+    IN_TIME_S,
+    QUEUE_CHUNKS,
+    QUICK,
+    ROOM_CHUNKS,
+    Acting,
+    eventually,
+    faulty,
+    held,
+    on_posix,
+    timed,
+    together,
+)
+
+
+@pytest.fixture(params=["memory", "posix"])
+def root(request: pytest.FixtureRequest, tmp_root: Path) -> FaultyRoot:
+    return faulty(on_posix(tmp_root / "root") if request.param == "posix" else None)
+
+
+@pytest.fixture(params=["memory", "posix"])
+def plain(request: pytest.FixtureRequest, tmp_root: Path) -> Root:
+    """Without a wrapper, so that native code is used where there is any."""
+    return on_posix(tmp_root / "root") if request.param == "posix" else faulty().inner
+
+
+@pytest.fixture
+def node(root: FaultyRoot) -> Iterator[Acting]:
+    with Acting(root) as acting:
+        yield acting
+
+
+def test_behind_is_acknowledged_when_memory_has_it(node: Acting, root: FaultyRoot) -> None:
+    with held(root):
+        result = node.put(1, 4)
+        assert result.tokens_present == 4 * node.size and result.chunks_written == 4
+        assert node.in_memory(1, 4) == [True] * 4 and node.on_root(1, 4) == [False] * 4
+        assert node.stat("memory_dirty_bytes") == node.stat("behind_bytes") > 0
+        assert node.get(1, 4) == node.match(1, 4) == 4
+    node.drain()
+    assert node.on_root(1, 4) == [True] * 4 and node.stat("behind_written") == 4
+    node.assert_settled()
+
+
+@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.AROUND])
+def test_through_and_around_are_acknowledged_when_the_root_has_it(plain: Root, write: WriteMode) -> None:
+    with Acting(plain, write=write) as node:
+        assert node.put(1, 4).chunks_written == 4
+        assert node.on_root(1, 4) == [True] * 4
+        assert node.in_memory(1, 4) == [write is WriteMode.THROUGH] * 4
+        assert node.put(2, 3, write=WriteMode.BEHIND).chunks_written == 3
+        assert node.in_memory(2, 3) == [True] * 3
+        assert node.get(1, 4) == 4 and node.get(2, 3) == 3
+        node.drain()
+        assert node.on_root(2, 3) == [True] * 3
+        node.assert_settled()
+
+
+def test_durable_puts_are_never_behind(plain: Root) -> None:
+    with Acting(plain, durable=True) as node:
+        node.put(1, 3)
+        node.put(1, 4, write=WriteMode.BEHIND)
+        assert node.on_root(1, 4) == node.in_memory(1, 4) == [True] * 4 and node.stat("behind_written") == 0
+        assert node.cache.blocks.put([b"k" * 16], [b"v" * 5_000]) == [True]
+        assert node.stat("behind_bytes") == node.stat("memory_dirty_bytes") == 0
+
+
+def test_w1_a_full_queue_sheds_and_nobody_waits(node: Acting, root: FaultyRoot) -> None:
+    with held(root):
+        assert node.put(1, QUEUE_CHUNKS - 4).chunks_written == QUEUE_CHUNKS - 4
+        results = []
+        assert timed(lambda: results.append(node.put(2, 10))) < IN_TIME_S
+        assert results[0].tokens_present == 4 * node.size and results[0].chunks_written == 4
+        assert node.stat("behind_shed") == 6
+        assert node.put(3, 2).tokens_present == 0
+        assert node.put(2, 10, first=5).tokens_present == 4 * node.size, "its parent was shed"
+        assert node.stat("behind_bytes") <= node.memory.size_bytes // 2
+        assert node.get(2, 10) == 4 and node.get(1, QUEUE_CHUNKS) == QUEUE_CHUNKS - 4
+        # What is in memory already takes no room of the queue.
+        assert node.put(2, 4).tokens_present == 4 * node.size
+    node.drain()
+    assert node.on_root(2, 10) == [True] * 4 + [False] * 6
+    assert node.put(2, 10).tokens_present == 10 * node.size
+    node.drain()
+    assert all(node.on_root(2, 10))
+    node.assert_settled()
+
+
+def test_e2_memory_full_of_what_is_needed_sheds_as_well(node: Acting, root: FaultyRoot) -> None:
+    node.put(1, 30)
+    node.drain()
+    node.put(2, ROOM_CHUNKS - 30 - 3)
+    node.drain()
+    with node.cache.hold(node.prompts.tokens(1, 30)), node.cache.hold(node.prompts.tokens(2, ROOM_CHUNKS - 33)):
+        result = node.put(3, 5)
+        assert result.tokens_present == 3 * node.size and node.stat("memory_full") > 0
+    node.drain()
+    assert node.put(3, 5).tokens_present == 5 * node.size
+    node.drain()
+    node.assert_settled()
+
+
+def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
+    published: list[int] = []
+    order = {node.name(1, index): index for index in range(12)}
+
+    def note(name: object) -> bool:
+        if name in order:
+            published.append(order[name])  # type: ignore[index]
+        return False
+
+    root.set_rules([Rule("publish", EROFS, note)])
+    # Turns of one conversation, queued one after the other.
+    for stop in (3, 5, 9, 12):
+        node.put(1, stop, first=0 if stop < 9 else stop - 2)
+    node.drain()
+    assert published == sorted(published) and set(published) == set(range(12))
+    assert all(node.on_root(1, 12))
+
+
+def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoot) -> None:
+    with Acting(root, limits=replaced(behind_give_up_s=0.6)) as node:
+        node.put(1, 4, write=WriteMode.AROUND)
+        node.lose(1, 4)
+        assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"
+        node.put(1, 4, write=WriteMode.AROUND)
+        with held(root):
+            assert node.put(1, 6, first=4).tokens_present == 6 * node.size
+            for index in range(4):
+                root.inner.remove(node.name(1, index))
+        node.drain()
+        assert node.stat("behind_lost") == 2 and not any(node.on_root(1, 6))
+        node.assert_settled()
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_w5_parents_that_only_memory_has_are_written_first(node: Acting, write: WriteMode) -> None:
+    node.put(1, 5)
+    node.drain()
+    node.lose(1, 5)
+    assert node.get(1, 5) == 5, "memory has them"
+    result = node.put(1, 8, first=5, write=write)
+    assert result.tokens_present == 8 * node.size
+    node.drain()
+    assert node.on_root(1, 8) == [True] * 8
+    assert node.get(1, 8) == 8
+    node.assert_settled()
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_w5_a_parent_that_is_damaged_in_memory_and_lost_on_the_root_ends_the_put(
+    node: Acting, root: FaultyRoot, write: WriteMode
+) -> None:
+    node.put(1, 5)
+    node.drain()
+    node.lose(1, 5, first=2)
+    node.damage(1, 3)
+    result = node.put(1, 8, first=5, write=write)
+    eventually(lambda: node.on_root(1, 8)[2])
+    assert node.on_root(1, 8) == [True] * 3 + [False] * 5
+    if write is not WriteMode.BEHIND:
+        assert result.tokens_present == 3 * node.size
+        assert staged(root) == [], "nothing is left behind"
+    assert node.get(1, 8) == 3
+
+
+def test_w4_low_priorities_never_reach_the_root(root: FaultyRoot) -> None:
+    with Acting(root, priority_min=30) as node:
+        for number, write in enumerate(WriteMode):
+            result = node.put(number, 4, write=write, hints=Hints(20))
+            assert result.tokens_present == 4 * node.size
+            node.drain()
+            assert node.in_memory(number, 4) == [True] * 4 and not any(node.on_root(number, 4)), write
+            assert node.get(number, 4) == 4
+        assert node.cache.blocks.put([b"k" * 16], [b"v" * 5_000], priority=10) == [True]
+        assert node.put(7, 4, hints=Hints(30)).chunks_written == 4
+        node.drain()
+        assert all(node.on_root(7, 4)) and node.stat("memory_dirty_bytes") == 0
+        chunks = [entry for entry in root.inner.list("chunks") if entry.stat is None]  # type: ignore[arg-type]
+        files = [file for folder in chunks for file in root.inner.list(f"chunks/{folder.name}")]  # type: ignore[arg-type]
+        assert len(files) == 4
+        node.assert_settled()
+
+
+@pytest.mark.parametrize("fault", [ENOSPC, EROFS], ids=["full", "denied"])
+def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(root: FaultyRoot, fault: object) -> None:
+    with Acting(root, limits=replaced(behind_give_up_s=1.2)) as node:
+        root.set_rules([Rule("stage", fault)])  # type: ignore[arg-type]
+        assert node.put(1, 4).tokens_present == 4 * node.size
+        calls = root.calls["stage"]
+        eventually(lambda: node.stat("behind_lost") == 4)
+        assert root.calls["stage"] - calls < 60, "it pauses between attempts"
+        assert node.get(1, 4) == 4 and node.stat("memory_dirty_bytes") == 0
+        root.set_rules([])
+        # Continued, what was lost is written with it.
+        assert node.put(1, 6, first=4).tokens_present == 6 * node.size
+        node.drain()
+        assert all(node.on_root(1, 6))
+        node.assert_settled()
+
+
+def test_what_the_root_took_before_it_was_full_is_not_counted_as_lost(root: FaultyRoot) -> None:
+    with Acting(root, limits=replaced(behind_give_up_s=0.3, width=1)) as node:
+        root.set_rules([Rule("publish", ENOSPC, lambda name: name in {node.name(1, 2), node.name(1, 3)})])
+        node.put(1, 4)
+        eventually(lambda: not node.stat("behind_bytes"))
+        assert node.on_root(1, 4) == [True, True, False, False]
+        assert (node.stat("behind_written"), node.stat("behind_lost")) == (2, 2)
+
+
+def test_two_writers_of_one_prompt(node: Acting) -> None:
+    """E4: the first one's bytes stay, both are told what is there, and it is written once."""
+    together(*[lambda: node.put(1, 12)] * 4)
+    node.drain()
+    assert node.put(1, 12).tokens_present == 12 * node.size
+    node.drain()
+    assert all(node.on_root(1, 12)) and node.get(1, 12) == 12
+    assert node.stat("chunks_written") == 12
+    node.assert_settled()
+
+
+def test_hints_of_what_is_in_memory_are_raised_by_the_next_put(node: Acting) -> None:
+    node.put(1, 2, hints=Hints(10))
+    node.drain()
+    node.put(1, 2, hints=Hints(80))
+    with node.memory.refer(node.chain(1, 2), 0, 2) as slots:
+        assert [entry.priority for entry in slots.referred] == [80, 80]
+
+
+def staged(root: FaultyRoot) -> list[str]:
+    """What lies staged on a root."""
+    folders = [entry.name for entry in root.inner.list("staging")]  # type: ignore[arg-type]
+    return [f"{folder}/{file.name}" for folder in folders for file in root.inner.list(f"staging/{folder}")]  # type: ignore[arg-type]
+
+
+def replaced(**values: float) -> object:
+    from dataclasses import replace
+
+    return replace(QUICK, **values)
