@@ -40,8 +40,8 @@ from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import timed
 from kvstore.client.arrays import KvArray
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.node.settings import MEMORY_BYTES_MIN
 
 HYPOTHESIS = (
     "through shared memory a put is acknowledged after 1.3 copies and a get takes 1.2; over TCP a deferred put takes "
@@ -53,7 +53,14 @@ TASK_BLOCKS = 64
 TOKENS, QUICK_TOKENS = 8_192, 4_096
 QUICK_MODELS = (QWEN_7B, LLAMA_8B)
 SETTLE_S = 30.0
-DEFERRING = ("shared", "tcp")
+MEMORY = "memory"
+"""Shared memory to a worker that keeps chunks in memory, on a root of its own."""
+MEMORY_SHARE = 3
+"""Its size, in prompts: one is put while the one before is still being written behind."""
+DEFERRING = ("shared", "tcp", MEMORY)
+MAPPING = (IN_PROCESS, "shared", MEMORY)
+"""Where a view is not a copy."""
+WAYS = (*PATHS, MEMORY)
 Caches = list[Cache]
 """One that waits until a put is stored, and where there is one, one that does not."""
 OPERATIONS = {
@@ -73,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which rows."""
     names = [model.name for model in BLOCK_MODELS]
     parser.add_argument("--model", type=names_of(names), metavar="NAME,...", help=", ".join(names))
-    parser.add_argument("--path", type=names_of(PATHS), metavar="NAME,...", help=", ".join(PATHS))
+    parser.add_argument("--path", type=names_of(WAYS), metavar="NAME,...", help=", ".join(WAYS))
 
 
 def run(options: Options, arguments: argparse.Namespace | None = None) -> Result:
@@ -81,7 +88,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     models: Sequence[Model] = QUICK_MODELS if options.quick else BLOCK_MODELS
     if arguments is not None and arguments.model:
         models = [MODELS[name] for name in arguments.model]
-    paths = (arguments and arguments.path) or PATHS
+    paths = (arguments and arguments.path) or WAYS
     tokens = QUICK_TOKENS if options.quick else TOKENS
     rows: list[list[Cell]] = []
     skipped: list[str] = []
@@ -113,31 +120,39 @@ def measure(
         root = folder / "root"
         undo.callback(shutil.rmtree, root, ignore_errors=True)
         owner = undo.enter_context(kvstore.open(str(root)))
-        address = ""
-        if any(path != IN_PROCESS for path in paths):
-            address = undo.enter_context(served(folder, root)).address
+        address = memory_address = ""
         pool = Pool(model, tokens)
+        if any(path not in (IN_PROCESS, MEMORY) for path in paths):
+            address = undo.enter_context(served(folder, root)).address
+        if MEMORY in paths:
+            hot = folder / MEMORY
+            undo.callback(shutil.rmtree, hot, ignore_errors=True)
+            hot.mkdir()
+            worker = served(hot, hot / "root", memory_bytes=max(MEMORY_BYTES_MIN, MEMORY_SHARE * pool.source.nbytes))
+            memory_address = undo.enter_context(worker).address
         caches: dict[str, Caches] = {}
         without_blocks: set[str] = set()
         for path in paths:
-            way = Way(path, str(root), address)
+            way = Way("shared", "", memory_address) if path == MEMORY else Way(path, str(root), address)
             if reason := way.why_not():
                 skipped.append(reason)
                 continue
             ways = [way, replace(way, deferred=True)] if path in DEFERRING else [way]
             stores = [undo.enter_context(each.open()) for each in ways]
             caches[path] = [store.namespace("memcpy", model.layout(BLOCK_TOKENS)) for store in stores]
-            if path in DEFERRING and not _carries_blocks(stores[0], path):
+            if path in DEFERRING and not _carries_blocks(stores[0], way.path):
                 skipped.append(f"{path}: set and get, because blocks go over gRPC there")
                 without_blocks.add(path)
         clear = owner.namespace("memcpy", model.layout(BLOCK_TOKENS)).clear
+        # What is in memory only its worker can clear.
+        clears = {path: caches[path][0].clear if path == MEMORY else clear for path in caches}
         ratios: dict[str, dict[str, list[float]]] = {path: {} for path in caches}
         copies: list[float] = []
         for number in range(rounds + 1):
             pool.shuffle(number)
             copied_s = timed(pool.copy).wall_s
             for path in list(caches)[:: 1 if number % 2 else -1]:
-                found = one_round(pool, caches[path], clear, with_blocks=path not in without_blocks)
+                found = one_round(pool, path, caches[path], clears[path], with_blocks=path not in without_blocks)
                 if number:
                     for name, taken_s in found.items():
                         ratios[path].setdefault(name, []).append(taken_s / copied_s)
@@ -185,12 +200,14 @@ class Pool:
         return rows.reshape(-1).view(self.layout.numpy_dtype).reshape(self.layout.shape(len(self.tokens)))
 
 
-def one_round(pool: Pool, caches: Caches, clear: Callable[[], object], *, with_blocks: bool = True) -> dict[str, float]:
+def one_round(
+    pool: Pool, path: str, caches: Caches, clear: Callable[[], object], *, with_blocks: bool = True
+) -> dict[str, float]:
     """Seconds of each operation that this path has, verified."""
     found: dict[str, float] = {}
     cache = caches[0]
-    # Deferring comes first, so that what is read was stored by a put that waits.
-    puts = list(zip(("", " deferred"), caches, strict=False))[::-1]
+    # Deferring comes first, so that what is read was stored by a put that waits; last where that keeps it in memory.
+    puts = list(zip(("", " deferred"), caches, strict=False))[:: 1 if path == MEMORY else -1]
 
     def take(name: str, work: Callable[[], object]) -> None:
         found[name] = timed(work).wall_s
@@ -223,7 +240,7 @@ def one_round(pool: Pool, caches: Caches, clear: Callable[[], object], *, with_b
             check_equal(k, kv[layer, 0], "streamed")
             check_equal(v, kv[layer, 1], "streamed")
         layers.clear()
-        if _is_local(cache):
+        if path in MAPPING:
             views: list[KvArray] = []
             take("view", lambda: views.extend(hold.view()))
             check_count(len(views), pool.count, "chunks viewed")
@@ -241,11 +258,6 @@ def _carries_blocks(store: Store, path: str) -> bool:
     blocks = store.namespace("probe", PROBE).blocks
     blocks.put([bytes(16)], [bytes(64)])
     return store.stats()[counter] > before
-
-
-def _is_local(cache: Cache) -> bool:
-    """Whether the root is mapped by this process: only then is a view not a copy."""
-    return isinstance(cache._port, LocalPort)
 
 
 def _set(pool: Pool, cache: Cache) -> None:

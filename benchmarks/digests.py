@@ -1,16 +1,20 @@
-"""What knowing what peers hold costs: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups.
+"""What knowing what peers hold costs: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups, reads.
 
 Hypotheses: another node knows of a chunk after half a sync interval at the median, and after one and a little at the
 99th percentile; etcd sees one transaction an interval whatever changes; a look-up takes microseconds.  Baseline: the
 Vineyard page's 6.7 s until another node sees an update, with queries that failed for 0.8 to 2.4 s a cycle.
 
-A real etcd on this machine; two nodes in this process, without their bytes: only what they tell each other.
+A real etcd on this machine; two nodes in this process, without their bytes: only what they tell each other.  Reads are
+from the memory of a real worker on this host, over TCP, beside bare sockets that move as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,8 +25,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.rounds import percentile
-from kvstore.address import Address
+import kvstore
+from benchmarks.paths import served
+from benchmarks.rounds import GIB, percentile
+from kvstore import Layout
+from kvstore.address import Address, Chain
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.endpoint import Endpoint
+from kvstore.client.limits import ClientLimits
 from kvstore.memory.prints import Prints
 from kvstore.meta.digests import AddressTold, Digests, DigestTold
 from kvstore.meta.etcd import EtcdMeta
@@ -31,6 +41,8 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.workers import WorkerRecord
 from kvstore.node.counters import Counters
+from kvstore.node.wanted import image_bytes
+from kvstore.peers.asking import ask
 from kvstore.peers.digest import encode
 from kvstore.peers.follower import Follower
 from kvstore.peers.limits import PeerLimits
@@ -41,6 +53,12 @@ from kvstore.sources import SystemClock
 HELD = 32_768
 """Chunks in the memory whose digests are written: 64 GiB of 2 MiB each."""
 KEYS = Keys(bytes(16))
+SENDER = """
+import socket, sys
+sock, memory = socket.create_connection(("127.0.0.1", int(sys.argv[1]))), bytes(int(sys.argv[2]))
+while sock.recv(1):
+    sock.sendall(memory)
+"""
 
 
 class Memory:
@@ -93,7 +111,7 @@ class Pair:
         self._presences = [Presence(meta, KEYS) for meta in self._metas]
         near, far = (Digests(meta, KEYS) for meta in self._metas)
         self.publisher = Publisher(near, memory, WorkerRecord("a:1"), limits, self.counters, SystemClock(), lambda: 1)
-        self.follower = Follower(far, "b:1", limits, Counters(), lambda _: None, lambda _: None)
+        self.follower = Follower(far, "b:1", limits, Counters(), SystemClock(), lambda _: None, lambda _: None)
         self._presences[0].attach(self.publisher.begin, self.publisher.end)
         self._presences[1].attach(self.follower.begin, self.follower.end)
         for presence in self._presences:
@@ -172,7 +190,8 @@ def lookups(prints: int, peers: int, chunks: int) -> tuple[float, float, float]:
     random = np.random.default_rng(99)
     hits, misses, changes = [], [], []
     for turn in range(200):
-        chosen = [held[at] for at in random.integers(0, len(held), chunks)]
+        # As fresh in the cache as the addresses of a prompt that has just been hashed.
+        chosen = [Address(bytes(bytearray(held[at]))) for at in random.integers(0, len(held), chunks)]
         other = [Address(random.bytes(16)) for _ in range(chunks)]
         began_s = time.perf_counter()
         assert directory.leading(chosen, 0) == chunks
@@ -189,10 +208,52 @@ def lookups(prints: int, peers: int, chunks: int) -> tuple[float, float, float]:
     return statistics.median(hits), statistics.median(misses), statistics.median(changes)
 
 
+def bare(size_bytes: int, rounds: int) -> float:
+    """Median seconds in which a process sends so many bytes over the loopback to this one."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = subprocess.Popen([sys.executable, "-c", SENDER, str(listener.getsockname()[1]), str(size_bytes)])
+    near, _ = listener.accept()
+    memory, took = memoryview(bytearray(size_bytes)), []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        near.send(b"x")
+        left = memory
+        while len(left):
+            left = left[near.recv_into(left) :]
+        took.append(time.perf_counter() - began_s)
+    near.close()
+    listener.close()
+    sender.wait()
+    return statistics.median(took)
+
+
+def reads(folder: Path, chunks: int, rounds: int) -> tuple[float, float]:
+    """GiB/s of whole images from a worker's memory, all chunks in one request, and of bare sockets."""
+    layout = Layout(layers=16, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=32)
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, 1 << 31, chunks * layout.chunk_tokens)
+    kv = random.integers(0, 1 << 16, layout.shape(len(tokens)), dtype=np.uint16).view(np.float16)
+    took = []
+    with served(folder, folder / "root", memory_bytes=1 << 30) as worker, kvstore.connect(worker.address) as store:
+        cache = store.namespace("digests", layout=layout)
+        assert cache.put(tokens, kv).tokens_present == len(tokens)
+        chain = Chain.of(cache.namespace, tokens.astype("<u4"))
+        memory, size = memoryview(bytearray(chunks * image_bytes(chain, 0))), image_bytes(chain, 0)
+        images = [memory[at : at + size] for at in range(0, len(memory), size)]
+        endpoint = Endpoint(worker.address, Bulk.TCP, ClientLimits())
+        for _ in range(rounds):
+            answer = ask(endpoint, chain, 0, images, 5.0, 30.0)
+            assert answer.count == chunks, answer.trouble
+            took.append(answer.took_s)
+        endpoint.close()
+    return len(memory) / GIB / statistics.median(took), len(memory) / GIB / bare(len(memory), rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=60, help="chunks put for each staleness")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each load")
+    parser.add_argument("--folder", help="where the worker's root is, such as /dev/shm")
     options = parser.parse_args()
     for count in (500, 4000, 16_000):
         prints = np.sort(np.random.default_rng(count).integers(0, 1 << 32, count, dtype=np.uint32))
@@ -200,6 +261,10 @@ def main() -> None:
     hit_s, miss_s, change_s = lookups(1_000_000, 8, 512)
     print(f"1,000,000 prints of 8 peers: 512 chunks that are there {hit_s * 1e6:.0f} us, 512 that are not "
           f"{miss_s * 1e6:.0f} us; one changed shard {change_s * 1e3:.1f} ms in the follower")  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        gib_s, bare_gib_s = reads(Path(folder), 64, 15)
+        print(f"64 chunks of 2 MiB from a worker's memory over one connection: {gib_s:.1f} GiB/s, bare sockets "
+              f"{bare_gib_s:.1f} GiB/s")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, EmbeddedEtcd(Path(folder)) as etcd:
         for interval_s in (0.2, 1.0):
             found = staleness(etcd.endpoints, interval_s, options.samples)

@@ -71,12 +71,15 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, root: Path, durability: str = "none") -> Iterator[Served]:
-    """A worker on ``root`` with an etcd of its own, as a user would run it; its files are in ``folder``."""
+def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int = 0) -> Iterator[Served]:
+    """A worker on ``root`` with an etcd of its own, as a user would run it; its files are in ``folder``.
+
+    ``memory_bytes`` is the shared memory that it keeps hot chunks in.
+    """
     with EmbeddedEtcd(folder / "etcd") as etcd:
         command = kvstore_command(
             "worker", "--root", str(root), "--etcd", etcd.endpoints, "--listen", "127.0.0.1:0", "--drain", "2s",
-            "--durability", durability,
+            "--durability", durability, *(("--memory", f"{memory_bytes >> 20}MiB") if memory_bytes else ()),
         )  # fmt: skip
         worker = Program("worker", command, messages=folder / "worker.log")
         try:

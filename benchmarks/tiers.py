@@ -6,7 +6,7 @@ Replays the requests in order of their times through the inventories, policies a
 (``benchmarks/tiered.py``), with blocks of 512 tokens that are only counted.  The root has all that was ever written, so
 what it alone has counts as found, at its price.  No bytes, no clock: the figures are the same on every machine.
 
-    python -m benchmarks.tiers TRACE [TRACE ...] [--memory 5,10,20] [--disk 0,50] [--policy lru,uses] [--json]
+    python -m benchmarks.tiers TRACE [TRACE ...] [--memory 5,10,20] [--disk 0,20,50] [--policy lru,uses] [--json]
 
 Sizes are per cent of all different blocks of the trace, ``--nodes`` share them equally.  Traces are those that
 ``python -m benchmarks.policies`` reads; ``PATH:PRESET`` says what its writers hint, and with ``--mixed`` all traces are
@@ -41,7 +41,9 @@ GIB_PER_BLOCK = BLOCK_TOKENS * KV_BYTES_PER_TOKEN / (1 << 30)
 DRAIN = 2.0
 """Times the mean rate of new blocks is what the root takes of deferred ones."""
 WITHIN_POINTS = 0.2
-"""Rows whose hit ratios are this near to the best count as equal; of these the one that writes least is the best."""
+"""Hit ratios this near to the best count as equal; of those the one that writes least is the best."""
+WRITTEN_MAX = 1.5
+"""Bytes written to root and disk for each of new KV; beyond it, disks wear out for what is never asked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE[:PRESET]")
-    parser.add_argument("--memory", type=_percents, default=(5, 10, 20), help="per cent (default 5,10,20)")
-    parser.add_argument("--disk", type=_percents, default=(0, 50), help="per cent; 0 is none (default 0,50)")
+    parser.add_argument("--memory", type=_percents, default=(5, 10, 20, 50), help="per cent (default 5,10,20,50)")
+    parser.add_argument("--disk", type=_percents, default=(0, 20, 50), help="per cent; 0: none (default 0,20,50)")
     parser.add_argument("--policy", type=_some_of(POLICIES), default=tuple(POLICIES), help="default: all")
     parser.add_argument("--write", type=_some_of(WRITES), default=("through",), help="default: through")
     parser.add_argument("--admission", type=_some_of(("on", "off")), default=("on",), help="default: on")
@@ -258,8 +260,8 @@ class Mean:
 
 
 def ranked(rows: Sequence[Row]) -> list[Mean]:
-    """The rule of choice, the best first: what is found in memory or on disk, in steps of 0.2 points below the best,
-    then what is written.
+    """The rule of choice, the best first: the most found in memory or on disk, without writing more than WRITTEN_MAX;
+    of those within WITHIN_POINTS of the best, the one that writes least.
     """
     ways: dict[Way, list[Row]] = {}
     for row in rows:
@@ -269,12 +271,23 @@ def ranked(rows: Sequence[Row]) -> list[Mean]:
             way,
             fmean(row.found("memory") for row in members),
             fmean(row.found("memory", "disk") for row in members),
-            fmean(row.amplification for row in members),
+            # Without a disk nothing is written twice, whatever else is chosen.
+            fmean([row.amplification for row in members if row.disk] or [1.0]),
         )
         for way, members in ways.items()
     ]
-    best = max(mean.found for mean in means)
-    return sorted(means, key=lambda mean: (int((best - mean.found) / WITHIN_POINTS), mean.amplification, -mean.found))
+    best = max((mean.found for mean in means if mean.amplification <= WRITTEN_MAX), default=0.0)
+
+    def order(mean: Mean) -> tuple[bool, bool, float, float]:
+        is_near = best - mean.found <= WITHIN_POINTS
+        return (
+            mean.amplification > WRITTEN_MAX,
+            not is_near,
+            mean.amplification if is_near else -mean.found,
+            -mean.found,
+        )
+
+    return sorted(means, key=order)
 
 
 def _head(titles: str, texts: int) -> None:

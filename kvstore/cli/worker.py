@@ -27,6 +27,8 @@ from kvstore.node.settings import TierSettings
 
 log = logging.getLogger(__name__)
 
+PEERS_CLOSE_S = 2.0
+
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Serve a root as one worker of a cluster.")
 @click.option("--root", required=True, metavar="URL", help="The root: a folder, file:///path, s3://bucket/prefix, ...")
@@ -132,6 +134,8 @@ def worker(
         print(f"ready grpc={bound} etcd={etcd.endpoints} metrics={measured.address}", flush=True)
         stopper.wait()
         log.info("worker.draining within_s=%g", drain_s)
+        if peers is not None:
+            peers.close(PEERS_CLOSE_S)  # first of all: nobody asks for what this worker is about to lose
         serving.drain(drain_s)
 
 

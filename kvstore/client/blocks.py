@@ -13,6 +13,7 @@ from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.writes import WriteMode
 
 BLOCKS_MAX = 65_536
 BLOCK_BYTES_MAX = 1 << 30
@@ -24,9 +25,10 @@ class BlockCache:
     All methods raise InvalidRequest for wrong arguments, at most 65,536 blocks a call, each 1 byte to 1 GiB.
     """
 
-    def __init__(self, port: Port, namespace: Namespace) -> None:
+    def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
         self._port = port
         self._namespace = namespace
+        self._write = write
 
     def put(
         self,
@@ -36,16 +38,19 @@ class BlockCache:
         priority: int | None = None,
         ttl: float | None = None,
         preset: str | None = None,
+        write: WriteMode | str | None = None,
     ) -> list[bool]:
         """Stores each buffer under its key; True where it is in the store now. First writer wins.
 
-        ``priority``, ``ttl`` and ``preset`` say how long they are worth keeping, as in ``Cache.put``.
+        ``priority``, ``ttl`` and ``preset`` say how long they are worth keeping, and ``write`` when this returns, as in
+        ``Cache.put``.
         False only where the key has a block of another size. Raises Overloaded, PermissionDenied or Unavailable
         when the store could not take them.
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False), hints)
+        mode = self._write if write is None else WriteMode.of(write)
+        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False), hints, mode)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are in the store."""

@@ -11,11 +11,14 @@ import numpy.typing as npt
 from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.port import Port, PortHold, Sections
+from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray, Tokens, token_array
+from kvstore.writes import WriteMode
 
 PIN_TTL_S_MAX = 30 * 86_400
 
@@ -27,11 +30,12 @@ class Cache:
     All methods raise InvalidRequest for arguments that are wrong; a miss is a value, never an exception.
     """
 
-    def __init__(self, port: Port, namespace: Namespace) -> None:
+    def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
         self._port = port
+        self._write = write
         self.namespace = namespace
         self.layout = namespace.layout
-        self.blocks = BlockCache(port, namespace)
+        self.blocks = BlockCache(port, namespace, write)
 
     def put(
         self,
@@ -42,6 +46,7 @@ class Cache:
         priority: int | None = None,
         ttl: float | None = None,
         preset: str | None = None,
+        write: WriteMode | str | None = None,
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
@@ -56,6 +61,10 @@ class Cache:
         analytics, rag or batch (``kvstore.hints.PRESETS``); explicit values win.  Those of chunks that are there
         already, the prefix included, are raised to these, never lowered.  They protect nothing; pins do.
 
+        On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written
+        to the root soon and lost where the node is killed before; "through" once the root has them, with a copy in
+        memory; "around" once the root has them.  By default as the namespace says, or else the node.
+
         Raises Overloaded (no space, too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
         """
         hints = Hints.of(priority, ttl, preset)
@@ -68,7 +77,8 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         memory = KvMemory(array, self.layout)
         first = int(prefix) // size
-        return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints)
+        mode = self._write if write is None else WriteMode.of(write)
+        return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints, mode)
 
     def match(self, tokens: Tokens) -> int:
         """How many leading tokens are in the store, a multiple of chunk_tokens."""
@@ -129,12 +139,39 @@ class Cache:
         """How many live pins cover all full chunks of ``tokens``."""
         return self._port.refcount(self.namespace, token_array(tokens))
 
+    def prefetch(self, tokens: Tokens, tier: str = "memory") -> Ticket:
+        """Begins to bring the longest stored prefix into the node's memory, or onto its local disk (``tier="disk"``).
+
+        Returns at once; the ticket says how far it is.  As far as there is room: nothing that is in use goes for it.
+        Raises InvalidRequest where the node has no such tier, Overloaded where too many are not done, Unavailable.
+        """
+        return self._begin(tokens, Act.PREFETCH, Level.of(tier))
+
+    def move(self, tokens: Tokens, tier: str) -> Ticket:
+        """As ``prefetch``, and takes the prefix away from the tiers that are nearer: "memory", "disk" or "root".
+
+        What is not on the root yet is written there before it goes.  What others use or pin, and what is continued by
+        other prompts in a tier, stays in it.
+        """
+        return self._begin(tokens, Act.MOVE, Level.of(tier))
+
+    def release(self, tokens: Tokens) -> Ticket:
+        """Says that a prompt will not be needed soon: its chunks go first when memory or disk needs room.
+
+        Nothing is lost, and whoever uses them ends this.  The ticket counts those in memory and on the disk.
+        """
+        return self._begin(tokens, Act.RELEASE, Level.MEMORY)
+
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in the metadata this store is opened with.
 
         Whoever reads one now has a miss. Opened without etcd, a store knows no pins but its own.
         """
         return self._port.clear(self.namespace)
+
+    def _begin(self, tokens: Tokens, act: Act, level: Level) -> Ticket:
+        move = self._port.move(self.namespace, token_array(tokens), act, level)
+        return Ticket(move, self.layout.chunk_tokens)
 
     def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:
         filled = fillable(target)

@@ -19,6 +19,8 @@ class ClientLimits:
     """For a put, beside the time its bytes take; past it, Unavailable."""
     pin_s: float = 5.0
     """For pins, refcounts and namespaces."""
+    move_s: float = 630.0
+    """For a prefetch or move, which the worker ends after 600 s."""
     clear_s: float = 630.0
     """For clearing a namespace, which may visit every folder of the root."""
     bytes_per_s_min: int = 32 << 20

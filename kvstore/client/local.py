@@ -16,9 +16,11 @@ from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
+from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray
+from kvstore.writes import WriteMode
 
 
 class LocalHold:
@@ -76,8 +78,16 @@ class LocalPort:
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         return self._node.match(self._node.chains.of(namespace, tokens))
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
-        return self._node.put(self._node.chains.of(namespace, tokens), first, sections, hints=hints)
+    def put(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        first: int,
+        sections: Sections,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> PutResult:
+        return self._node.put(self._node.chains.of(namespace, tokens), first, sections, hints=hints, write=write)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         size = namespace.layout.chunk_tokens
@@ -104,9 +114,16 @@ class LocalPort:
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
         return self._member.refcount(self._node.chains.of(namespace, tokens))
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
+    def put_blocks(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Pieces,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.write_deadline_s)
-        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable, hints)
+        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable, hints, write)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
@@ -128,6 +145,9 @@ class LocalPort:
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
         return self._node.blocks.get(namespace, keys, buffers, deadline)
+
+    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> Move:
+        return self._node.begin_move(self._node.chains.of(namespace, tokens), act, level)
 
     def clear(self, namespace: Namespace) -> Cleared:
         return self._member.clear(namespace)

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
+from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray
+from kvstore.writes import WriteMode
 
 Sections = Callable[[int], Pieces]
 """The caller's memory for one chunk, by the chunk's index in the prompt: one view per section, in file order."""
@@ -57,6 +60,33 @@ class PortBlockHold(Protocol):
         ...
 
 
+class PortMove(Protocol):
+    """A prefetch, move or release that goes on."""
+
+    @property
+    def chunks(self) -> int:
+        """Leading chunks that it is done with."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """What ended it early, if anything did."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits until it is done; returns ``chunks``. Never raises."""
+        ...
+
+    def cancel(self) -> None:
+        """Has it end soon; idempotent, never waits."""
+        ...
+
+
 class Port(Protocol):
     """Every call returns or raises within its deadline; errors are those of ``kvstore.errors``."""
 
@@ -72,8 +102,16 @@ class Port(Protocol):
         """Leading chunks in the store."""
         ...
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
-        """Stores the chunks from index ``first`` on."""
+    def put(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        first: int,
+        sections: Sections,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> PutResult:
+        """Stores the chunks from index ``first`` on; acknowledged as ``write`` says, or as the node is set."""
         ...
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
@@ -103,8 +141,15 @@ class Port(Protocol):
         """Live pins that cover all full chunks of ``tokens``."""
         ...
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
-        """Stores engine-hashed blocks."""
+    def put_blocks(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Pieces,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> list[bool]:
+        """Stores engine-hashed blocks; acknowledged as ``write`` says, or as the node is set."""
         ...
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
@@ -121,6 +166,10 @@ class Port(Protocol):
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads engine-hashed blocks."""
+        ...
+
+    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> PortMove:
+        """Begins a prefetch, move or release of what is stored of a prompt; returns once it is accepted."""
         ...
 
     def clear(self, namespace: Namespace) -> Cleared:

@@ -26,12 +26,14 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
 from kvstore.client.remote_blocks import RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
+from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import FileLanes, Tools
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
+from kvstore.node.moves import Act, Level
 from kvstore.planes import Planes
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sources import Clock, SystemClock
@@ -46,9 +48,11 @@ from kvstore.wire.messages import (
     pin_of,
     sealed,
     unpack_tokens,
+    write_message,
 )
 from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
+from kvstore.writes import WriteMode
 
 T = TypeVar("T")
 
@@ -72,8 +76,9 @@ def remote_port(
 
     ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
     ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
-    is asked for and not there raises InvalidRequest.  With ``deferred`` a put returns once the worker has its bytes,
-    where they go past gRPC: what it cannot store then is lost, and a miss.
+    is asked for and not there raises InvalidRequest.  With ``deferred`` a put that does not say how it is to be
+    acknowledged returns once the worker has its bytes, where they go past gRPC, else as one ``behind``: what the worker
+    cannot store then is lost, and a miss.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
@@ -115,6 +120,7 @@ class RemotePort:
         self._watch = Watch(clock, "kvstore-client-watch")
         self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), deferred)
         self._blocks = RemoteBlocks(self._tools)
+        self._moves = Slots()
 
     # Namespaces
 
@@ -180,13 +186,26 @@ class RemotePort:
 
     # Publishing
 
-    def put(self, namespace: Namespace, tokens: TokenArray, first: int, sections: Sections, hints: Hints) -> PutResult:
+    def put(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        first: int,
+        sections: Sections,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> PutResult:
         tokens = _full_chunks(namespace, tokens)
         size = namespace.layout.chunk_tokens
         count = len(tokens) // size
         if not count:
             return PutResult(0, 0, 0, 0)
-        start = pb.PutStart(namespace=namespace.digest, tokens=pack_tokens(tokens), hints=hints_message(hints))
+        start = pb.PutStart(
+            namespace=namespace.digest,
+            tokens=pack_tokens(tokens),
+            hints=hints_message(hints),
+            write=write_message(self._mode(write)),
+        )
         begin, answer = self._put(namespace, start, first, count, sections, tokens)
         for _ in range(PUT_ROUNDS_MAX - 1):
             if answer.tokens_present >= begin * size or answer.tokens_present < first * size:
@@ -235,8 +254,16 @@ class RemotePort:
 
     # Blocks
 
-    def put_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints))
+    def put_blocks(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Pieces,
+        hints: Hints,
+        write: WriteMode | None = None,
+    ) -> list[bool]:
+        mode = self._mode(write)
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, mode))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
@@ -258,6 +285,21 @@ class RemotePort:
         except BrokenTransfer:
             self.counters.add("client_misses_damaged")
         return hits
+
+    # Ahead of reads
+
+    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> RemoteMove:
+        packed = pack_tokens(_full_chunks(namespace, tokens))
+        move = RemoteMove(sealed(move_message(namespace.digest, packed, act, level)), self._moves)
+
+        def send(follow: Callable[[Endpoint, float], None]) -> None:
+            # At the worker that the prompt would be read from.
+            self._reopening(
+                namespace, lambda: self._caller.anywhere(follow, self.limits.move_s, _affinity(namespace, tokens))
+            )
+
+        move.begin(send, self.limits.pin_s)
+        return move
 
     # Looking after it
 
@@ -300,6 +342,9 @@ class RemotePort:
         self.endpoints.close()
         self._watch.close()
         self._tools.lanes.close()
+
+    def _mode(self, write: WriteMode | None) -> WriteMode | None:
+        return WriteMode.BEHIND if write is None and self._tools.deferred else write
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
@@ -369,7 +414,8 @@ class RemotePort:
                     start,
                     count,
                     sections,
-                    deferred=self._tools.deferred,
+                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
+                    deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self.limits.write_s,
                     timeout_s=timeout_s,

@@ -13,9 +13,10 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, sealed
+from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, sealed, write_message
 from kvstore.wire.parts import Incoming
 from kvstore.wire.statuses import BrokenTransfer
+from kvstore.writes import WriteMode
 
 
 class RemoteBlocks:
@@ -24,14 +25,20 @@ class RemoteBlocks:
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
 
-    def put(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints) -> list[bool]:
+    def put(
+        self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints, write: WriteMode | None
+    ) -> list[bool]:
         """See ``Port.put_blocks``."""
         if not keys:
             return []
         limits, watch = self._tools.limits, self._tools.watch
         sizes = [len(buffer) for buffer in buffers]
         start = pb.PutBlocksStart(
-            namespace=namespace.digest, keys=pack_keys(keys), sizes=pack_sizes(sizes), hints=hints_message(hints)
+            namespace=namespace.digest,
+            keys=pack_keys(keys),
+            sizes=pack_sizes(sizes),
+            hints=hints_message(hints),
+            write=write_message(write),
         )
         opening = start.SerializeToString()
 

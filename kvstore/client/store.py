@@ -35,18 +35,21 @@ class Store:
         fingerprint: str = "",
         tenant: str = "",
         attributes: Mapping[str, str] | None = None,
+        write: WriteMode | str | None = None,
     ) -> Cache:
         """The cache of one model's KV.
 
         ``fingerprint`` is a digest of the weights; ``attributes`` are further settings that change the bytes (RoPE
-        scaling, quantisation, parallel rank and size): caches that differ in any of these share nothing.
+        scaling, quantisation, parallel rank and size): caches that differ in any of these share nothing.  ``write`` is
+        how puts of this cache are acknowledged that do not say (``Cache.put``); by default as the node is set.
         Raises LayoutMismatch where ``name`` exists for this tenant with another layout, Unavailable.
         """
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is a {type(layout).__name__}: expected kvstore.Layout")
+        mode = None if write is None else WriteMode.of(write)
         namespace = Namespace.of(name, layout, fingerprint, tenant, attributes)
         self._port.open_namespace(namespace)
-        return Cache(self._port, namespace)
+        return Cache(self._port, namespace, mode)
 
     def namespaces(self) -> list[Namespace]:
         """All namespaces ever used on this store."""
@@ -141,7 +144,8 @@ def connect(
     ``root`` is the root's id, needed only where etcd knows several.
     ``bulk`` says which way chunks go: ``shared`` (memory and files of the same host), ``tcp`` (a connection of its
     own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``deferred=True`` returns from a put
-    once a worker has its bytes, before they are stored; what it cannot store then is lost, and a miss.
+    once a worker has its bytes, before they are stored; what it cannot store then is lost, and a miss.  A put that
+    says ``write="through"`` or ``"around"`` still waits for the root.
 
     Raises InvalidRequest. A worker that does not answer is a miss for reads, Unavailable for anything else.
     """

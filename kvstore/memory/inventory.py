@@ -78,13 +78,8 @@ class Inventory:
         return entry if entry is not None and entry.is_ready else None
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
-        """How many consecutive addresses from index ``first`` on are ready."""
-        find = self._tree.find
-        for index in range(first, len(addresses)):
-            entry = find(addresses[index])
-            if entry is None or not entry.is_ready:
-                return index - first
-        return max(len(addresses) - first, 0)
+        """How many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
+        return self._tree.leading(addresses, first)
 
     def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[Entry]:
         """The ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing them."""

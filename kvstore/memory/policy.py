@@ -105,7 +105,8 @@ class TwoQueue:
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {"lru": lambda: Aged(octaves_per_use=0.0), "uses": Aged, "two_queue": TwoQueue}
 )
-DEFAULT_POLICY = "uses"
+DEFAULT_POLICY = "lru"
+"""What finds the most in memory and on the disk (MEMORY.md, Which policy)."""
 
 
 class Admission:

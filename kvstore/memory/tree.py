@@ -9,7 +9,8 @@ Apart from the inventory, because it knows nothing of room, use or eviction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvstore.address import NO_PARENT, Address
@@ -114,7 +115,7 @@ class Tree(Generic[C]):
             at += size
             count = 1 + _shared_count(run.rest, packed[at : at + len(run.rest)], size)
             if run.unready_count:
-                count = next((i for i in range(count) if not run.chunks[i].is_ready), count)
+                count = _ready_count(run.chunks, count)
             if count < len(run.chunks):
                 found += run.chunks[:count]
                 break
@@ -122,6 +123,23 @@ class Tree(Generic[C]):
             at += len(run.rest)
             children = run.children
         return found
+
+    def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
+        """How many consecutive chunks from index ``first`` on are here and ready; of one chain, or any blocks."""
+        at = first
+        while at < len(addresses) and (chunk := self._chunks.get(addresses[at])) is not None and chunk.is_ready:
+            run: Run[C] = chunk.run
+            if not run.chunks:
+                at += 1
+                continue
+            chunks = run.chunks if run.chunks[0] is chunk else run.chunks[run.chunks.index(chunk) :]
+            count = _equal_count(chunks, addresses, at)
+            if run.unready_count:
+                count = _ready_count(chunks, count)
+            at += count
+            if count < len(chunks):
+                break  # it leaves the run here; were there more of it, the run would have a branch here
+        return at - first
 
     def add(self, namespace: NamespaceDigest, chunk: C, tokens: bytes) -> None:
         """Puts in a chunk that no match shows yet. ``tokens`` are its own, packed; b"" for a block without tokens."""
@@ -247,6 +265,20 @@ def _split(run: Run[C], index: int) -> None:
     run.rest = run.rest[: (index - 1) * size]
     run.unready_count -= tail.unready_count
     run.children = {tail.head: tail}
+
+
+def _ready_count(chunks: list[C], count: int) -> int:
+    """How many of the first ``count`` are ready before one is not."""
+    return next((index for index in range(count) if not chunks[index].is_ready), count)
+
+
+def _equal_count(chunks: list[C], addresses: Sequence[Address], at: int) -> int:
+    """How many leading chunks have the addresses from index ``at`` on. An address stands for all of its chain: where
+    one is equal, all before it are; so most runs cost one comparison."""
+    count = min(len(chunks), len(addresses) - at)
+    if chunks[count - 1].address == addresses[at + count - 1]:
+        return count
+    return bisect_left(range(count), True, key=lambda index: chunks[index].address != addresses[at + index])
 
 
 def _shared_count(rest: bytes, given: memoryview, size: int) -> int:

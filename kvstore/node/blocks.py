@@ -73,7 +73,7 @@ class Blocks:
         """
         self._view.check_room()
         tiers = self._tiers
-        mode = tiers.mode(write) if tiers is not None and keys else WriteMode.AROUND
+        mode = tiers.mode(write, hints) if tiers is not None and keys else WriteMode.AROUND
         if tiers is None or mode is WriteMode.AROUND:
             return self._put_on_root(namespace, keys, buffers, deadline, durable, hints)
         keyed = Keyed(namespace, keys, _addresses(namespace, keys), [len(buffer) for buffer in buffers])

@@ -28,7 +28,7 @@ from kvstore.sources import Clock
 
 QUANTUM_S = 60
 """A file's mtime is renewed once in this time, for the order after the next start."""
-DROP_COUNT = 256
+DROP_COUNT = 64
 """Entries dropped under the lock at once: look-ups wait for no more than that."""
 
 

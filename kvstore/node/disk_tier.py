@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from kvstore import recency
 from kvstore.address import Address
+from kvstore.bounded import within
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
@@ -37,6 +38,7 @@ from kvstore.sources import Clock, Ids
 
 log = logging.getLogger(__name__)
 
+CLEAR_S = 10.0
 SWEEP_MAX = 64
 """Files removed by one call: whoever drops a chunk while a namespace is cleared does not do all of that."""
 
@@ -154,12 +156,15 @@ class DiskTier:
             self._counters.add("disk_damaged")
 
     def drop_namespace(self, digest: bytes) -> None:
-        """Removes all chunks of a namespace: first none of them is found any more, then the files go."""
+        """Removes all chunks of a namespace: first none of them is found any more, then the files go.
+
+        Waits for the files at most ``CLEAR_S``. Those that are left by then go behind the caller's back; what is still
+        there when the process ends is found again at the next start.
+        """
         with self._inside() as is_open:
             if is_open:
                 self._shelf.drop_namespace(NamespaceDigest(digest))
-                while self._is_open and self._sweep():
-                    pass
+                within(CLEAR_S, self._sweep_all)
 
     def stats(self) -> dict[str, int | float]:
         """disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, 1 until all
@@ -287,6 +292,11 @@ class DiskTier:
                 return False
             self._shelf.left(leaving)
         return True
+
+    def _sweep_all(self) -> None:
+        with self._inside() as is_open:
+            while is_open and self._is_open and self._sweep():
+                pass
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add("disk_failed")

@@ -14,7 +14,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import copy_sections
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
-from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
@@ -30,12 +30,15 @@ class LayerReader:
         chain: Chain,
         count: int,
         files_max: int,
-        memory: MemoryTier | None = None,
+        tiers: TierStack | None = None,
     ) -> None:
         self._chunks = chunks
+        self._memory = tiers.memory if tiers is not None else None
         # Kept there as long as this reads: a chunk that only memory has must not go between two layers.
-        self._slots = memory.refer(chain, 0, count) if memory is not None else None
-        self._lanes = lanes
+        self._slots = self._memory.refer(chain, 0, count) if self._memory is not None else None
+        # All of it in memory: that works even where every lane waits for a root that hangs.
+        is_near = self._slots is not None and None not in self._slots.entries
+        self._lanes = tiers.copiers if tiers is not None and is_near else lanes
         self._counters = counters
         self._chain = chain
         self._count = count
@@ -115,7 +118,10 @@ class LayerReader:
             image = self._slots.images(index, index + 1)[0]
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
                 return True
-            # What is wrong in memory is dropped by whoever reads all of it; the root has the last word.
+            # Looked at once more by the tier itself, which drops it (rule I1); the root has the last word.
+            assert self._memory is not None
+            with self._memory.refer(self._chain, index, 1) as slots:
+                self._memory.verified(slots)
         with self._lock:
             opened = self._open.pop(index, None)  # taken out: one thread at a time uses a reader
         opened = opened or self._chunks.open(expected)

@@ -91,6 +91,7 @@ class Member:
                 )
             if not hold.count:
                 return self._no_pin(owner, chain)
+            node.write_out(hold.chain)  # what only memory has is not there for collectors and other nodes
             addresses = chain.addresses[: hold.count]
             seconds = max(1, round(ttl_s))
             ref = self._pins.pin(

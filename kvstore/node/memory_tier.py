@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -74,12 +73,12 @@ class MemoryTier:
 
     def leading(self, wanted: Wanted, first: int = 0) -> int:
         """How many consecutive chunks from index ``first`` on are in memory."""
-        with self._deciding():
+        with self._lock:
             return 0 if self._is_closed else self._inventory.leading(wanted.addresses, first)
 
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
         """Keeps those of ``count`` chunks from index ``first`` on that are in memory there, until they are released."""
-        with self._deciding():
+        with self._lock:
             entries = [self._found(wanted, index) for index in range(first, first + count)]
             for entry in entries:
                 if entry is not None:
@@ -130,10 +129,13 @@ class MemoryTier:
         """
         size_bytes, inventory = image_bytes(wanted, index), self._inventory
         place = place_at(wanted, index)
-        with self._deciding():
+        with self._lock:
+            self._collect()
             if self._is_closed:
                 return None
             evicted_count, now_s = inventory.evicted_count, self._clock.monotonic_s()
+            # What is put, and evicted soon, was used twice when it is asked for (measured on production traces).
+            self._admission.asked(place.address, now_s)
             entry = inventory.claim(place, size_bytes, now_s, hints, dirty=dirty, replica=replica)
             evicted_count = inventory.evicted_count - evicted_count
             slot = None
@@ -149,7 +151,7 @@ class MemoryTier:
 
     def ready(self, slots: Sequence[Slot]) -> None:
         """They are complete: from now on they are found, and never change again (rule I2)."""
-        with self._deciding():
+        with self._lock:
             for slot in slots:
                 self._filling.discard(slot.entry.address)
                 self._inventory.ready(slot.entry)
@@ -157,7 +159,7 @@ class MemoryTier:
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """They will not be filled: their room is given back."""
-        with self._deciding():
+        with self._lock:
             for slot in slots:
                 self._filling.discard(slot.entry.address)
                 self._inventory.drop(slot.entry)
@@ -167,47 +169,48 @@ class MemoryTier:
 
     def used(self, wanted: Wanted, count: int, hints: Hints | None = None) -> None:
         """Notes a use of the first ``count`` chunks, as far as they are here, and raises their hints to ``hints``."""
-        with self._deciding():
+        with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             now_s = self._clock.monotonic_s()
             self._inventory.used([entry for entry in entries if entry is not None], now_s, hints)
 
     def retire(self, wanted: Wanted, count: int) -> None:
         """Lets the first ``count`` chunks, as far as they are here, go before all others until they are used again."""
-        with self._deciding():
+        with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             self._inventory.retire(entry for entry in entries if entry is not None)
 
     def is_coming(self, wanted: Wanted, index: int) -> bool:
         """Whether somebody is bringing a chunk here at this moment."""
-        with self._deciding():
+        with self._lock:
             return wanted.addresses[index] in self._filling
 
     def admits(self, wanted: Wanted, index: int) -> bool:
         """Whether a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); remembers it."""
-        with self._deciding():
+        with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
 
     def pin(self, addresses: Sequence[Address]) -> list[bool]:
         """Keeps chunks in memory until they are unpinned; for each whether it is there to be kept."""
-        with self._deciding():
+        with self._lock:
             return [self._inventory.pin(address) for address in addresses]
 
     def unpin(self, addresses: Sequence[Address]) -> None:
         """Undoes ``pin``, for those that it said were there."""
-        with self._deciding():
+        with self._lock:
             for address in addresses:
                 self._inventory.unpin(address)
 
     def clean(self, entries: Sequence[Entry], on_root: bool) -> None:
         """They need not be kept for the root any more (rule E3): it has them, or will not get them."""
-        with self._deciding():
+        with self._lock:
             for entry in entries:
                 self._inventory.clean(entry, on_root)
 
     def victims(self, bytes_wanted: int) -> Victims:
         """What would be evicted next, at least so many bytes if there are; kept until it is released."""
-        with self._deciding():
+        with self._lock:
+            self._collect()
             entries = self._inventory.victims(bytes_wanted)
             for entry in entries:
                 self._inventory.refer(entry)
@@ -216,7 +219,8 @@ class MemoryTier:
     def evict(self, entries: Sequence[Entry]) -> None:
         """Evicts victims before their release, but for those that somebody came to need meanwhile (rule E2)."""
         evicted_count = 0
-        with self._deciding():
+        with self._lock:
+            self._collect()
             for entry in entries:
                 is_needed = entry.references > 1 or entry.is_dirty or self._inventory.is_pinned(entry.address)
                 if not entry.is_gone and not is_needed and not entry.children_count:
@@ -226,7 +230,7 @@ class MemoryTier:
 
     def drop_namespace(self, digest: bytes) -> int:
         """Drops all chunks of a namespace; returns how many."""
-        with self._deciding():
+        with self._lock:
             return self._inventory.drop_namespace(NamespaceDigest(digest))
 
     def lease(self, slots: Slots) -> bool:
@@ -234,7 +238,8 @@ class MemoryTier:
 
         Chunks that are leased already take nothing more of what may be leased.
         """
-        with self._deciding():
+        with self._lock:
+            self._collect()
             entries = set(slots.referred)
             wanted_bytes = sum(entry.size_bytes for entry in entries if entry not in self._leases)
             if slots.is_leased:
@@ -251,19 +256,20 @@ class MemoryTier:
 
     def changes(self) -> set[int]:
         """The shards (0 to 63) in which chunks came or went since this was asked last."""
-        with self._deciding():
+        with self._lock:
             return self._inventory.changes()
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
         """The prints of the chunks of a shard, shape ``(n,)``, ascending."""
-        with self._deciding():
+        with self._lock:
             return self._inventory.prints(shard)
 
     # Looking after it
 
     def stats(self) -> dict[str, int | float]:
         """How full it is, and with what."""
-        with self._deciding():
+        with self._lock:
+            self._collect()
             inventory = self._inventory
             return {
                 "memory_size_bytes": self.size_bytes,
@@ -280,21 +286,15 @@ class MemoryTier:
 
         Whoever still reads or fills goes on, in memory that lives as long as they do.
         """
-        with self._deciding():
+        with self._lock:
+            self._collect()
             self._is_closed = True
             self._memory = self._readable = memoryview(b"")
         self.arena.close()
 
-    @contextmanager
-    def _deciding(self) -> Iterator[None]:
-        """Holds the lock, with all that was released until now given back."""
-        with self._lock:
-            self._collect()
-            yield
-
     def _let_go(self, references: References) -> None:
         # Finalizers come here, also in a thread that has the lock at this moment: so this never waits for it. Whoever
-        # has it next gives back what is noted here.
+        # next needs to know what is free gives back what is noted here.
         self._released.append(references)
         if self._lock.acquire(blocking=False):
             try:
@@ -336,7 +336,7 @@ class MemoryTier:
 
     def _damaged(self, entries: Sequence[Entry]) -> None:
         """Drops what was found to be wrong, and counts it once, whoever else finds it."""
-        with self._deciding():
+        with self._lock:
             wrong = [entry for entry in entries if not entry.is_gone]
             for entry in wrong:
                 self._inventory.drop(entry)

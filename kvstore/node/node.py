@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
@@ -33,6 +33,8 @@ from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.moves import Act, Level, Move, Moves, check
+from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.publish import Publication, Source
 from kvstore.node.putting import Putting
@@ -109,6 +111,12 @@ class Node:
         self.blocks = Blocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
+        self._moving: Moving | None = None
+        if self.tiers is not None:
+            self._moving = Moving(
+                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self._publish, limits, clock
+            )
+            self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
 
@@ -238,7 +246,7 @@ class Node:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
         reader = LayerReader(
-            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max, self.memory
+            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max, self.tiers
         )
         for layer, filled in reader.read(memory, lambda: self._deadline(deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
@@ -279,7 +287,7 @@ class Node:
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         tiers = self.tiers
-        mode = tiers.mode(write) if tiers is not None else WriteMode.AROUND
+        mode = self.write_mode(write, hints)
         if tiers is not None and mode is WriteMode.BEHIND:
             return self._put_behind(tiers, chain, first, source, deadline, hints)
         result = self._put_on_root(chain, first, source, deadline, hints)
@@ -310,29 +318,49 @@ class Node:
         self.gc_view.check_room()
         chain = chain.leading(self.gc_view.leading(chain.addresses))
         size = chain.namespace.layout.chunk_tokens
-        there = self._reads.matched_count(chain, deadline)
+        # A root that does not answer must not take the time for copying: what only it may have counts as absent then.
+        look = Deadline(self.clock, min(deadline.left_s(), self.limits.match_deadline_s))
+        there = self._reads.matched_count(chain, look)
         if there < min(first, len(chain)):
             return PutResult(there * size, 0, 0, 0)
         start = max(there, min(first, len(chain)))
         kept = tiers.absorb(chain, start, len(chain) - start, source, hints, deadline)
         stop = start + kept.count
         self.counters.add("chunks_found", start - first + kept.count - kept.written)
-        # Those that were there have their hints raised, as by any put.
-        lacking = frozenset(range(start)) if hints != DEFAULT else frozenset[int]()
-        self._refresher.used(chain.namespace.id, chain.addresses[:start], chained=True, hints=hints, lacking=lacking)
-        tiers.memory.used(chain, stop)
+        self.found_by_put(chain, start, hints)
         found = max(0, stop - first - kept.written)
         return PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
+
+    def found_by_put(self, chain: Chain, count: int, hints: Hints) -> None:
+        """Notes that a put behind found the first ``count`` chunks there: a use of them, which raises their hints.
+
+        Not of those that are new: a put alone does not make a chunk worth a place on the disk.
+        """
+        lacking = frozenset(range(count)) if hints != DEFAULT else frozenset[int]()
+        self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True, hints=hints, lacking=lacking)
+        if self.memory is not None:
+            self.memory.used(chain, count, hints if hints != DEFAULT else None)
 
     def absorb(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> int:
         """Copies ``count`` chunks into memory, to be written to the root later, if this node does so; returns how many
         leading ones of them it took. Their parents must be there. The others are the caller's to put.
         """
         tiers = self.tiers
-        if tiers is None or tiers.mode(WriteMode.BEHIND) is not WriteMode.BEHIND:
+        if tiers is None or tiers.mode(WriteMode.BEHIND, hints) is not WriteMode.BEHIND:
             return 0
         deadline = self._deadline(None, self.limits.write_deadline_s)
         return tiers.absorb(chain, first, count, source, hints, deadline).count
+
+    def keep(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> None:
+        """Copies chunks that the root has, or is about to have, into memory as well, as far as there is room."""
+        count = min(first + count, self.gc_view.leading(chain.addresses)) - first
+        if self.tiers is not None and count > 0:
+            deadline = self._deadline(None, self.limits.write_deadline_s)
+            self.tiers.keep(chain, first, count, source, hints, deadline)
+
+    def write_mode(self, asked: WriteMode | None, hints: Hints = DEFAULT) -> WriteMode:
+        """How a put is acknowledged here."""
+        return self.tiers.mode(asked, hints) if self.tiers is not None else WriteMode.AROUND
 
     def begin_put(self, chain: Chain, first: int, deadline_s: float | None = None, hints: Hints = DEFAULT) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
@@ -344,16 +372,21 @@ class Node:
         publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints)
         present = self._leading(min(first, len(chain)), publication.look, deadline)
         if present < first and self.memory is not None and self.memory.leading(chain, present) >= first - present:
-            return self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline)
+            putting = self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline)
+            if putting is not None:
+                return putting
         return Putting(self, chain, first, present, publication, self._lanes)
 
     def _begin_put_with_parents(
         self, memory: MemoryTier, chain: Chain, first: int, present: int, hints: Hints, deadline: Deadline
-    ) -> Putting:
-        """A put that begins with chunks which the root lost and memory has (rule W5)."""
+    ) -> Putting | None:
+        """A put that begins with chunks which the root lost and memory has (rule W5); None where one of them is wrong."""
         slots = memory.refer(chain, present, first - present)
         try:
             count = memory.verified(slots)
+            if count < first - present:
+                slots.release()
+                return None
             publication = Publication(self._chunks, self._refresher, chain, present, self.durable, hints)
             putting = Putting(self, chain, first, first, publication, self._lanes, ended=slots.release)
             putting.add_run(slots.sections(present, present + count), present, count, deadline.left_s())
@@ -378,6 +411,11 @@ class Node:
             raise
         return putting.finish(wait_s).tokens_present // wanted.namespace.layout.chunk_tokens
 
+    def write_out(self, chain: Chain) -> None:
+        """Returns when what was put behind of this prompt is on the root or lost, or not within a write's deadline."""
+        if self.tiers is not None and chain.addresses:
+            self.tiers.behind.flush_line(chain.addresses[0], self.limits.write_deadline_s)
+
     def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
@@ -386,6 +424,21 @@ class Node:
     def run_for_put(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
         """The chunks of a put as a run; None where they are stored one by one."""
         return self._chunks.runs.of(chain, first, count, source) if self._chunks.runs.stages else None
+
+    # Ahead of reads
+
+    def begin_move(self, chain: Chain, act: Act, level: Level) -> Move:
+        """Begins to bring what is stored of a prompt to a tier, or lets it go first; nobody waits for it.
+
+        Raises InvalidRequest where this node has no such tier, Overloaded where too many are not done.
+        """
+        check(act, level)
+        if self._moving is None:
+            raise InvalidRequest(
+                f"{act.value}: this node has no memory; start it with --memory SIZE (memory= of kvstore.open)"
+            )
+        self._moving.check(level)
+        return self._moves.begin(chain, act, level)
 
     # Looking after it
 
@@ -460,6 +513,8 @@ class Node:
             return
         self._closed = True
         self.holds.drop_all()
+        if self._moving is not None:
+            self._moves.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s, self.limits.flush_s)
         self._refresher.close(timeout_s)

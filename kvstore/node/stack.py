@@ -87,8 +87,10 @@ class TierStack:
         """Puts other nodes' memory between ours and the disk."""
         self.below.insert(0, peers)
 
-    def mode(self, asked: WriteMode | None) -> WriteMode:
+    def mode(self, asked: WriteMode | None, hints: Hints) -> WriteMode:
         """How a put is done here."""
+        if hints.priority < self.settings.root_priority_min:
+            return WriteMode.BEHIND  # whatever was asked for, memory is all that it gets (rule W4)
         mode = asked or self.settings.write
         return WriteMode.THROUGH if self._durable and mode is WriteMode.BEHIND else mode
 
@@ -163,7 +165,7 @@ class TierStack:
                 if not victims.entries:
                     return
                 for entry, image in victims.images():
-                    if entry.uses >= 1 and self.disk.add(entry.place, image):
+                    if entry.uses >= 1 and self.disk.add(entry.place, image, entry.hints):
                         self._counters.add("memory_demoted")
                     wanted -= entry.size_bytes
                 self.memory.evict(victims.entries)

@@ -19,6 +19,7 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Above, Groups, Reading, group_size, leading_groups, matched_count
@@ -140,7 +141,30 @@ class TieredReads:
             missing = [first + at for at, entry in enumerate(slots.entries) if entry is None]
         for tier, indexes in self._sources(tiers, wanted, missing, even_once=even_once):
             if tier is not None or even_root:
-                self._fetch(tiers.memory, wanted, tier, indexes, deadline)
+                for index in self._fetch(tiers.memory, wanted, tier, indexes, deadline):
+                    with tiers.memory.refer(wanted, index, 1) as slots:
+                        is_wrong = slots.entries[0] is not None and not tiers.memory.verified(slots)
+                    if is_wrong and tier is not None:
+                        tier.damaged(wanted, index)
+
+    def read_image(self, wanted: Wanted, index: int, image: memoryview, deadline: Deadline) -> bool:
+        """Reads the whole image of one chunk from wherever it is, past memory. Called on a lane.
+
+        Whether it came and is right; ``image`` is undefined otherwise.
+        """
+        tiers = self._tiers
+        assert tiers is not None
+        with tiers.memory.refer(wanted, index, 1) as slots:
+            if slots.referred:
+                image[:] = slots.images(index, index + 1)[0]
+                if verify_images(wanted, [index], [image]).all():
+                    return True
+        for tier in tiers.below:
+            if tier.leading(wanted, index) and tier.fetch(wanted, [index], [image], deadline)[0]:
+                if verify_images(wanted, [index], [image]).all():
+                    return True
+                tier.damaged(wanted, index)
+        return self._from_root(wanted, index, image) and bool(verify_images(wanted, [index], [image]).all())
 
     def _read_fetched(
         self,
@@ -161,7 +185,8 @@ class TieredReads:
                 with memory.refer(wanted, index, 1) as slots:
                     right = bool(memory.read(slots, index, index + 1, into, borrowed)[0])
                 done[index - first] = right
-                if not right and tier is not None:
+                # Where it is gone again (others needed the room at once), nothing was wrong with it.
+                if not right and tier is not None and slots.entries[0] is not None:
                     tier.damaged(wanted, index)
 
     def _sources(

@@ -148,6 +148,13 @@ class WriteBehind:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
+    def flush_line(self, line: Address, timeout_s: float) -> bool:
+        """The same of one prompt, by the address of its first chunk."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: line not in self._writing and all(job.line != line for job in self._waiting), timeout_s
+            )
+
     def close(self, timeout_s: float) -> None:
         """Writes what is there for at most so long; what is left is lost. Idempotent."""
         in_time = self.flush(timeout_s)

@@ -19,19 +19,23 @@ from kvstore.node.counters import Counters
 from kvstore.peers.directory import EMPTY, Directory
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.told import Told
+from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 BATCHES_MAX = 256
 """Of news that are taken in before the directory is made: a flood must not keep it from being shown."""
+REST = 4
+"""Times as long as making the directory took the next one waits: with many peers there is always news."""
 
 
 class Follower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
     ``on_cleared`` is called for each namespace that was cleared since it was last called, at the start for all that
-    ever were; ``on_turn`` regularly. Both in the follower's thread; they must not raise nor wait.
+    ever were; ``on_turn`` regularly. Both in the follower's thread: they must not raise, and while they last nothing
+    else is heard.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Follower:
         own: str | None,
         limits: PeerLimits,
         counters: Counters,
+        clock: Clock,
         on_cleared: Callable[[NamespaceDigest], None],
         on_turn: Callable[[Directory], None],
     ) -> None:
@@ -48,6 +53,7 @@ class Follower:
         self._own = own
         self._limits = limits
         self._counters = counters
+        self._clock = clock
         self._on_cleared = on_cleared
         self._on_turn = on_turn
         self._changed = threading.Condition()
@@ -59,6 +65,7 @@ class Follower:
         # What follows is the thread's alone.
         self._followed: Session | None = None
         self._told = Told(own, limits.prints_max)
+        self._show_at_s = 0.0
 
     def start(self) -> None:
         """Starts the thread."""
@@ -95,7 +102,7 @@ class Follower:
             if session is not self._followed or self._watch is None:
                 self._read_afresh(session)
             else:
-                self._hear_batches(self._watch, wait_s)
+                self._hear_batches(self._watch, min(wait_s, self._rest_s()) if self._told.is_changed else wait_s)
         except WatchLost as lost:
             log.info("peers.watch_lost %s", lost)
             self._drop_watch()
@@ -156,12 +163,18 @@ class Follower:
 
     def _show(self, session: Session) -> None:
         """Replaces the directory as a whole, unless the session has ended meanwhile."""
-        if not self._told.is_changed:
+        if not self._told.is_changed or self._rest_s():
             return
+        began_s = self._clock.monotonic_s()
         directory = self._told.directory()
+        now_s = self._clock.monotonic_s()
+        self._show_at_s = now_s + REST * (now_s - began_s)
         with self._changed:
             if self._session is session:
                 self.directory = directory
+
+    def _rest_s(self) -> float:
+        return max(0.0, self._show_at_s - self._clock.monotonic_s())
 
     def _drop_watch(self) -> None:
         with self._changed:

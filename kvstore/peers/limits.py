@@ -36,6 +36,9 @@ class PeerLimits:
     """Bulk connections to one peer, each for one fetch at a time; another fetch waits for one."""
     tries_max: int = 3
     """Peers that may fail, or not have what they said, in one fetch."""
+    cleared_s: float = 30.0
+    """How long nothing is read from peers of a namespace that was cleared: until each has heard of it, or has lost its
+    session and with it its digests."""
     aside_s_min: float = 1.0
     """How long a peer that failed is left alone; doubles with each failure in a row."""
     aside_s_max: float = 30.0

@@ -37,8 +37,9 @@ def _nobody(_: NamespaceDigest) -> None:
 class Peers:
     """A ``kvstore.node.tiers.Tier``. Knows nothing, and tells nothing, before ``start``. Thread-safe.
 
-    ``source`` is this node's memory. ``on_cleared`` is called, in a thread of this tier's own, when another node has
-    cleared a namespace: drop it from memory and disk.  ``start`` calls it for every namespace that ever was.
+    ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
+    tier's own: drop it from memory and disk.  After ``start`` that is every namespace that ever was: a local disk that
+    was refilled may have chunks from before.
     """
 
     name = "peers"
@@ -67,12 +68,13 @@ class Peers:
         self._follower: Follower | None = None
         self._lock = Lock()
         self._given: OrderedDict[Address, str] = OrderedDict()
+        self._cleared: dict[NamespaceDigest, float] = {}
 
     def start(self, address: str | None) -> None:
         """Follows others from now on, and tells them where this node's memory is read from; None: nowhere."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = Follower(
-            self._digests, address, self.limits, self._counters, self._on_cleared, self._turn
+            self._digests, address, self.limits, self._counters, self._clock, self._hear_cleared, self._turn
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
@@ -87,7 +89,7 @@ class Peers:
 
     def leading(self, wanted: Wanted, first: int) -> int:
         """See ``Tier``. Of peers that answer, as far as is known; engine-hashed blocks are not asked for."""
-        if self._follower is None or not isinstance(wanted, Chain):
+        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
@@ -96,7 +98,7 @@ class Peers:
     ) -> list[bool]:
         """See ``Tier``. Takes at most ``answer_s`` and the time that so many bytes take at the slowest allowed."""
         came = [False] * len(indexes)
-        if self._follower is None or not indexes or not isinstance(wanted, Chain):
+        if self._follower is None or not indexes or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         fetch = Fetch(
@@ -128,11 +130,17 @@ class Peers:
         """See ``Tier``. Prints do not say of which namespace they are: the peers' own digests will."""
 
     def tell_cleared(self, namespace: NamespaceDigest) -> None:
-        """Tells all nodes that a namespace was cleared here. Raises Unavailable, where they did not hear it perhaps."""
+        """Tells all nodes that a namespace was cleared here, and drops here what came from them meanwhile.
+
+        Raises Unavailable, where they have not heard it perhaps.
+        """
         mark = os.urandom(16)
         if self._follower is not None:
             self._follower.expect_cleared(namespace, mark)
-        self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
+        try:
+            self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
+        finally:
+            self._hear_cleared(namespace)
 
     def stats(self) -> dict[str, int | float]:
         """See ``Tier``."""
@@ -150,6 +158,21 @@ class Peers:
         if self._follower is not None:
             self._follower.close(timeout_s)
         self._roster.close()
+
+    def _hear_cleared(self, namespace: NamespaceDigest) -> None:
+        """First no more is read, then what was read is dropped: a peer that has not heard of it yet must not give it
+        back to us.
+        """
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:
+                del self._cleared[old]
+            self._cleared[namespace] = now_s + self.limits.cleared_s
+        self._on_cleared(namespace)
+
+    def _is_cleared(self, wanted: Wanted) -> bool:
+        until_s = self._cleared.get(wanted.namespace.digest)
+        return until_s is not None and self._clock.monotonic_s() < until_s
 
     def _turn(self, directory: Directory) -> None:
         self._roster.look_after(directory.numbers)

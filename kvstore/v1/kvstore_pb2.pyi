@@ -7,14 +7,47 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Write(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WRITE_UNSPECIFIED: _ClassVar[Write]
+    WRITE_THROUGH: _ClassVar[Write]
+    WRITE_BEHIND: _ClassVar[Write]
+    WRITE_AROUND: _ClassVar[Write]
+
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ORDER_UNSPECIFIED: _ClassVar[Order]
     ORDER_CHUNKS: _ClassVar[Order]
     ORDER_LAYERS: _ClassVar[Order]
+
+class Act(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACT_UNSPECIFIED: _ClassVar[Act]
+    ACT_PREFETCH: _ClassVar[Act]
+    ACT_MOVE: _ClassVar[Act]
+    ACT_RELEASE: _ClassVar[Act]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_MEMORY: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+    TIER_ROOT: _ClassVar[Tier]
+WRITE_UNSPECIFIED: Write
+WRITE_THROUGH: Write
+WRITE_BEHIND: Write
+WRITE_AROUND: Write
 ORDER_UNSPECIFIED: Order
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order
+ACT_UNSPECIFIED: Act
+ACT_PREFETCH: Act
+ACT_MOVE: Act
+ACT_RELEASE: Act
+TIER_UNSPECIFIED: Tier
+TIER_MEMORY: Tier
+TIER_DISK: Tier
+TIER_ROOT: Tier
 
 class Layout(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "chunk_tokens")
@@ -109,16 +142,18 @@ class PutRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutStart(_message.Message):
-    __slots__ = ("namespace", "tokens", "first", "hints")
+    __slots__ = ("namespace", "tokens", "first", "hints", "write")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     first: int
     hints: Hints
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    write: Write
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written")
@@ -279,16 +314,18 @@ class PutBlocksRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutBlocksStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksStart(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes", "hints")
+    __slots__ = ("namespace", "keys", "sizes", "hints", "write")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     sizes: bytes
     hints: Hints
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    write: Write
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ...) -> None: ...
 
 class PutBlocksResponse(_message.Message):
     __slots__ = ("stored",)
@@ -333,6 +370,26 @@ class GetBlocksResponse(_message.Message):
     checksums: bytes
     data: bytes
     def __init__(self, hits: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("namespace", "tokens", "act", "tier")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: bytes
+    act: Act
+    tier: Tier
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., act: _Optional[_Union[Act, str]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+
+class MoveResponse(_message.Message):
+    __slots__ = ("chunks", "tokens")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    tokens: int
+    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("namespace",)

@@ -20,10 +20,17 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
 from kvstore.wire.seals import SEAL_FIELD, is_whole, seal
 from kvstore.wire.statuses import BrokenTransfer
+from kvstore.writes import WriteMode
 
 M = TypeVar("M", bound=Message)
 
 TOKEN_BYTES = 4
+_WRITES: dict[WriteMode | None, pb.Write] = {
+    None: pb.WRITE_UNSPECIFIED,
+    WriteMode.THROUGH: pb.WRITE_THROUGH,
+    WriteMode.BEHIND: pb.WRITE_BEHIND,
+    WriteMode.AROUND: pb.WRITE_AROUND,
+}
 
 
 def sealed(message: Message) -> bytes:
@@ -91,6 +98,19 @@ def hints_message(hints: Hints) -> pb.Hints:
 def hints_of(message: pb.Hints) -> Hints:
     """The inverse, of an absent message too. Raises InvalidRequest."""
     return Hints.of(message.priority if message.HasField("priority") else None, message.ttl_s or None)
+
+
+def write_message(write: WriteMode | None) -> pb.Write:
+    """A write mode as it is sent; None is the worker's own."""
+    return _WRITES[write]
+
+
+def write_of(message: int) -> WriteMode | None:
+    """The inverse. Raises InvalidRequest."""
+    for write, sent in _WRITES.items():
+        if sent == message:
+            return write
+    raise InvalidRequest(f"write is {message}: expected WRITE_THROUGH (1), WRITE_BEHIND (2) or WRITE_AROUND (3)")
 
 
 def pack_tokens(tokens: TokenArray) -> bytes:

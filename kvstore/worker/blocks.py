@@ -12,7 +12,7 @@ from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.messages import hints_of, parse, unpack_keys, unpack_sizes
+from kvstore.wire.messages import hints_of, parse, unpack_keys, unpack_sizes, write_of
 from kvstore.wire.parts import Incoming, encode_parts
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.calls import Calls, seconds_left
@@ -39,7 +39,7 @@ class BlockStreams:
         namespace = self._prompts.namespace(start.namespace)
         keys = unpack_keys(start.keys)
         sizes = unpack_sizes(start.sizes, len(keys))
-        hints = hints_of(start.hints)
+        hints, write = hints_of(start.hints), write_of(start.write)
         incoming = Incoming(sizes)
         stored: list[bool] = []
         pending: list[memoryview] = []
@@ -47,7 +47,7 @@ class BlockStreams:
         def store() -> None:
             part = keys[len(stored) : len(stored) + len(pending)]
             deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
-            stored.extend(self._node.blocks.put(namespace, part, pending, deadline, self._node.durable, hints))
+            stored.extend(self._node.blocks.put(namespace, part, pending, deadline, self._node.durable, hints, write))
             pending.clear()
 
         with self._in_flight.reserved(self._limits.window_bytes + 2 * max(sizes, default=0) + MESSAGE_BYTES_MAX):

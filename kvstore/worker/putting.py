@@ -9,19 +9,23 @@ import grpc
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
-from kvstore.node.putting import Putting
+from kvstore.node.publish import Source
 from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.messages import hints_of, parse
+from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
+from kvstore.worker.writing import Writing, begin_writing
+from kvstore.writes import WriteMode
 
-CHUNKS_IN_FLIGHT = 3
-"""One that is arriving and two on their way to the root (``Putting.add``)."""
+RUNS_IN_FLIGHT = 3
+"""One that is arriving and two on their way to the root (``Putting.add_run``)."""
+RUN_BYTES = 4 << 20
+"""What memory takes at once. To the root each chunk goes as soon as it is here."""
 
 
 class PutStreams:
@@ -42,31 +46,40 @@ class PutStreams:
             raise InvalidRequest(
                 f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
             )
-        hints = hints_of(start.hints)
-        write_s = self._node.limits.write_deadline_s
-        with self._in_flight.reserved(CHUNKS_IN_FLIGHT * chain.namespace.layout.chunk_bytes + MESSAGE_BYTES_MAX):
-            putting = self._node.begin_put(chain, start.first, seconds_left(context, write_s), hints)
+        hints, write = hints_of(start.hints), write_of(start.write)
+        node, write_s, chunk_bytes = self._node, self._node.limits.write_deadline_s, chain.namespace.layout.chunk_bytes
+        begin, matched, run = start.first, start.first, 1
+        if node.write_mode(write, hints) is WriteMode.BEHIND:
+            # What is there is not put again, and what is not begins where that ends.
+            matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
+            begin, run = max(begin, matched), max(1, RUN_BYTES // chunk_bytes)
+        with self._in_flight.reserved(RUNS_IN_FLIGHT * run * chunk_bytes + MESSAGE_BYTES_MAX):
+            putting = begin_writing(node, chain, begin, matched, hints, write, seconds_left(context, write_s))
             if not putting.refused:
                 try:
-                    self._store(putting, chain, start.first, opening, frames, context)
+                    self._store(putting, chain, start.first, begin, run, opening, frames, context)
                 except BaseException:
                     # Gone, wrong or damaged: what came whole and verified until here may be published, nothing else.
                     putting.abandon()
                     raise
-            return _answer(putting.finish(seconds_left(context, write_s)))
+            return _answer(putting.finish(seconds_left(context, write_s)), begin - start.first)
 
     def _store(
         self,
-        putting: Putting,
+        putting: Writing,
         chain: Chain,
         first: int,
+        begin: int,
+        run: int,
         opening: Frame,
         frames: Iterator[Frame],
         context: grpc.ServicerContext,
     ) -> None:
+        """Stores chunks in runs, as they come from ``first`` on; those before ``begin`` are there."""
         layout = chain.namespace.layout
         incoming = Incoming(SameSize(layout.section_bytes, (len(chain) - first) * layout.section_count))
         sections: list[memoryview] = []
+        waiting: list[list[memoryview]] = []
         index = first
         frame: Frame | None = opening
         while frame is not None:
@@ -74,10 +87,17 @@ class PutStreams:
             # A section is a view of the message it came in, which nobody changes: no copy, and no buffer to reuse.
             for section in incoming.feed(frame):
                 sections.append(section)
-                if len(sections) == layout.section_count:
-                    putting.add(index, sections, seconds_left(context, self._node.limits.write_deadline_s))
-                    sections = []
-                    index += 1
+                if len(sections) < layout.section_count:
+                    continue
+                if index >= begin:
+                    waiting.append(sections)
+                sections = []
+                index += 1
+                if len(waiting) == run or (waiting and index == len(chain)):
+                    left_s = seconds_left(context, self._node.limits.write_deadline_s)
+                    start = index - len(waiting)
+                    putting.add_run(_source(waiting, start), start, len(waiting), left_s)
+                    waiting = []
             frame = next(frames, None)
         if index < len(chain):
             raise InvalidRequest(
@@ -86,10 +106,14 @@ class PutStreams:
             )
 
 
-def _answer(result: PutResult) -> bytes:
+def _source(chunks: list[list[memoryview]], first: int) -> Source:
+    return lambda index: chunks[index - first]
+
+
+def _answer(result: PutResult, found: int) -> bytes:
     return pb.PutResponse(
         tokens_present=result.tokens_present,
         chunks_written=result.chunks_written,
-        chunks_found=result.chunks_found,
+        chunks_found=result.chunks_found + found,
         bytes_written=result.bytes_written,
     ).SerializeToString()

@@ -24,6 +24,7 @@ from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.getting import GetStreams
 from kvstore.worker.holds import ClientHolds
 from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.moves import MoveStreams
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.putting import PutStreams
 from kvstore.worker.streams import arriving, leaving, watched
@@ -57,6 +58,7 @@ class Service:
         self._putting = PutStreams(node, self._prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self._prompts, self.in_flight, self.calls, limits)
         self._blocks = BlockStreams(node, self._prompts, self.in_flight, self.calls, limits)
+        self._moves = MoveStreams(node, self._prompts, self.gate)
 
     def counters(self) -> dict[str, int]:
         """What only grows: the node's counters and the worker's."""
@@ -95,6 +97,7 @@ class Service:
                 "PutBlocks": self._stream_in("PutBlocks", self._blocks.put),
                 "MatchBlocks": self._unary("MatchBlocks", pb.MatchBlocksRequest, self._blocks.match),
                 "GetBlocks": self._many("GetBlocks", pb.GetBlocksRequest, self._blocks.get),
+                "Move": self._many("Move", pb.MoveRequest, self._moves.move),
                 "Clear": self._unary("Clear", pb.ClearRequest, self._clear),
                 "Stats": self._unary("Stats", pb.StatsRequest, self._stats, light=True),
                 "OpenBulk": self._unary("OpenBulk", pb.OpenBulkRequest, self._open_bulk),

@@ -11,8 +11,8 @@ import pytest
 import kvstore
 from benchmarks import copies
 from benchmarks.contents import WrongBytes
-from benchmarks.copies import BLOCK_TOKENS, OPERATIONS, Pool, one_round
-from benchmarks.paths import IN_PROCESS, PATHS
+from benchmarks.copies import BLOCK_TOKENS, OPERATIONS, WAYS, Pool, one_round
+from benchmarks.paths import IN_PROCESS
 from kvstore.client.blocks import BlockCache
 from kvstore.client.cache import Cache
 from tests.benchmarks.sizes import TINY, tiny_options
@@ -30,7 +30,7 @@ def pool() -> Pool:
 def run_round(pool: Pool, root: Path) -> dict[str, float]:
     with kvstore.open(str(root)) as store:
         cache = store.namespace("memcpy", TINY.layout(BLOCK_TOKENS))
-        return one_round(pool, [cache], cache.clear)
+        return one_round(pool, IN_PROCESS, [cache], cache.clear)
 
 
 def test_the_copy_moves_each_block_to_its_place(pool: Pool) -> None:
@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_each_path(tmp_root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(copies, "QUICK_TOKENS", TOKENS)
     result = copies.run(tiny_options(tmp_root))
     (table,) = result.tables
-    assert table.column("path") == list(PATHS)
+    assert table.column("path") == list(WAYS)
     assert table.column("put deferred")[0] is None and None not in table.column("put deferred")[2:]
     assert table.column("path")[0] == IN_PROCESS and table.column("view")[0] is not None
     assert list(tmp_root.iterdir()) == []

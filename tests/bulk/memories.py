@@ -1,4 +1,4 @@
-"""Workers with memory for the tests of clients that map it, in this process or in one of their own, and such clients."""
+"""Workers with memory, in this process or in one of their own, and clients that map it, for tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.opening import join
 from kvstore.node.settings import TierSettings
-from kvstore.meta.memory import MemoryMeta
 from kvstore.planes import Planes
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
@@ -86,15 +86,31 @@ def filled(
     return chain
 
 
+def lose(served: Served, chain: Chain, start: int, stop: int) -> None:
+    """Takes chunks ``start`` to ``stop - 1`` out of memory, whatever comes behind them."""
+    memory = memory_of(served)
+    with memory.refer(chain, start, stop - start) as slots, memory._lock:
+        for entry in slots.entries:
+            assert entry is not None
+            memory._inventory.drop(entry)
+    assert memory.leading(chain, start) == 0
+
+
 def referenced_bytes(served: Served) -> int:
     """What of the memory somebody refers to."""
     return int(memory_of(served).stats()["memory_referenced_bytes"])
 
 
 def all_let_go(served: Served) -> None:
-    """Waits until nobody refers to anything in memory, and no lease is alive."""
+    """Waits until nobody refers to anything in memory: no lease is alive, and no hold."""
+    leases_end(served)
     eventually(lambda: not referenced_bytes(served), "nothing in memory is referred to")
-    assert not served.worker.service.bulk_requests.leases
+
+
+def leases_end(served: Served) -> None:
+    """Waits until no lease is alive."""
+    eventually(lambda: not served.worker.service.bulk_requests.leases, "no lease is alive")
+    assert memory_of(served).stats()["memory_leased_bytes"] == 0
 
 
 def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import Pieces
-from kvstore.client.bulk import handed
 from kvstore.client.bulk.arena import Arena
+from kvstore.client.bulk.given import Giving
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -287,17 +287,17 @@ def test_what_was_read_before_a_connection_broke_is_kept(tmp_root: Path, monkeyp
         cache = store.namespace("m", MEDIUM)
         cache.put(LONG_TOKENS, LONG_KV)
         steps = 0
-        take = handed._handed
+        take = Giving._answers
 
-        def take_or_die(*arguments: Any) -> list[int]:
+        def take_or_die(self: Giving) -> Any:
             nonlocal steps
             steps += 1
             if steps == 3:
                 worker.kill()
-                raise arguments[0].channel.break_off("it is gone")
-            return take(*arguments)
+                raise self._link.channel.break_off("it is gone")
+            return take(self)
 
-        monkeypatch.setattr(handed, "_handed", take_or_die)
+        monkeypatch.setattr(Giving, "_answers", take_or_die)
         count, array = cache.get(LONG_TOKENS)
         assert count == 2 * FILES_MAX * MEDIUM.chunk_tokens
         assert same(array, LONG_KV[:, :, :count])

@@ -143,7 +143,7 @@ cache = store.namespace("m", MEDIUM)
 tokens, kv = tokens_and_kv(100)
 cache.put(tokens, kv)
 if sys.argv[2] == "shared":
-    handed._read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    handed.read_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 else:
     from kvstore.client import fetching
     fetching.receive_chunk = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from kvstore.address import NO_PARENT, Address, Chain
 from kvstore.hints import Hints
 from kvstore.layout import Layout
 from kvstore.memory.extents import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Place, place_of
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, Inventory, Place, place_of
+from kvstore.memory.policy import POLICIES
 from kvstore.memory.prints import print_of, shard_of
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
@@ -219,6 +222,20 @@ def test_uses_are_noted_and_hints_are_raised_never_lowered() -> None:
     assert (entry.uses, entry.used_s, entry.priority) == (2, 5.0, 70)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_retired_goes_before_all_others_until_it_is_used_again(policy: str) -> None:
+    inventory = Inventory(Bytes(100), POLICIES[policy]())
+    old = fill(inventory, chain(3, seed=1), now_s=0.0)
+    new = fill(inventory, chain(3, seed=2), now_s=100.0)
+    inventory.retire(new)
+    assert inventory.victims(1_000) == [*new[::-1], *old[::-1]]
+    inventory.used(new[:2], 101.0)
+    assert inventory.victims(1_000)[:2] == [new[2], old[2]]
+    inventory.drop(new[2])
+    inventory.retire([new[2]])
+    assert inventory.leading([entry.address for entry in new]) == 2, "nothing else is lost"
+
+
 def test_prints_tell_what_is_ready_and_which_shards_changed() -> None:
     inventory = lru(Bytes(10_000))
     entries = fill(inventory, map(block, range(500)))
@@ -253,6 +270,21 @@ def test_turns_that_no_longer_count_are_not_kept() -> None:
         entries += fill(inventory, [block(20 + number)])
     turns = sum(len(queue.turns) for queue in inventory._queues._queues.values())
     assert turns <= 2 * 10 + 64
+
+
+def test_what_is_gone_does_not_wait_for_the_cyclic_collector() -> None:
+    """Which engines switch off: then it would never go."""
+    inventory = lru(Bytes(200))
+    fill(inventory, [block(0)])
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(50):
+            inventory.drop(fill(inventory, chain(20, seed), float(seed))[10])
+        assert inventory.evicted_count > 500
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_looking_for_victims_changes_nothing() -> None:

@@ -17,7 +17,7 @@ from tests.memory.rooms import NAMESPACES, Bytes, block, chain
 
 STEPS = (
     *(["claim"] * 6 + ["finish"] * 5 + ["refer"] * 2 + ["unrefer"] * 3 + ["clean"] * 2 + ["unpin"] * 2),
-    *("pin", "used", "victims", "drop"),
+    *("pin", "used", "retire", "victims", "drop"),
 )
 
 
@@ -147,6 +147,10 @@ class Model:
         found = [self.inventory.find(place.address) for place in self.choose.sample(self.places, 5)]
         hints = self.choose.choice([None, Hints(100)])
         self.inventory.used([entry for entry in found if entry is not None], self.now_s, hints)
+
+    def do_retire(self) -> None:
+        found = [self.inventory.find(place.address) for place in self.choose.sample(self.places, 5)]
+        self.inventory.retire(entry for entry in found if entry is not None)
 
     def do_victims(self) -> None:
         evictable = self.evictable()

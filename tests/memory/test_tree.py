@@ -49,12 +49,12 @@ class Twin:
         self.tree.remove(chunk)
         assert chunk.run.tokens_of(chunk) == TOKENS[path[-1]], "it can still say what it was"
 
-    def toggle(self, namespace: NamespaceDigest, path: Path) -> None:
-        """Absent, there, shown, absent."""
+    def toggle(self, namespace: NamespaceDigest, path: Path, gives_up: bool = False) -> None:
+        """Absent, there, shown (or given up), absent."""
         chunk = self.chunks.get((namespace, path))
         if chunk is None:
             self.add(namespace, path)
-        elif chunk.is_ready:
+        elif chunk.is_ready or gives_up:
             self.remove(namespace, path)
         else:
             self.show(namespace, path)
@@ -71,6 +71,10 @@ class Twin:
         assert self.tree.match(namespace, memoryview(packed)) == expected
         assert self.tree.match(namespace, memoryview(packed)[:-1]) == expected[: len(path) - 1]
         assert self.tree.match(namespace, memoryview(packed + b"more")) == expected
+        addresses = [address_of(namespace, path[:end]) for end in range(1, len(path) + 1)]
+        shown = [chunk is not None and chunk.is_ready for chunk in map(self.tree.find, addresses)]
+        for first in range(len(path) + 1):
+            assert self.tree.leading(addresses, first) == [*shown, False].index(False, first) - first
 
     def check_all(self) -> None:
         assert len(self.tree) == len(self.chunks) == len(list(self.tree))
@@ -87,15 +91,15 @@ class Twin:
 
 @pytest.mark.parametrize("run_bytes_max", [0, 8, 20, 1000])
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(NAMESPACES), paths), max_size=60),
+    steps=st.lists(st.tuples(st.sampled_from(NAMESPACES), paths, st.booleans()), max_size=60),
     asked=st.lists(paths, max_size=5),
 )
 def test_a_match_finds_the_longest_prefix_that_is_here_and_ready(
-    run_bytes_max: int, steps: list[tuple[NamespaceDigest, Path]], asked: list[Path]
+    run_bytes_max: int, steps: list[tuple[NamespaceDigest, Path, bool]], asked: list[Path]
 ) -> None:
     twin = Twin(Tree(run_bytes_max))
-    for namespace, path in steps:
-        twin.toggle(namespace, path)
+    for namespace, path, gives_up in steps:
+        twin.toggle(namespace, path, gives_up)
     twin.check_all()
     for path in asked:
         twin.check(NAMESPACES[0], path)
@@ -113,7 +117,7 @@ def test_long_chains_with_branches_that_come_and_go_in_any_order(run_bytes_max: 
     branches = [trunk[: choose.randrange(30)] + tuple(choose.randrange(3) for _ in range(10)) for _ in range(6)]
     places = sorted({path[:end] for path in [trunk, *branches] for end in range(1, len(path) + 1)})
     for number in range(6000):
-        twin.toggle(NAMESPACES[0], choose.choice(places))
+        twin.toggle(NAMESPACES[0], choose.choice(places), choose.random() < 0.1)
         if number % 200 == 0:
             twin.check_all()
     for path in places:
@@ -172,6 +176,8 @@ def test_blocks_without_tokens_are_found_by_address_alone() -> None:
     assert [tree.find(block.address) for block in blocks] == blocks
     assert all(block.children_count == 0 and block.run.tokens_of(block) == b"" for block in blocks)
     assert tree.match(NAMESPACES[0], memoryview(TOKENS[0])) == []
+    assert tree.leading([block.address for block in blocks] * 2) == 6
+    assert tree.leading([NO_PARENT, blocks[0].address]) == 0
     for block in blocks:
         tree.remove(block)
     assert not len(tree) and not tree._spaces

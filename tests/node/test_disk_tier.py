@@ -27,7 +27,7 @@ from kvstore.hints import Hints
 from kvstore.memory.inventory import Place, place_of
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.namespace import Namespace
-from kvstore.node import disk_gate, disk_refill
+from kvstore.node import disk_gate, disk_refill, disk_tier
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, Found
@@ -822,6 +822,24 @@ def test_a_cleared_namespace_is_not_found_even_where_its_files_cannot_be_removed
     disk.rules()
     disk.tier.drop_namespace(NAMESPACE.digest)
     assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
+
+
+def test_a_clear_waits_for_a_disk_that_hangs_within_its_time_alone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "CLEAR_S", 0.05)
+    chain, other = chain_of(), chain_of(namespace=OTHER)
+    disk.add(chain, *range(5))
+    disk.add(other, 0)
+    hang = Hang()
+    disk.rules(Rule("remove", hang))
+    started_s = time.monotonic()
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert time.monotonic() - started_s < 5 and hang.reached.is_set()
+    assert disk.tier.leading(chain, 0) == 0 and disk.has(other, 0)
+    hang.release.set()
+    until_s = time.monotonic() + 20
+    while len(files_under(disk.path)) > 1:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
 
 
 def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:

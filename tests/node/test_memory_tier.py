@@ -379,9 +379,12 @@ def test_changes_and_prints_are_those_of_ready_entries(case: Case) -> None:
     case.tier.drop([slot])
 
 
-def test_admission_remembers(case: Case) -> None:
-    chain = chain_of(1, 2)
+def test_r2_admission_remembers_what_was_asked_for_and_what_was_put(case: Case) -> None:
+    chain = chain_of(1, 3)
     assert [case.tier.admits(chain, at) for at in (0, 1, 0)] == [False, False, True]
+    case.fill(chain, 2, 1)
+    case.tier.drop_namespace(SPACE.digest)
+    assert case.tier.admits(chain, 2)
 
 
 @pytest.mark.parametrize(

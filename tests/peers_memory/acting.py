@@ -61,10 +61,9 @@ def main() -> None:
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "stat":
-            print(member.node.stats()[rest[0]], flush=True)
+            print(member.stats()[rest[0]], flush=True)
         elif word == "clear":
             cache.clear()
-            peers.tell_cleared(cache.namespace.digest)
             print(0, flush=True)
         else:
             tokens = tokens_of(int(rest[0]), int(rest[1]))

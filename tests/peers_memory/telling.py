@@ -79,7 +79,7 @@ class Node:
         self.cleared: list[NamespaceDigest] = []
         self.digests = Digests(meta, KEYS)
         self.follower = Follower(
-            self.digests, address, self.limits, self.counters, self.cleared.append, lambda _: None
+            self.digests, address, self.limits, self.counters, clock, self.cleared.append, lambda _: None
         )  # fmt: skip
         self.publisher = Publisher(
             self.digests, self.held, WorkerRecord(address), self.limits, self.counters, clock,

@@ -177,3 +177,18 @@ def test_a_clear_reaches_the_memory_of_others(cluster: Cluster) -> None:
     a.do("clear")
     eventually(lambda: b.do("stat", "memory_chunks") == 0)
     eventually(lambda: b.do("known", 1, CHUNKS) == 0)
+
+
+def test_etcd_away_for_longer_than_a_session(cluster: Cluster) -> None:
+    """P1: what was told goes with the lease, at both ends; the node goes on alone; and all is told again afterwards."""
+    a, b, _ = cluster.actors
+    a.do("put", 1, CHUNKS)
+    b.knows(1)
+    with frozen(cluster.etcd.pid):
+        eventually(lambda: b.do("stat", "session_alive") == 0)
+        eventually(lambda: b.do("known", 1, CHUNKS) == 0, patience_s=2.0)
+        found, took_s = b.timed("get", 1, CHUNKS)
+        assert (found, took_s < 1.0) == (CHUNKS, True), "from the root"
+        assert a.do("put", 2, CHUNKS) == CHUNKS
+    b.knows(2)
+    b.knows(1)

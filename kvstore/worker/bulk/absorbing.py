@@ -9,8 +9,8 @@ from kvstore.address import Chain
 from kvstore.errors import Unavailable
 from kvstore.hints import Hints
 from kvstore.node.node import Node
+from kvstore.node.publish import Source
 from kvstore.node.putting import Putting
-from kvstore.planes import Planes
 from kvstore.results import PutResult
 
 
@@ -34,7 +34,7 @@ class Absorbing:
         self._stop = first
         self._rest: Putting | None = None
 
-    def add_run(self, source: Planes, first: int, count: int, deadline_s: float) -> None:
+    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
         """Copies a run, each beginning where the last one ended; nobody needs its memory any more, unless it is put on
         the root: then as ``Putting.add_run``.  Raises what the root raised, or Unavailable.
         """
@@ -55,6 +55,7 @@ class Absorbing:
         """Waits for what is on its way to the root, and says what was done. Raises what the root raised."""
         layout, taken = self._chain.namespace.layout, self._stop - self._first
         if self._rest is None:
+            self._node.found_by_put(self._chain, min(self._first, len(self._chain)), self._hints)
             return PutResult(self._stop * layout.chunk_tokens, taken, 0, taken * layout.chunk_bytes)
         rest = self._rest.finish(deadline_s)
         return PutResult(

@@ -14,22 +14,22 @@ import numpy as np
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
-from kvstore.node.putting import Putting
 from kvstore.planes import Planes
 from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span, encode_span
 from kvstore.wire.bulk.sums import plane_sums
-from kvstore.wire.messages import hints_of, parse
+from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.statuses import BrokenTransfer, Busy
 from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
+from kvstore.worker.writing import Writing, begin_writing
+from kvstore.writes import WriteMode
 
 RUNS_IN_FLIGHT = 3
 """Runs of one put that have memory: one that arrives and two on their way to the root (``Putting.add_run``)."""
@@ -79,11 +79,9 @@ class BulkPuts:
         hints = hints_of(start.hints)
         matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
         first = max(start.first, matched)
-        putting: Putting | Absorbing
-        if flag and node.memory is not None and first == matched < len(chain):
-            putting = Absorbing(node, chain, first, hints)
-        else:
-            putting = node.begin_put(chain, first, seconds_left(context, node.limits.write_deadline_s), hints)
+        write = write_of(start.write) or (WriteMode.BEHIND if flag else None)
+        write_s = seconds_left(context, node.limits.write_deadline_s)
+        putting = begin_writing(node, chain, first, matched, hints, write, write_s)
         count = 0 if putting.refused else len(chain) - first
         with ExitStack() as reserved:
             is_deferred = bool(flag) and count > 0 and self._may_defer(connection, chain, count, reserved)
@@ -123,7 +121,7 @@ class BulkPuts:
         self,
         connection: Connection,
         number: int,
-        putting: Putting | Absorbing,
+        putting: Writing,
         chain: Chain,
         first: int,
         runs: list[Arrived],
@@ -162,7 +160,7 @@ class BulkPuts:
         self,
         connection: Connection,
         number: int,
-        putting: Putting | Absorbing,
+        putting: Writing,
         chain: Chain,
         first: int,
         count: int,

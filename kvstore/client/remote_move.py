@@ -1,0 +1,137 @@
+"""A prefetch, move or release at a worker: one call that lasts as long as it does, followed in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvstore.client.endpoint import Endpoint
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.node.moves import Act, Level
+from kvstore.v1 import kvstore_pb2 as pb
+
+MOVES_MAX = 64
+"""Of one client, a thread each; more are refused. A worker has a bound of its own."""
+
+
+_ACTS = {Act.PREFETCH: pb.ACT_PREFETCH, Act.MOVE: pb.ACT_MOVE, Act.RELEASE: pb.ACT_RELEASE}
+_LEVELS = {Level.MEMORY: pb.TIER_MEMORY, Level.DISK: pb.TIER_DISK, Level.ROOT: pb.TIER_ROOT}
+
+
+def move_message(namespace: bytes, packed_tokens: bytes, act: Act, level: Level) -> pb.MoveRequest:
+    """What is asked of a worker."""
+    return pb.MoveRequest(namespace=namespace, tokens=packed_tokens, act=_ACTS[act], tier=_LEVELS[level])
+
+
+class Slots:
+    """How many may go on at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(MOVES_MAX)
+
+    def take(self) -> None:
+        """Raises Overloaded where there are too many."""
+        if not self._free.acquire(blocking=False):
+            raise Overloaded(f"{MOVES_MAX} prefetches and moves of this client are not done yet: back off")
+
+    def give(self) -> None:
+        """Gives one back."""
+        self._free.release()
+
+
+class RemoteMove:
+    """See ``PortMove``. ``begin`` it once."""
+
+    def __init__(self, request: bytes, slots: Slots) -> None:
+        self._request = request
+        self._slots = slots
+        self._changed = threading.Condition()
+        self._chunks = 0
+        self._is_accepted = False
+        self._is_done = False
+        self._is_cancelled = False
+        self._error: KVStoreError | None = None
+        self._call: Any = None
+
+    @property
+    def chunks(self) -> int:
+        """See ``PortMove``."""
+        return self._chunks
+
+    @property
+    def done(self) -> bool:
+        """See ``PortMove``."""
+        return self._is_done
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """See ``PortMove``."""
+        return self._error
+
+    def begin(self, send: Callable[[Callable[[Endpoint, float], None]], None], timeout_s: float) -> None:
+        """Has ``send`` find a worker for ``follow``, and returns once one has accepted; raises what it answered.
+
+        Raises Unavailable, and cancels, where none answers in time; Overloaded where too many go on.
+        """
+        self._slots.take()
+        thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._slots.give()
+            raise
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._is_accepted or self._is_done, timeout_s)
+        if not in_time:
+            self.cancel()
+            raise Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
+        if not self._is_accepted and self._error is not None:
+            raise self._error
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """See ``PortMove``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done, timeout_s)
+            return self._chunks
+
+    def cancel(self) -> None:
+        """See ``PortMove``."""
+        with self._changed:
+            self._is_cancelled = True
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _run(self, send: Callable[[Callable[[Endpoint, float], None]], None]) -> None:
+        error: KVStoreError | None = None
+        try:
+            send(self._follow)
+        except KVStoreError as failed:
+            error = failed
+        finally:
+            self._slots.give()
+            with self._changed:
+                self._error = None if self._is_cancelled else error
+                self._is_done = True
+                self._changed.notify_all()
+
+    def _follow(self, endpoint: Endpoint, left_s: float) -> None:
+        """Sends the call to one worker, and listens until it ends."""
+        with self._changed:
+            if self._is_cancelled:
+                return
+            call = self._call = endpoint.stream_in("Move")(self._request, timeout=left_s)
+        try:
+            for message in call:
+                chunks = pb.MoveResponse.FromString(message).chunks
+                with self._changed:
+                    self._is_accepted, self._chunks = True, chunks
+                    self._changed.notify_all()
+        except grpc.RpcError:
+            if not self._is_cancelled:
+                raise
+        finally:
+            call.cancel()

@@ -1,0 +1,210 @@
+"""Prefetches, moves and releases: what whoever knows the next requests asks of a node ahead of them, as tickets.
+
+Apart from reads and puts, because nobody waits here: few threads, a bounded number of tickets, and a deadline on each.
+What a ticket does is in ``moving.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvstore.address import Chain
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.node.deadline import Deadline
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+MOVERS = 4
+
+
+class Act(enum.Enum):
+    """What is to be done with the chunks of a prompt."""
+
+    PREFETCH = "prefetch"
+    """They are to be in a tier; where else they are stays as it is."""
+    MOVE = "move"
+    """They are to be in a tier, and in none that is nearer."""
+    RELEASE = "release"
+    """They will not be needed soon: they go first when memory or disk needs room, until they are used again."""
+
+
+class Level(enum.Enum):
+    """Where chunks can be asked to be, the nearest first."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    ROOT = "root"
+
+    @classmethod
+    def of(cls, value: Level | str) -> Level:
+        """The tier with this name. Raises InvalidRequest."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(level.value for level in cls)
+            raise InvalidRequest(f"tier={value!r}: expected one of {names}") from None
+
+
+def check(act: Act, level: Level) -> None:
+    """Raises InvalidRequest for what makes no sense on any node."""
+    if act is Act.PREFETCH and level is Level.ROOT:
+        raise InvalidRequest("prefetch to tier='root': what is stored is there already; expected memory or disk")
+
+
+class Move:
+    """One of them, as it goes on. Thread-safe."""
+
+    def __init__(self, chain: Chain, act: Act, level: Level, deadline: Deadline) -> None:
+        self.chain = chain
+        self.act = act
+        self.level = level
+        self.deadline = deadline
+        self._changed = threading.Condition()
+        self._chunks = 0
+        self._is_done = False
+        self._is_cancelled = False
+        self._error: KVStoreError | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Leading chunks that it is done with."""
+        return self._chunks
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, one way or another; nothing is done for it any more then."""
+        return self._is_done
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """What ended it early; None where nothing failed."""
+        return self._error
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody asked it to end."""
+        return self._is_cancelled
+
+    def wait(self, timeout_s: float | None = None, *, beyond: int | None = None) -> int:
+        """Waits until it is done, or further than ``beyond`` chunks, or the time is over; how many chunks it is done
+        with.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or (beyond is not None and self._chunks > beyond), timeout_s)
+            return self._chunks
+
+    def cancel(self) -> None:
+        """It ends soon, within the step that it is at. Idempotent, never waits."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+
+    # For whoever does it
+
+    def goes_on(self) -> bool:
+        """Whether the next step is to be done. Raises Unavailable where its time is over."""
+        if self._is_cancelled:
+            return False
+        if self.deadline.passed:
+            raise Unavailable(f"the {self.act.value} was not done in time: {self._chunks} chunks of {len(self.chain)}")
+        return True
+
+    def advance(self, chunks: int) -> None:
+        """So many leading chunks are done now."""
+        with self._changed:
+            self._chunks = chunks
+            self._changed.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Waits, unless it is cancelled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cancelled, seconds)
+
+    def end(self, error: KVStoreError | None = None) -> None:
+        """Nothing is done for it any more."""
+        with self._changed:
+            self._error = error
+            self._is_done = True
+            self._changed.notify_all()
+
+
+class Moves:
+    """Those of one node: at most ``moves_max`` that are not done. Thread-safe."""
+
+    def __init__(self, work: Callable[[Move], None], moves_max: int, deadline_s: float, clock: Clock) -> None:
+        """``work`` does one, in a thread of ours; it raises KVStoreError where that fails."""
+        self._work = work
+        self._moves_max = moves_max
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._waiting: deque[Move] = deque()
+        self._doing: set[Move] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._doing)
+
+    def begin(self, chain: Chain, act: Act, level: Level) -> Move:
+        """Begins one soon. Raises Overloaded where too many are not done, Unavailable after ``close``."""
+        move = Move(chain, act, level, Deadline(self._clock, self._deadline_s))
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the store is closed: open it again")
+            # Those that were cancelled while they waited take nobody's place.
+            for given_up in [each for each in self._waiting if each.is_cancelled]:
+                self._waiting.remove(given_up)
+                given_up.end()
+            if len(self) >= self._moves_max:
+                raise Overloaded(f"{self._moves_max} prefetches and moves are not done yet: back off")
+            self._waiting.append(move)
+            if len(self._threads) < min(MOVERS, len(self)):
+                thread = threading.Thread(target=self._run, name="kvstore-move", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+        return move
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all of them, within the step that each is at, for which it waits at most so long. Idempotent."""
+        with self._changed:
+            self._closed = True
+            waiting = [*self._waiting]
+            self._waiting.clear()
+            for move in self._doing:
+                move.cancel()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._doing, timeout_s)
+        for move in waiting:
+            move.end(Unavailable("the store was closed before this was begun"))
+
+    def _run(self) -> None:
+        while (move := self._take()) is not None:
+            error: KVStoreError | None = None
+            try:
+                if move.goes_on():
+                    self._work(move)
+            except KVStoreError as failed:
+                error = failed
+            except Exception:
+                log.exception("moves.failed act=%s", move.act.value)
+                error = Unavailable(f"the {move.act.value} failed; see the node's log")
+            with self._changed:
+                self._doing.discard(move)
+                self._changed.notify_all()
+            move.end(error)
+
+    def _take(self) -> Move | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            move = self._waiting.popleft()
+            self._doing.add(move)
+            return move

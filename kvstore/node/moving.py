@@ -1,0 +1,218 @@
+"""What prefetches, moves and releases do to the chunks of one prompt: step by step, so that each can end soon.
+
+Apart from their tickets and threads, which know nothing of tiers.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from kvstore.address import Chain
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import expected_chunk
+from kvstore.node.chunks import Chunks
+from kvstore.node.deadline import Deadline
+from kvstore.node.disk_tier import DiskTier
+from kvstore.node.lanes import Lanes
+from kvstore.node.limits import Limits
+from kvstore.node.moves import Act, Level, Move
+from kvstore.node.stack import TierStack
+from kvstore.node.tiered import TieredReads
+from kvstore.node.view import View
+from kvstore.node.wanted import image_bytes, place_at
+from kvstore.node.write_behind import Job, Publish
+from kvstore.sources import Clock
+
+STEP_BYTES = 64 << 20
+"""About so much is moved before it is looked whether to go on."""
+PAUSE_S = 0.02
+"""Between two looks at a chunk that somebody else brings."""
+SETTLE_S = 0.5
+"""Between two looks whether to go on, while chunks wait to be written to the root."""
+
+
+class Moving:
+    """Does them, each in the calling thread, which nobody waits for. Thread-safe."""
+
+    def __init__(
+        self,
+        tiers: TierStack,
+        reads: TieredReads,
+        chunks: Chunks,
+        lanes: Lanes,
+        view: View,
+        publish: Publish,
+        limits: Limits,
+        clock: Clock,
+    ) -> None:
+        self._tiers = tiers
+        self._reads = reads
+        self._chunks = chunks
+        self._lanes = lanes
+        self._view = view
+        self._publish = publish
+        self._limits = limits
+        self._clock = clock
+
+    def check(self, level: Level) -> None:
+        """Raises InvalidRequest where this node has no such tier."""
+        if level is Level.DISK and self._tiers.disk is None:
+            raise InvalidRequest(
+                "tier='disk': this node has no local disk; start it with --disk FOLDER:SIZE (disk= of kvstore.open)"
+            )
+
+    def do(self, move: Move) -> None:
+        """All of it, unless it is cancelled. Raises what the root raised, or Unavailable past its deadline."""
+        if move.act is Act.RELEASE:
+            self._release(move)
+            return
+        chain = move.chain.leading(self._view.leading(move.chain.addresses))
+        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.match_deadline_s)))
+        if move.level is Level.MEMORY:
+            self._to_memory(move, chain)
+        elif move.level is Level.DISK:
+            self._to_disk(move, chain)
+        else:
+            self._to_root(move, chain)
+
+    def _release(self, move: Move) -> None:
+        memory, disk, count = self._tiers.memory, self._tiers.disk, 0
+        memory.retire(move.chain, len(move.chain))
+        if disk is not None:
+            disk.retire(move.chain, len(move.chain))
+        while found := memory.leading(move.chain, count) or (disk.leading(move.chain, count) if disk else 0):
+            count += found
+        move.advance(count)
+
+    def _to_memory(self, move: Move, chain: Chain) -> None:
+        memory, at = self._tiers.memory, 0
+        while at < len(chain) and move.goes_on():
+            stop = min(len(chain), at + _step(chain))
+            # The last one that is there keeps those before it, its parents, while the next ones look for room.
+            with memory.refer(chain, at - 1, 1) if at else nullcontext():
+                self._bring(chain, at, stop, self._lanes.width, move)
+                found = min(memory.leading(chain, at), stop - at)
+                if found < stop - at:
+                    # Where room is scarce those behind may have taken it: once more, one after the other.
+                    self._bring(chain, at + found, stop, 1, move)
+                    found = min(memory.leading(chain, at), stop - at)
+                if not found and memory.is_coming(chain, at):
+                    move.pause(PAUSE_S)
+                elif not found:
+                    break  # there is no room for more, or the root lost it
+            at += found
+            move.advance(at)
+        # It is about to be used: it must not go before that, as what was released would.
+        self._reads.used(chain, at)
+
+    def _to_disk(self, move: Move, chain: Chain) -> None:
+        disk, at = self._tiers.disk, 0
+        assert disk is not None
+        while at < len(chain) and move.goes_on():
+            stop = min(len(chain), at + _step(chain))
+            self._copy(chain, at, stop, disk, self._deadline(move, self._limits.read_deadline_s))
+            found = min(disk.leading(chain, at), stop - at)
+            if not found:
+                break
+            at += found
+            move.advance(at)
+        if move.act is Act.MOVE and self._settle(move, chain, 0, at):
+            self._evict(chain, at)
+
+    def _to_root(self, move: Move, chain: Chain) -> None:
+        at = 0
+        while at < len(chain) and move.goes_on():
+            stop = min(len(chain), at + _step(chain))
+            if not self._settle(move, chain, at, stop - at):
+                break
+            found = self._on_root(chain, at, stop, self._deadline(move, self._limits.match_deadline_s))
+            if at + found < stop:
+                written = self._write(move, chain, at + found, stop)
+                if not found + written:
+                    break
+                found += written
+            at += found
+            move.advance(at)
+        if move.goes_on():
+            self._evict(chain, at)
+            disk = self._tiers.disk
+            for address in reversed(chain.addresses[:at] if disk is not None else ()):
+                assert disk is not None
+                disk.drop(address, only_leaf=True)
+
+    def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> None:
+        """Brings chunks into memory, on several lanes at once."""
+        deadline = self._deadline(move, self._limits.read_deadline_s)
+        size = -(-(stop - first) // width)
+
+        def bring(number: int) -> bool:
+            start = first + number * size
+            end = min(start + size, stop)
+            self._reads.bring(chain, start, end, deadline, even_once=True, even_root=True)
+            return True
+
+        self._lanes.each(-(-(stop - first) // size), bring, deadline)
+
+    def _copy(self, chain: Chain, first: int, stop: int, disk: DiskTier, deadline: Deadline) -> None:
+        """Copies chunks to the local disk, up to the first that is nowhere, or for which there is no room."""
+
+        def copy(number: int) -> bool:
+            index = first + number
+            if disk.leading(chain, index):
+                return True
+            # Each in memory of its own: where the root hangs, its lane goes on with it when nobody waits any more.
+            image = memoryview(bytearray(image_bytes(chain, index)))
+            if not self._reads.read_image(chain, index, image, deadline):
+                return False
+            return disk.add(place_at(chain, index), image) or disk.leading(chain, index) > 0
+
+        self._lanes.each(stop - first, copy, deadline)
+
+    def _settle(self, move: Move, chain: Chain, first: int, count: int) -> bool:
+        """Waits until what is dirty of these chunks is written; False where it was cancelled."""
+        while move.goes_on():
+            if self._tiers.behind.settle(chain, first, count, min(SETTLE_S, move.deadline.left_s())):
+                return True
+        return False
+
+    def _on_root(self, chain: Chain, first: int, stop: int, deadline: Deadline) -> int:
+        """How many leading chunks from ``first`` on the root has, each looked at."""
+        missing = [stop]
+
+        def look(number: int) -> bool:
+            is_there = self._chunks.is_present(expected_chunk(chain, first + number))
+            if not is_there:
+                missing.append(first + number)
+            return is_there
+
+        self._lanes.each(stop - first, look, deadline)
+        return min(missing) - first
+
+    def _write(self, move: Move, chain: Chain, first: int, stop: int) -> int:
+        """Writes chunks that the root has not to it, from memory or what is above it; how many leading ones are there.
+
+        Such are those of low priority (rule W4), those that could not be written in time, and those that it lost.
+        """
+        memory, deadline = self._tiers.memory, self._deadline(move, self._limits.read_deadline_s)
+        self._lanes.run(
+            lambda: self._reads.bring(chain, first, stop, deadline, even_once=True, even_root=False), deadline
+        )
+        with memory.refer(chain, first, stop - first) as slots:
+            if slots.entries[0] is None:
+                return 0
+            job = Job(chain, first, slots.leading_count, slots.entries[0].hints, 0, 0.0)
+            written = max(0, self._publish(job, slots) - first)
+            memory.clean(slots.referred[:written], on_root=True)
+        return written
+
+    def _evict(self, chain: Chain, count: int) -> None:
+        """Takes the first ``count`` chunks out of memory, children before parents, but for those that others need."""
+        with self._tiers.memory.refer(chain, 0, count) as slots:
+            self._tiers.memory.evict([*reversed(slots.referred)])
+
+    def _deadline(self, move: Move, step_s: float) -> Deadline:
+        return Deadline(self._clock, min(step_s, move.deadline.left_s()))
+
+
+def _step(chain: Chain) -> int:
+    return max(1, STEP_BYTES // image_bytes(chain, 0))

@@ -1,0 +1,248 @@
+"""Peers that lie about memory, slots and leases are cut off, and cost nobody else a byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.client.bulk.given import Giving
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, encode_request, encode_slots, encode_span
+from kvstore.worker.limits import WorkerLimits
+from tests.bulk.memories import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
+from tests.bulk.ways import MEDIUM, greeted, is_closed, same, tokens_and_kv
+from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+
+pytestmark = pytest.mark.slow
+COUNT = 100
+TOKENS, KV = tokens_and_kv(COUNT)
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=1.0)) as found:
+        filled(found, TOKENS, KV, MEDIUM)
+        yield found
+        eventually(lambda: found.worker.service.gate.inside_count == 0, "no call inside")
+        all_let_go(found)
+        assert found.worker.service.counters()["calls_failed"] == 0
+        with connected(found, bulk="shared") as store:
+            assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
+
+
+def request(served: Served, mode: int, *, memory_only: bool = False, name: str = "m", first: int = 0) -> bytes:
+    with raw_stub(served) as stub:
+        digest = opened(stub, MEDIUM, name)
+    message = pb.GetRequest(namespace=digest, tokens=packed(TOKENS), memory_only=memory_only, first=first)
+    return encode_request(WAIT_S, mode, message.SerializeToString())
+
+
+def refusal_of(channel: Channel) -> str:
+    return pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1]).message
+
+
+def leased(channel: Channel, served: Served, count: int = 10) -> int:
+    """Begins a GET and takes some slots; the client's end of the lease."""
+    channel.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
+    channel.receive_frame(Kind.START)
+    channel.send(Kind.WANT, 1, [encode_span(0, count)])
+    _, payload = channel.receive_frame(Kind.SLOTS)
+    assert struct.unpack_from("<II", payload) == (0, count)
+    return channel.take_files(1)[0]
+
+
+def test_a_lease_ends_with_the_clients_end_and_with_nothing_else(served: Served) -> None:
+    """Not with the connection, not with a refusal: whoever has the end may be reading."""
+    with greeted(served, "shared") as channel:
+        end = leased(channel, served)
+        channel.send(Kind.WANT, 1, [encode_span(0, COUNT + 1)])
+        assert "wanted" in refusal_of(channel)
+    eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
+    assert referenced_bytes(served) > 0
+    os.close(end)
+
+
+def test_read_with_zero_ends_a_lease_though_its_end_is_open(served: Served) -> None:
+    with greeted(served, "shared") as channel:
+        end = leased(channel, served)
+        channel.send(Kind.READ, 1, [encode_span(0, 10)])
+        leases_end(served)
+        os.close(end)
+
+
+def test_a_silent_request_keeps_its_lease_and_no_thread(served: Served) -> None:
+    with greeted(served, "shared") as channel:
+        end = leased(channel, served)
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            assert is_closed(sock)
+        eventually(lambda: served.worker.service.gate.inside_count == 0, "no call inside")
+        assert len(served.worker.service.bulk_requests.leases or ()) == 1
+        os.close(end)
+
+
+def test_what_is_written_into_a_lease_is_nobodys_business(served: Served) -> None:
+    with greeted(served, "shared") as channel:
+        end = leased(channel, served)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(end, bytes(4096))
+        channel.send(Kind.READ, 1, [encode_span(1, 10)])
+        eventually(channel.is_quiet, "the connection is there")
+        assert len(served.worker.service.bulk_requests.leases or ()) == 1
+        os.close(end)
+        leases_end(served)
+
+
+def test_leases_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = served.worker.service.bulk_requests.leases
+    assert leases is not None
+    monkeypatch.setattr(leases, "_leases_max", 1)
+    with greeted(served, "shared") as one, greeted(served, "shared") as other:
+        end = leased(one, served)
+        other.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
+        other.receive_frame(Kind.START)
+        other.send(Kind.WANT, 1, [encode_span(0, 2)])
+        other.receive_frame(Kind.FILES)
+        for fd in other.take_files(2 if len(other._files) == 2 else 1):
+            os.close(fd)
+        os.close(end)
+
+
+@pytest.mark.parametrize("case", ["map over tcp", "slots over tcp", "mode 3", "files and memory only", "hold"])
+def test_what_makes_no_sense_is_refused(served: Served, case: str) -> None:
+    with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
+        if case == "map over tcp":
+            channel.send(Kind.MAP, 0)
+        elif case == "hold":
+            message = pb.GetRequest(hold=bytes(16), memory_only=True).SerializeToString()
+            channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
+        else:
+            mode = {"slots over tcp": Mode.SLOTS, "mode 3": 3}.get(case, Mode.FILES)
+            channel.send(Kind.GET, 1, [request(served, mode, memory_only="only" in case)])
+        assert refusal_of(channel)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) -> None:
+    """P2: the root has all 100, memory the first 60 and some after a gap."""
+    lose(served, filled(served, TOKENS, KV, MEDIUM), 60, 65)
+    read = served.member.node.counters.snapshot()["chunks_read"]
+    for first, stop in ((0, 60), (10, 60), (60, 60), (65, COUNT)):
+        with greeted(served, way) as channel:
+            channel.send(Kind.GET, 1, [request(served, Mode.STREAM, memory_only=True, first=first)])
+            _, payload = channel.receive_frame(Kind.START)
+            assert pb.GetStart.FromString(payload).chunks == stop
+            for index in range(first, stop):
+                head = channel.receive_head()
+                assert head.kind is Kind.FILE
+                raw = memoryview(bytearray(head.length))
+                channel.receive_into([raw])
+                assert struct.unpack_from("<I", raw) == (index,)
+                assert bytes(raw[-MEDIUM.section_bytes :]) == _last_section(index)
+            assert channel.receive_head().kind is Kind.END
+    assert served.member.node.counters.snapshot()["chunks_read"] == read
+    with greeted(served, "shared") as channel:
+        channel.send(Kind.GET, 1, [request(served, Mode.SLOTS, memory_only=True)])
+        channel.receive_frame(Kind.START)
+        channel.send(Kind.WANT, 1, [encode_span(50, 10)])
+        channel.receive_frame(Kind.SLOTS)
+        os.close(channel.take_files(1)[0])
+        channel.send(Kind.READ, 1, [encode_span(0, 60)])
+        eventually(channel.is_quiet, "the request ended")
+
+
+def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Served) -> None:
+    message = pb.GetRequest(namespace=bytes(32), tokens=packed(TOKENS), memory_only=True).SerializeToString()
+    with greeted(served, "tcp") as channel:
+        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
+        assert "not used here" in refusal_of(channel)
+
+
+def _last_section(index: int) -> bytes:
+    size = MEDIUM.chunk_tokens
+    return KV[-1, 1, index * size : (index + 1) * size].tobytes()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_frames_leave_the_worker_as_it_was(served: Served, seed: int) -> None:
+    """Frames of a GET in any order and with any numbers: answered, refused or cut off, in bounded time."""
+    choose = random.Random(seed)
+    with greeted(served, "shared") as channel:
+        channel.limit(0.05, 5.0)
+        message = request(served, choose.choice([Mode.SLOTS, Mode.SLOTS, Mode.FILES]))
+        with suppress(LinkBroken, LinkLate):
+            channel.send(Kind.GET, 1, [message])
+            for _ in range(12):
+                kind = choose.choice([Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.MAP, Kind.SLOTS, Kind.MEMORY])
+                span = encode_span(
+                    choose.choice([0, 1, 60, 99, 100, 1 << 31]), choose.choice([0, 1, 2, 64, 65, 1 << 31])
+                )
+                channel.send(kind, 1, [span] if kind in (Kind.WANT, Kind.READ) else [b""])
+            while True:
+                channel.receive_some([memoryview(bytearray(1 << 16))])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (Kind.SLOTS, encode_slots(Given(0, (0, 4096))), 0),
+        (Kind.SLOTS, encode_slots(Given(1, (0,))), 1),
+        (Kind.SLOTS, encode_slots(Given(0, tuple(range(0, 4096 * 11, 4096)))), 1),
+        (Kind.SLOTS, encode_span(0, 0), 1),
+        (Kind.SLOTS, encode_span(0, FILES_MAX + 1) + bytes(8 * (FILES_MAX + 1)), 1),
+        (Kind.SLOTS, encode_span(0, 3) + bytes(16), 1),
+        (Kind.SLOTS, b"", 1),
+        (Kind.FILES, encode_span(0, 0), 0),
+        (Kind.FILES, encode_span(0, 2), 1),
+        (Kind.MEMORY, bytes(8), 1),
+        (Kind.START, b"", 0),
+    ],
+)
+def test_a_worker_that_lies_about_slots_is_left(said: tuple[Kind, bytes, int]) -> None:
+    """And none of the files that it gave stays open."""
+    kind, payload, files = said
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    worker, client = Channel(theirs, WAIT_S), Channel(ours, WAIT_S)
+    memory = object.__new__(WorkerMemory)
+    memory.id, memory.leases = b"", set()
+    link = Link(client, False, None, memory, "worker")
+    reading, writing = os.pipe()
+    worker.send(kind, 1, [payload], [writing] * files)
+    os.close(reading)
+    os.close(writing)
+    with Giving(link, 1, Mode.SLOTS) as giving, pytest.raises((LinkBroken, InvalidRequest)):
+        next(giving.each(0, 10))
+    del giving
+    worker.close()
+    link.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("offset", [1, 4096 * 15 + 8, 4096 * 16, (1 << 64) - 4096])
+def test_slots_outside_the_memory_are_not_looked_at(served: Served, offset: int) -> None:
+    fd = os.dup(memory_of(served).arena.fd)
+    memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
+    outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
+    with pytest.raises(InvalidRequest):
+        memory.images((0, outside), 8192)
+
+
+def test_memory_that_could_shrink_is_not_mapped() -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(Unavailable, match="seals"):
+        WorkerMemory(fd, 4096, b"")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)

@@ -1,0 +1,137 @@
+"""A whole node that reads from peers which say other things than the truth: misses, and never a wrong byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.meta.digests import Digests
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.peers.digest import encode
+from kvstore.peers.joining import join_peers
+from kvstore.peers.peers import Peers
+from kvstore.root.identity import create_or_open
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import Kind
+from tests.etcd_fixture import eventually
+from tests.peers_memory.speaking import LAYOUT, Say, chain_of, honest, image_of, send_file, speaking, start
+from tests.peers_memory.telling import shard_of, sorted_prints
+
+CLOCK = SystemClock()
+
+
+class Reader:
+    """A member without anything of its own, and what it is told."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        ids, root = RandomIds(), MemoryRoot(MemoryFiles())
+        self.member: Member = join(
+            root, create_or_open(root, ids), MemoryMeta(self.store), durable=False, limits=Limits(read_deadline_s=5),
+            clock=CLOCK, ids=ids, settings=TierSettings(32 << 20, sync_interval_s=0.05),
+        )  # fmt: skip
+        peers = join_peers(self.member)
+        assert peers is not None
+        self.peers: Peers = peers
+        self.peers.start(None)
+        self.cache = Store(LocalPort(self.member)).namespace("m", layout=LAYOUT)
+
+    def hears(self, address: str, chain: Chain) -> None:
+        meta, keys = MemoryMeta(self.store), self.member.keys
+        session = Session.open(meta, keys, clock=CLOCK, ids=RandomIds(), ttl_s=300)
+        digests = {
+            shard: encode(sorted_prints([each for each in chain.addresses if shard_of(each) == shard]))
+            for shard in set(map(shard_of, chain.addresses))
+        }
+        Digests(meta, keys).publish(session, digests, WorkerRecord(address), 1.0)
+        eventually(lambda: self.peers.leading(chain, 0) == len(chain))
+
+    def get(self, chain: Chain) -> int:
+        """How many leading chunks a get finds, all of them right."""
+        count, kv = self.cache.get(chain.tokens)
+        chunks = count // LAYOUT.chunk_tokens
+        for index in range(chunks):
+            image = image_of(chain, index)
+            part = kv[:, :, index * LAYOUT.chunk_tokens : (index + 1) * LAYOUT.chunk_tokens]
+            assert np.ascontiguousarray(part).tobytes() == image[len(image) - LAYOUT.chunk_bytes :]
+        return chunks
+
+    def counted(self, name: str) -> int:
+        return self.member.node.counters.snapshot().get(name, 0)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.peers.close(2.0)
+    made.member.close()
+
+
+def altered(position: int) -> Say:
+    """All right, but for one bit of the second chunk."""
+
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        start(channel, number, request.chunks_max)
+        for index in range(request.first, request.chunks_max):
+            image = bytearray(image_of(chain_of(3), index))
+            image[position] ^= index == 1
+            send_file(channel, number, index, bytes(image))
+        channel.send(Kind.END, number)
+
+    return say
+
+
+def other_chunk(channel: Channel, number: int, request: pb.GetRequest) -> None:
+    """Another prompt's chunk, whole and verified, under the number of the one that was wanted."""
+    start(channel, number, request.chunks_max)
+    for index in range(request.first, request.chunks_max):
+        send_file(channel, number, index, image_of(chain_of(3, seed=5 if index == 1 else 0), index))
+    channel.send(Kind.END, number)
+
+
+def test_what_a_peer_has_is_matched_and_read(reader: Reader) -> None:
+    """R1, R4: and kept here, so that it is asked once."""
+    chain = chain_of(3)
+    with speaking(honest(chain)) as speaker:
+        reader.hears(speaker.address, chain)
+        assert reader.cache.match(chain.tokens) == 3 * LAYOUT.chunk_tokens
+        assert reader.get(chain) == 3
+        asked = len(speaker.asked)
+        assert reader.get(chain) == 3
+        assert len(speaker.asked) == asked
+
+
+@pytest.mark.parametrize("say", [altered(0), altered(200), altered(-1), other_chunk], ids=lambda say: say.__qualname__)
+def test_a_wrong_image_is_a_miss(reader: Reader, say: Say) -> None:
+    """I1: whatever is wrong with it; the liar is left alone, and its chunk is in nobody's memory."""
+    chain = chain_of(3)
+    with speaking(say) as speaker:
+        reader.hears(speaker.address, chain)
+        assert reader.get(chain) == 1
+        assert reader.counted("peers_damaged") >= 1
+        assert reader.peers.leading(chain, 1) == 0
+        assert reader.get(chain) == 1
+
+
+def test_a_peer_that_lost_it_all_is_a_miss(reader: Reader) -> None:
+    chain = chain_of(3)
+    with speaking(honest(chain, {0})) as speaker:
+        reader.hears(speaker.address, chain)
+        assert reader.cache.match(chain.tokens) == 3 * LAYOUT.chunk_tokens, "as it was said"
+        assert reader.get(chain) == 1

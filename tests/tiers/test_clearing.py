@@ -1,0 +1,202 @@
+"""Clear, pins and engine-hashed blocks on a node with memory (MEMORY.md, "Reading" and "Writing", for what is no chain).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.hints import Hints
+from kvstore.root.faulty import FaultyRoot
+from kvstore.writes import WriteMode
+from tests.tiers.acting import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
+from tests.tiers.test_reading import press, to_disk
+
+BLOCK_BYTES = 300_000
+
+
+@pytest.fixture(params=["memory", "posix"])
+def node(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Acting]:
+    root = faulty(on_posix(tmp_root / "root") if request.param == "posix" else None)
+    with Acting(root, disk=tmp_root / "disk") as acting:
+        eventually(lambda: not acting.stat("disk_refilling"))
+        yield acting
+
+
+def root_of(node: Acting) -> FaultyRoot:
+    assert isinstance(node.root, FaultyRoot)
+    return node.root
+
+
+def keys(count: int, first: int = 0) -> list[bytes]:
+    return [number.to_bytes(16, "big") for number in range(first, first + count)]
+
+
+def blocks(count: int, first: int = 0) -> list[bytes]:
+    return [bytes([number % 251 + 1]) * BLOCK_BYTES for number in range(first, first + count)]
+
+
+def got(node: Acting, count: int, first: int = 0) -> list[bool]:
+    """Which of some blocks come; their bytes compared."""
+    buffers = [bytearray(BLOCK_BYTES) for _ in range(count)]
+    found = node.cache.blocks.get(keys(count, first), buffers)
+    for there, buffer, block in zip(found, buffers, blocks(count, first), strict=True):
+        assert not there or bytes(buffer) == block, "wrong bytes"
+    return found
+
+
+def test_clear_drops_memory_disk_and_root(node: Acting) -> None:
+    other = node.store.namespace("other", node.cache.layout)
+    node.put(1, 4)
+    node.put(2, 4)
+    tokens, kv = node.prompts.tokens(1, 4), node.prompts.kv(1, 4)
+    other.put(tokens, kv)
+    node.cache.blocks.put(keys(3), blocks(3))
+    node.drain()
+    to_disk(node, 2, 4, first=0)
+    cleared = node.cache.clear()
+    assert cleared.chunks == 11
+    for number in (1, 2):
+        assert node.match(number, 4) == node.get(number, 4) == 0
+        assert not any(node.in_memory(number, 4)) and not any(node.on_disk(number, 4))
+    assert got(node, 3) == [False] * 3 and node.cache.blocks.match(keys(3)) == 0
+    assert other.match(tokens) == len(tokens)
+    assert node.put(1, 4).chunks_written == 4
+    node.drain()
+    assert node.get(1, 4) == 4
+    node.assert_settled()
+
+
+def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
+    with held(root_of(node)):
+        node.put(1, 4)  # being written
+        for number in range(2, 7):
+            node.put(number, 4)
+        eventually(lambda: node.stat("behind_bytes") == 24 * node.unit_bytes)
+        node.node.tiers.behind.forget(node.cache.namespace.digest, 0.1)  # type: ignore[union-attr]
+        node.memory.drop_namespace(node.cache.namespace.digest)
+        assert node.stat("behind_bytes") <= 16 * node.unit_bytes
+        assert node.stat("memory_dirty_bytes") == 0 and node.get(6, 4) == 0
+    node.drain()
+    assert not any(node.on_root(6, 4))
+    node.cache.clear()
+    for number in range(1, 7):
+        assert not any(node.on_root(number, 4)), number
+    assert node.stat("behind_bytes") == 0
+    node.assert_settled()
+
+
+def test_clear_under_a_view_and_a_hold(node: Acting) -> None:
+    node.put(1, 4)
+    node.drain()
+    with node.cache.hold(node.prompts.tokens(1, 4)) as hold:
+        views = hold.view()
+        node.cache.clear()
+        press(node)
+        for index, view in enumerate(views):
+            assert view.tobytes() == node.prompts.kv(1, 4)[:, :, index * node.size : (index + 1) * node.size].tobytes()
+    del views, view
+    gc.collect()
+    node.assert_settled()
+
+
+def test_a_pin_of_what_was_just_put_behind_covers_it(node: Acting) -> None:
+    """Acknowledged, so it can be pinned: it is on the root when the pin is there (P1 of gc/PROTOCOL.md)."""
+    assert node.put(1, 4).tokens_present == 4 * node.size
+    with node.cache.pin(node.prompts.tokens(1, 4), ttl=60) as pin:
+        assert pin.tokens == 4 * node.size and all(node.on_root(1, 4))
+        assert node.cache.refcount(node.prompts.tokens(1, 4)) == 1
+        assert node.cache.clear().chunks == 0
+        assert node.get(1, 4) == 4
+    assert node.cache.clear().chunks == 4
+
+
+def test_e2_what_is_pinned_stays_in_memory(node: Acting) -> None:
+    node.put(1, 8)
+    node.drain()
+    with node.cache.pin(node.prompts.tokens(1, 8), ttl=60):
+        press(node)
+        press(node, 20)
+        assert all(node.in_memory(1, 8)) and node.stat("memory_pinned_bytes") == 8 * node.unit_bytes
+    press(node, 30)
+    press(node, 40)
+    assert not all(node.in_memory(1, 8)) and node.stat("memory_pinned_bytes") == 0
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
+    root = faulty(on_posix(tmp_root))
+    with Acting(root, write=write) as node:
+        assert node.cache.blocks.put(keys(5), blocks(5)) == [True] * 5
+        assert node.cache.blocks.match(keys(6)) == 5
+        assert node.cache.blocks.present(keys(6)) == [True] * 5 + [False]
+        assert got(node, 6) == [True] * 5 + [False]
+        hits = node.stat("memory_hits")
+        assert hits == (0 if write is WriteMode.AROUND else 5)
+        node.drain()
+        assert got(node, 5) == [True] * 5
+        # Another size under the same key is not there, and is not taken.
+        assert node.cache.blocks.put(keys(1), [b"x" * 10]) in ([True], [False])
+        assert node.cache.blocks.get(keys(1), [bytearray(10)]) == [False]
+        assert got(node, 1) == [True]
+        node.assert_settled()
+
+
+def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting) -> None:
+    with held(root_of(node)):
+        count = QUEUE_CHUNKS + 5
+        stored = node.cache.blocks.put(keys(count), blocks(count))
+        fits = sum(stored)
+        assert stored == [True] * fits + [False] * (count - fits) and 0 < fits < count
+        assert node.stat("behind_bytes") <= node.memory.size_bytes // 2
+        assert node.cache.blocks.present(keys(count)) == stored and got(node, count) == stored
+    node.drain()
+    assert node.cache.blocks.put(keys(count), blocks(count)) == [True] * count
+    node.drain()
+    assert got(node, count) == [True] * count
+    node.assert_settled()
+
+
+def test_blocks_that_are_damaged_in_memory_come_from_the_root(node: Acting) -> None:
+    node.cache.blocks.put(keys(4), blocks(4))
+    node.drain()
+    inventory = node.memory._inventory
+    for entry in inventory.of_namespace(node.cache.namespace.digest):
+        node.memory.arena.memory[entry.offset + 100_000] ^= 1
+    assert got(node, 4) == [True] * 4 and node.stat("memory_damaged") == 4
+    node.assert_settled()
+
+
+def test_a_hold_of_blocks_reads_them_under_pressure(node: Acting) -> None:
+    node.cache.blocks.put(keys(4), blocks(4))
+    node.drain()
+    with node.cache.blocks.hold(keys(5)) as hold:
+        assert hold.present == [True] * 4 + [False]
+        press(node)
+        buffers = [bytearray(BLOCK_BYTES) for _ in range(4)]
+        assert hold.get(keys(4), buffers) == [True] * 4
+        assert [bytes(buffer) for buffer in buffers] == blocks(4)
+    node.assert_settled()
+
+
+def test_w4_blocks_and_chunks_of_low_priority_live_on_the_disk(tmp_root: Path) -> None:
+    with Acting(faulty(), disk=tmp_root / "disk", priority_min=30) as node:
+        eventually(lambda: not node.stat("disk_refilling"))
+        assert node.put(1, 4, hints=Hints(10)).tokens_present == 4 * node.size
+        assert node.get(1, 4) == 4
+        to_disk(node, 1, 4, first=0)
+        assert node.get(1, 4) == 4 and not any(node.on_root(1, 4))
+
+
+def test_w4_children_that_matter_take_their_parents_along(tmp_root: Path) -> None:
+    """A chunk is never on the root without its parent, whatever that one's priority."""
+    with Acting(faulty(), priority_min=30) as node:
+        node.put(1, 4, hints=Hints(10))
+        node.put(1, 6, first=4, hints=Hints(50))
+        node.drain()
+        assert node.on_root(1, 6) in ([True] * 6, [False] * 6)
+        assert node.get(1, 6) == 6
+        node.assert_settled()

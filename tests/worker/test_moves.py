@@ -1,0 +1,281 @@
+"""Move, and puts that say how they are acknowledged, through real workers that have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.cache import Cache
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.namespace import Namespace
+from kvstore.results import PutResult
+from kvstore.root.interface import Root
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.limits import method
+from kvstore.wire.messages import sealed
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
+from kvstore.writes import WriteMode
+from tests.node.stores import same
+from tests.tiers.acting import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
+from tests.worker.serving import (
+    Served,
+    connected,
+    opened,
+    packed,
+    raw_channel,
+    raw_stub,
+    refused,
+    sections_of,
+    serving,
+    sums_of,
+)
+
+WAIT_S = 20.0
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def working(
+    root: Root, *, write: WriteMode = WriteMode.AROUND, disk: Path | None = None, moves_max: int = 32
+) -> Iterator[tuple[Acting, Served]]:
+    """A worker with memory, and the member behind it."""
+    limits = replace(QUICK, write_deadline_s=10.0, moves_max=moves_max)
+    with Acting(root, write=write, disk=disk, limits=limits) as acting:
+        worker = Worker(acting.member, "127.0.0.1:0", WorkerLimits())
+        worker.start()
+        try:
+            yield acting, Served(worker, acting.member)
+        finally:
+            worker.stop()
+
+
+@contextmanager
+def caching(served: Served, acting: Acting, bulk: str | None = None, *, deferred: bool = False) -> Iterator[Cache]:
+    """A client's cache of the same namespace as the acting member's."""
+    with connected(served, bulk=bulk, deferred=deferred) as store:
+        yield store.namespace("m", acting.cache.layout)
+
+
+def test_a_prefix_is_prefetched_moved_and_released_through_a_worker(tmp_path: Path) -> None:
+    root = faulty()
+    with working(root, disk=tmp_path / "disk") as (acting, served), caching(served, acting) as cache:
+        eventually(lambda: not acting.stat("disk_refilling"))
+        acting.put(1, 12)
+        tokens, size = acting.prompts.tokens(1, 14), acting.size
+        with cache.prefetch(tokens) as ticket:
+            assert ticket.wait(WAIT_S) == 12 * size
+        assert ticket.done and ticket.error is None and all(acting.in_memory(1, 12))
+        assert cache.release(tokens).wait(WAIT_S) == 12 * size
+        assert cache.move(tokens, "disk").wait(WAIT_S) == 12 * size
+        assert all(acting.on_disk(1, 12)) and not any(acting.in_memory(1, 12))
+        assert cache.move(tokens, "root").wait(WAIT_S) == 12 * size
+        assert not any(acting.on_disk(1, 12)) and all(acting.on_root(1, 12))
+        count, array = cache.get(tokens)
+        assert count == 12 * size and same(array, acting.prompts.kv(1, 12))
+        acting.assert_settled()
+
+
+def test_cancelling_ends_the_call_and_the_work_at_the_worker() -> None:
+    root = faulty()
+    with working(root, moves_max=1) as (acting, served), caching(served, acting) as cache:
+        acting.put(1, 8)
+        tokens = acting.prompts.tokens(1, 8)
+        with held(root, "open"):
+            ticket = cache.prefetch(tokens)
+            assert not ticket.done and ticket.tokens == 0
+            with pytest.raises(Overloaded, match="1 prefetches"):
+                cache.prefetch(tokens)
+            ticket.cancel()
+            assert timed(lambda: ticket.wait(WAIT_S)) < IN_TIME_S
+            assert ticket.done and ticket.error is None
+        eventually(lambda: cache.prefetch(tokens).wait(WAIT_S) == 8 * acting.size if idle(served) else False)
+
+
+def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:
+    root = faulty()
+    with working(root) as (acting, served):
+        acting.put(1, 8)
+        with held(root, "open"):
+            with caching(served, acting) as cache:
+                ticket = cache.prefetch(acting.prompts.tokens(1, 8))
+                assert not idle(served)
+            ticket.wait(WAIT_S)
+            assert ticket.done
+            eventually(lambda: idle(served))
+        eventually(lambda: not served.worker.service.gate.inside_count)
+
+
+def test_a_worker_that_drains_does_not_wait_for_wishes() -> None:
+    root = faulty()
+    with working(root, write=WriteMode.BEHIND) as (acting, served), caching(served, acting) as cache:
+        with held(root):
+            acting.put(1, 8)
+            ticket = cache.move(acting.prompts.tokens(1, 8), "root")
+            assert timed(lambda: served.worker.drain(5.0)) < 5.0
+            ticket.wait(WAIT_S)
+            assert ticket.done and isinstance(ticket.error, Unavailable)
+
+
+def test_a_worker_without_memory_says_what_to_do() -> None:
+    with serving() as served, connected(served) as store:
+        cache = store.namespace("m", LARGE)
+        with pytest.raises(InvalidRequest, match="--memory"):
+            cache.prefetch([1, 2, 3])
+        with pytest.raises(InvalidRequest, match="expected memory or disk"):
+            cache.prefetch([1, 2, 3], tier="root")
+
+
+def test_a_worker_that_is_not_there_raises_unavailable() -> None:
+    with connected("127.0.0.1:1", limits=ClientLimits(pin_s=0.5)) as store:
+        cache = Cache(store._port, Namespace.of("m", LARGE))
+        with pytest.raises(Unavailable):
+            cache.prefetch([1, 2, 3])
+
+
+def test_a_foreign_client_sees_progress_and_is_told_what_is_wrong() -> None:
+    with working(faulty()) as (acting, served), raw_stub(served) as stub:
+        acting.put(1, 8)
+        digest = opened(stub, acting.cache.layout)
+        tokens = packed(acting.prompts.tokens(1, 8))
+        request = pb.MoveRequest(namespace=digest, tokens=tokens, act=pb.ACT_PREFETCH)
+        answers = [answer.chunks for answer in stub.Move(request, timeout=WAIT_S)]
+        assert answers[0] == 0 and answers[-1] == 8 and answers == sorted(answers)
+        for wrong, said in (
+            (pb.MoveRequest(namespace=digest, tokens=tokens), "act is 0"),
+            (pb.MoveRequest(namespace=digest, tokens=tokens, act=pb.ACT_MOVE, tier=9), "tier is 9"),
+            (pb.MoveRequest(namespace=digest[:5], tokens=tokens, act=pb.ACT_MOVE), "32"),
+        ):
+            _, message, error = refused(lambda request=wrong: list(stub.Move(request, timeout=WAIT_S)))  # type: ignore[misc]
+            assert said in message and error == "InvalidRequest"
+
+
+def test_a_request_that_changed_on_the_way_moves_nothing() -> None:
+    with working(faulty()) as (acting, served), raw_channel(served) as channel:
+        tokens = packed(acting.prompts.tokens(1, 8))
+        raw = bytearray(sealed(pb.MoveRequest(namespace=bytes(32), tokens=tokens, act=pb.ACT_PREFETCH)))
+        raw[100] ^= 1
+        code, _, error = refused(lambda: list(channel.unary_stream(method("Move"))(bytes(raw), timeout=WAIT_S)))
+        assert (code.name, error) == ("DATA_LOSS", "BrokenTransfer")
+
+
+# How puts are acknowledged
+
+
+@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
+def test_w1_a_put_behind_is_acknowledged_when_memory_has_it(bulk: str) -> None:
+    root = faulty()
+    with working(root, write=WriteMode.AROUND) as (acting, served), caching(served, acting, bulk) as cache:
+        tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
+        with held(root):
+            result = cache.put(tokens, kv, write="behind")
+            assert result == PutResult(8 * acting.size, 8, 0, 8 * cache.layout.chunk_bytes)
+            assert all(acting.in_memory(1, 8)) and not any(acting.on_root(1, 8))
+            count, array = cache.get(tokens)
+            assert count == 8 * acting.size and same(array, kv)
+        acting.drain()
+        assert all(acting.on_root(1, 8))
+        acting.assert_settled()
+
+
+@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", ["through", "around"])
+def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
+    bulk: str, deferred: bool, write: str
+) -> None:
+    with (
+        working(faulty(), write=WriteMode.BEHIND) as (acting, served),
+        caching(served, acting, bulk, deferred=deferred) as cache,
+    ):
+        tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
+        assert cache.put(tokens, kv, write=write).chunks_written == 8
+        assert all(acting.on_root(1, 8))
+        assert all(acting.in_memory(1, 8)) if write == "through" else not any(acting.in_memory(1, 8))
+        assert acting.stat("behind_bytes") == 0
+
+
+@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+def test_a_client_that_defers_means_behind_where_a_put_does_not_say(bulk: str) -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting, bulk, deferred=True) as cache:
+        with held(root):
+            assert cache.put(acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)).tokens_present == 8 * acting.size
+            assert cache.match(acting.prompts.tokens(1, 8)) == 8 * acting.size
+            assert not any(acting.on_root(1, 8))
+        served.worker.service.deferred.wait_empty(WAIT_S)
+        acting.drain()
+        assert all(acting.on_root(1, 8))
+
+
+@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+def test_a_turn_put_behind_continues_what_only_memory_has(bulk: str) -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting, bulk) as cache:
+        tokens, size = acting.prompts.tokens(1, 9), acting.size
+        with held(root):
+            cache.put(tokens[: 4 * size], acting.prompts.kv(1, 4), write="behind")
+            result = cache.put(tokens, acting.prompts.kv(1, 9, 4), prefix=4 * size, write="behind")
+            assert (result.tokens_present, result.chunks_written) == (9 * size, 5)
+            again = cache.put(tokens, acting.prompts.kv(1, 9), write="behind")
+            assert (again.tokens_present, again.chunks_written, again.chunks_found) == (9 * size, 0, 9)
+            gap = cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4, 2), prefix=2 * size, write="behind")
+            assert gap.tokens_present == 0 and not any(acting.in_memory(2, 4))
+        acting.drain()
+        assert all(acting.on_root(1, 9)) and acting.get(1, 9) == 9
+
+
+def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> None:
+    with working(faulty(), write=WriteMode.BEHIND) as (acting, served), raw_stub(served) as stub:
+        acting.put(1, 3)
+        digest = opened(stub, acting.cache.layout)
+        start = pb.PutStart(namespace=digest, tokens=packed(acting.prompts.tokens(1, 5)), write=pb.WRITE_BEHIND)
+        parts = sections_of(acting.prompts.kv(1, 5), acting.cache.layout)
+        messages = [
+            pb.PutRequest(start=start if not at else None, data=part, checksums=sums_of([part]))
+            for at, part in enumerate(parts)
+        ]
+        answer = stub.Put(iter(messages), timeout=WAIT_S)
+        assert (answer.tokens_present, answer.chunks_written, answer.chunks_found) == (5 * acting.size, 2, 3)
+        start.write = 7  # type: ignore[assignment]
+        assert "write is 7" in refused(lambda: stub.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S))[1]
+
+
+def test_blocks_say_how_they_are_put_too() -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting) as cache:
+        keys = [bytes([number]) * 32 for number in range(4)]
+        blocks = [np.full(5000, number, np.uint8) for number in range(4)]
+        with held(root):
+            assert cache.blocks.put(keys, blocks, write="behind") == [True] * 4
+            assert cache.blocks.match(keys) == 4
+        acting.drain()
+        out = [np.zeros(5000, np.uint8) for _ in keys]
+        assert cache.blocks.get(keys, out) == [True] * 4
+        assert all(map(np.array_equal, out, blocks))
+
+
+def test_a_namespace_says_it_for_all_its_puts() -> None:
+    root = faulty()
+    with working(root) as (acting, served), connected(served) as store:
+        cache = store.namespace("m", acting.cache.layout, write="behind")
+        with held(root):
+            cache.put(acting.prompts.tokens(1, 4), acting.prompts.kv(1, 4))
+            assert all(acting.in_memory(1, 4)) and not any(acting.on_root(1, 4))
+        cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), write="around")
+        assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))
+        with pytest.raises(InvalidRequest, match="write='later'"):
+            cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")
+        with pytest.raises(InvalidRequest, match="write='later'"):
+            store.namespace("m", acting.cache.layout, write="later")
+
+
+def idle(served: Served) -> bool:
+    """Whether no prefetch or move goes on at the node."""
+    return not len(served.member.node._moves)
