@@ -102,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", type=_some_of(WRITES), default=("through",), help="default: through")
     parser.add_argument("--admission", type=_some_of(("on", "off")), default=("on",), help="default: on")
     parser.add_argument("--demotion", type=_some_of(DEMOTIONS), default=("again",), help="default: again")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that take the requests in turn, as peers")
+    parser.add_argument(
+        "--nodes", type=int, choices=range(1, 65), default=1, metavar="COUNT", help="peers that take requests in turn"
+    )
     parser.add_argument("--mixed", action="store_true", help="all traces together in one store")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser

@@ -134,9 +134,10 @@ class ChunkFetch:
         if link.memory is None and not link.hands_files:
             return self._receive_stream(link)
         is_right = self._take_given(link)
-        if not is_right or link.hands_files or self.good == self._found:
+        if not is_right or link.memory is None or self.good == self._found:
             return is_right
-        return self._receive_stream(link)  # the rest is not in memory, and there are no files to hand over
+        # What comes next may be in memory and not to be leased, or on a root that has no files to hand over.
+        return self._receive_stream(link)
 
     def _take_given(self, link: Link) -> bool:
         """The same of what the worker gives to a client on its host."""

@@ -79,7 +79,7 @@ class Arena:
 
 
 def populate(memory: memoryview, writing: bool, closing: threading.Event) -> None:
-    """Has the system take the pages of a mapping now, for reading or ``writing``, step by step until ``closing`` is set.
+    """Has the system take the pages of a mapping now, for reading or ``writing``, bit by bit until ``closing`` is set.
 
     Whoever touches a page first waits for it otherwise: in a virtual machine twenty times as long as copying takes.
     Nothing is changed, and nothing said where the system cannot (before Linux 5.14).

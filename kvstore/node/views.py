@@ -28,7 +28,6 @@ from kvstore.node.reading import Groups, group_size, read_chunks
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import payload_of
-from kvstore.node.wanted import payload_of
 
 
 class Views:

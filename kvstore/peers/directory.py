@@ -49,7 +49,7 @@ class Directory:
 
     def coverage(self, chunks: Sequence[Address]) -> dict[str, int]:
         """The peers that are said to have the first of ``chunks``, each with how many leading ones it has."""
-        if not chunks:
+        if not chunks or not self._any(spots_of(chunks[:1])).all():
             return {}
         starts, stops = self._spans(spots_of(chunks))
         covered: dict[int, int] = {}
@@ -69,6 +69,8 @@ class Directory:
 
     def _any(self, spots: Spots) -> npt.NDArray[np.bool_]:
         """For each spot, whether it has a peer. Looked up in order, most of each search's way is in the cache."""
+        if not len(self.entries):
+            return np.zeros(len(spots), np.bool_)
         order = np.argsort(spots)
         ordered = spots[order]
         starts = np.searchsorted(self.entries, ordered << _PEER_BITS)

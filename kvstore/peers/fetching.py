@@ -36,7 +36,8 @@ class Fetch:
             covered = self._directory.coverage(self._chain.addresses[start : first + len(images)])
             peer = self._roster.choose(covered, self._passed)
             if peer is None:
-                at += 1  # nobody has this one; others may have the next
+                # Nobody has this one, or nobody that answers: past what those are said to have, others may have more.
+                at += max(covered.values(), default=1)
                 continue
             wanted = images[at : at + covered[peer.address]]
             answer = self._ask(peer, start, wanted)

@@ -18,6 +18,7 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.wanted import Wanted
+from kvstore.peers.clearing import Clearing
 from kvstore.peers.directory import Directory
 from kvstore.peers.fetching import Fetch, runs
 from kvstore.peers.follower import Follower
@@ -69,12 +70,13 @@ class Peers:
         self._lock = Lock()
         self._given: OrderedDict[Address, str] = OrderedDict()
         self._cleared: dict[NamespaceDigest, float] = {}
+        self._clearing = Clearing(self._hear_cleared)
 
     def start(self, address: str | None) -> None:
         """Follows others from now on, and tells them where this node's memory is read from; None: nowhere."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = Follower(
-            self._digests, address, self.limits, self._counters, self._clock, self._hear_cleared, self._turn
+            self._digests, address, self.limits, self._counters, self._clock, self._clearing.add, self._turn
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
@@ -157,6 +159,7 @@ class Peers:
             self._publisher.close(timeout_s)
         if self._follower is not None:
             self._follower.close(timeout_s)
+        self._clearing.close(timeout_s)
         self._roster.close()
 
     def _hear_cleared(self, namespace: NamespaceDigest) -> None:

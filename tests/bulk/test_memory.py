@@ -28,7 +28,7 @@ from tests.bulk.memories import (
     worker_with_memory,
 )
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.worker.serving import Served, connected, eventually
+from tests.worker.serving import Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 SIZE = MEDIUM.chunk_tokens
@@ -214,6 +214,37 @@ def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served, mon
     all_let_go(on_files)
 
 
+def test_what_only_memory_has_and_cannot_be_leased_is_sent(
+    on_files: Served, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(on_files, TOKENS, KV, MEDIUM)
+    for file in (tmp_root / "chunks").glob("*/*"):
+        file.unlink()
+    monkeypatch.setattr(on_files.worker.service.bulk_requests.leases, "_leases_max", 0)
+    with connected(on_files, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        assert same(cache.get(TOKENS)[1], KV)
+        with cache.hold(TOKENS) as hold:
+            assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(hold.view()))
+        assert store.stats()["client_gets_grpc"] == 0
+
+
+def test_views_of_a_worker_without_memory_are_mapped_files(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be; the others are copies."""
+    monkeypatch.setattr("kvstore.client.remote_hold.VIEWED_FILES_MAX", 100)
+    with serving(tmp_root) as served, connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        before = mapped_bytes(os.getpid(), "/chunks/").get("Size", 0)
+        with cache.hold(TOKENS) as hold:
+            views = hold.view()
+        assert len(views) == COUNT
+        mapped = mapped_bytes(os.getpid(), "/chunks/")["Size"] - before
+        assert 64 * MEDIUM.chunk_bytes <= mapped < 101 * (MEDIUM.chunk_bytes + 4096)
+        assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
+        assert not any(view.flags.writeable for view in views)
+
+
 @pytest.mark.parametrize("place", ["header", "payload"])
 @pytest.mark.parametrize("reads", ["get", "view"])
 def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -> None:
@@ -300,3 +331,59 @@ def test_one_mapping_serves_all_connections(served: Served) -> None:
 def mappings() -> int:
     """Of memories in this process: workers' own, and those of clients."""
     return Path("/proc/self/maps").read_text().count("memfd:kvstore-memory")
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: str) -> None:
+    """R1: what a match counted is read, wherever it is; here the root has lost it."""
+    chain = filled(served, TOKENS, KV, MEDIUM)
+    assert served.member.node.tiers is not None
+    with memory_of(served).refer(chain, 0, COUNT) as slots:
+        below = Below(chain, [bytes(image) for image in slots.images(0, COUNT)])
+    lose(served, chain, 0, COUNT)
+    served.member.node.tiers.below.append(below)
+    namespace = chain.namespace
+    served.member.node.on_root(lambda: [served.member.node.root.remove(name) for name in names_of(served, chain)])
+    served.member.node.forget()
+    with connected(served, bulk=way) as store:
+        count, array = store.namespace(namespace.name, MEDIUM).get(TOKENS)
+        assert count == len(TOKENS)
+        assert same(array, KV)
+        assert store.stats()["client_gets_grpc"] == 0
+
+
+def names_of(served: Served, chain: Chain) -> list[Name]:
+    bits = served.member.node.identity.shard_bits
+    return [chunk_name(address, chain.namespace.id, bits) for address in chain.addresses]
+
+
+class Below:
+    """A tier that has the images of one chain."""
+
+    name = "below"
+
+    def __init__(self, chain: Chain, images: list[bytes]) -> None:
+        self._images = dict(zip(chain.addresses, images, strict=True))
+
+    def leading(self, wanted: Wanted, first: int) -> int:
+        addresses = list(wanted.addresses)[first:]
+        return next((at for at, each in enumerate(addresses) if each not in self._images), len(addresses))
+
+    def fetch(
+        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        for index, image in zip(indexes, images, strict=True):
+            image[:] = self._images[wanted.addresses[index]]
+        return [True] * len(indexes)
+
+    def damaged(self, wanted: Wanted, index: int) -> None:
+        raise AssertionError("nothing here is damaged")
+
+    def drop_namespace(self, digest: bytes) -> None:
+        self._images.clear()
+
+    def stats(self) -> dict[str, int | float]:
+        return {}
+
+    def close(self, timeout_s: float) -> None:
+        self._images.clear()

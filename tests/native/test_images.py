@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -44,28 +45,31 @@ def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_righ
     make_images(chain, range(count), Planes(kv, LARGE.section_bytes), images, RandomIds())
     right, out = memory.copy(), np.zeros_like(kv)
     outcomes = [0, 0]
-    go, done = threading.Barrier(2), threading.Barrier(2)
-    rounds = 60
+    turn = threading.Barrier(2)
 
     def replace() -> None:
         generator = np.random.default_rng(2)
-        for _ in range(rounds):
-            start = int(generator.integers(0, memory.size))
-            go.wait()
-            memory[start:] = 0
-            done.wait()
+        with suppress(threading.BrokenBarrierError):
+            while True:
+                start = int(generator.integers(0, memory.size))
+                turn.wait()
+                memory[start:] = 0
+                turn.wait()
 
-    thread = threading.Thread(target=replace)
+    thread = threading.Thread(target=replace, daemon=True)
     thread.start()
-    for _ in range(rounds):
-        memory[:] = right
-        out[:] = 1
-        go.wait()
-        mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), Borrowed())
-        for at in range(count):
-            part = slice(at * LARGE.section_bytes, (at + 1) * LARGE.section_bytes)
-            outcomes[int(mask[at])] += 1
-            assert not mask[at] or np.array_equal(out[..., part], kv[..., part])
-        done.wait()
-    thread.join()
+    try:
+        for _ in range(60):
+            memory[:] = right
+            out[:] = 1
+            turn.wait()
+            mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), Borrowed())
+            for at in range(count):
+                part = slice(at * LARGE.section_bytes, (at + 1) * LARGE.section_bytes)
+                outcomes[int(mask[at])] += 1
+                assert not mask[at] or np.array_equal(out[..., part], kv[..., part])
+            turn.wait()
+    finally:
+        turn.abort()
+    thread.join(10)
     assert min(outcomes) > 0, "some were replaced, and some were not"

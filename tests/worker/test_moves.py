@@ -43,12 +43,17 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def working(
-    root: Root, *, write: WriteMode = WriteMode.AROUND, disk: Path | None = None, moves_max: int = 32
+    root: Root,
+    *,
+    write: WriteMode = WriteMode.AROUND,
+    disk: Path | None = None,
+    moves_max: int = 32,
+    worker_limits: WorkerLimits | None = None,
 ) -> Iterator[tuple[Acting, Served]]:
     """A worker with memory, and the member behind it."""
     limits = replace(QUICK, write_deadline_s=10.0, moves_max=moves_max)
     with Acting(root, write=write, disk=disk, limits=limits) as acting:
-        worker = Worker(acting.member, "127.0.0.1:0", WorkerLimits())
+        worker = Worker(acting.member, "127.0.0.1:0", worker_limits)
         worker.start()
         try:
             yield acting, Served(worker, acting.member)
@@ -110,6 +115,20 @@ def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:
             assert ticket.done
             eventually(lambda: idle(served))
         eventually(lambda: not served.worker.service.gate.inside_count)
+
+
+def test_a_move_that_takes_long_is_not_taken_for_an_idle_client() -> None:
+    root = faulty()
+    limits = WorkerLimits(idle_s=0.5)
+    with (
+        working(root, write=WriteMode.BEHIND, worker_limits=limits) as (acting, served),
+        caching(served, acting) as cache,
+    ):
+        with held(root):
+            acting.put(1, 8)
+            ticket = cache.move(acting.prompts.tokens(1, 8), "root")
+            assert ticket.wait(2.0) == 0 and not ticket.done
+        assert ticket.wait(WAIT_S) == 8 * acting.size and ticket.error is None
 
 
 def test_a_worker_that_drains_does_not_wait_for_wishes() -> None:

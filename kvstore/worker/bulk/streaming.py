@@ -86,14 +86,14 @@ class ChunkStream:
                 at = first
                 while whole and good < count:
                     if not windows:
-                        windows.append(self._begin(at, count, reserved))
+                        windows.append(self._begin(at, count, reserved, context))
                     window = windows[0]
                     deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
                     here = window.good_count(deadline)
                     whole = here == len(window.files) > 0
                     good, at = window.first + here, window.first + len(window.files)
                     if whole and at < count:
-                        windows.append(self._begin(at, count, reserved))
+                        windows.append(self._begin(at, count, reserved, context))
                     self._send(window.first, window.files[:here])
                     windows.pop(0).close()
             finally:
@@ -106,11 +106,14 @@ class ChunkStream:
                 for buffer in self._taken:
                     self._buffers.give(buffer)
 
-    def _begin(self, first: int, count: int, reserved: ExitStack) -> Window:
-        """The next chunks that are all in memory, or all not, at most a window."""
+    def _begin(self, first: int, count: int, reserved: ExitStack, context: CallContext) -> Window:
+        """The next chunks that are all in memory, or all not, at most a window. Brings what is worth it there first."""
         stop, memory = min(count, first + self._window), self._node.memory
         end = first if memory is not None else stop
         if memory is not None:
+            if self._hold is not None and memory.leading(self._chain, first) < stop - first:
+                left_s = seconds_left(context, self._node.limits.read_deadline_s)
+                self._node.bring(self._hold, first, stop - first, left_s)
             slots = memory.refer(self._chain, first, stop - first)
             if slots.leading_count:
                 self._node.counters.add("memory_hits", slots.leading_count)

@@ -1,0 +1,54 @@
+"""The thread that drops cleared namespaces here: it may have to wait for a disk, which whoever hears of them must not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvstore.namespace import NamespaceDigest
+
+log = logging.getLogger(__name__)
+
+
+class Clearing:
+    """Calls ``drop`` for each namespace that it is given, one at a time, each once where it is given again meanwhile."""
+
+    def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
+        self._drop = drop
+        self._changed = threading.Condition()
+        self._waiting: dict[NamespaceDigest, None] = {}
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, namespace: NamespaceDigest) -> None:
+        """Has it dropped soon."""
+        with self._changed:
+            if self._closed:
+                return
+            self._waiting[namespace] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-peers-clear", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """What waits is left; it is told again at the next start. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                namespace = next(iter(self._waiting))
+                del self._waiting[namespace]
+            try:
+                self._drop(namespace)
+            except Exception:
+                log.exception("peers.clearing_failed")

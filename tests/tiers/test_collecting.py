@@ -1,0 +1,218 @@
+"""Garbage collection beside nodes with memory: what a collector takes from the root while memory has it.
+
+MEMORY.md R1, R5, W2 and W5; H1, H2 and P1 of gc/PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.client.cache import Cache
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.meta.memory import MemoryMeta
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.root.faulty import FaultyRoot
+from kvstore.root.interface import Root
+from kvstore.sources import RandomIds, SystemClock
+from kvstore.writes import WriteMode
+from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
+from tests.node.stores import TINY, kv_of, same
+from tests.tiers.acting import MEMORY_BYTES, held
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+def with_memory(c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND) -> Member:
+    """A node of the cluster that has memory."""
+    member = join(
+        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=NODE_LIMITS, clock=SystemClock(),
+        ids=RandomIds(), shared=True, settings=TierSettings(MEMORY_BYTES, write=write),
+    )  # fmt: skip
+    member.claim_namespace(SPACE)
+    c.undo.callback(member.close)
+    eventually(lambda: member.node.gc_view.protects)
+    return member
+
+
+def cache_of(member: Member) -> Cache:
+    return Store(LocalPort(member)).namespace(SPACE.name, TINY)
+
+
+def get(member: Member, chain: Chain) -> int:
+    """How many leading chunks are read, all compared."""
+    tokens, kv = cache_of(member).get(chain.tokens)
+    assert same(kv, kv_of(TINY, chain.tokens)[:, :, :tokens]), "wrong bytes"
+    return tokens // TINY.chunk_tokens
+
+
+def put_rest(member: Member, chain: Chain, first: int) -> int:
+    """Puts the chunks from ``first`` on; how many leading ones are there then."""
+    kv, size = kv_of(TINY, chain.tokens), TINY.chunk_tokens
+    return cache_of(member).put(chain.tokens, kv[:, :, first * size :], first * size).tokens_present // size
+
+
+def test_memory_serves_what_was_reaped_and_others_miss(c: Cluster) -> None:
+    node, other, chain = with_memory(c), c.node(), prompt(1, 8)
+    assert put(node, chain) == 8
+    node.node.drain()
+    assert other.node.match(chain) == 8
+    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert c.present(chain) == 0 and c.leftovers() == []
+    eventually(lambda: node.node.match(chain) == 8)
+    assert get(node, chain) == 8 and other.node.match(chain) == 0 and get(other, chain) == 0
+
+
+def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None:
+    node, other, chain = with_memory(c), c.node(), prompt(1, 8)
+    put(node, chain)
+    node.node.drain()
+    hold = other.node.hold(chain)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+    sweep.start()
+    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    assert node.node.match(chain) == 0 and get(node, chain) == 0
+    assert put(node, chain) == 0, "not before the sweep has ended"
+    other.node.release(hold)
+    sweep.join(10)
+    eventually(lambda: get(node, chain) == 8)
+
+
+def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster) -> None:
+    node, chain = with_memory(c), prompt(1, 8)
+    put(node, chain)
+    node.node.drain()
+    with cache_of(node).hold(chain.tokens) as hold:
+        sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+        sweep.start()
+        eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+        out = np.empty(TINY.shape(hold.tokens), TINY.numpy_dtype)
+        assert hold.read_into(out) == len(chain.tokens) and same(out, kv_of(TINY, chain.tokens))
+        assert len(hold.view()) == 8
+        assert c.present(chain) == 8 and sweep.is_alive()
+    sweep.join(10)
+    assert c.present(chain) == 0
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_w5_children_of_what_was_reaped_take_it_back_to_the_root(c: Cluster, write: WriteMode) -> None:
+    node, longer = with_memory(c, write=write), prompt(1, 12)
+    chain = longer.leading(8)
+    put(node, chain)
+    node.node.drain()
+    assert get(node, chain) == 8 and get(node, chain) == 8, "asked for twice, so in memory by now"
+    c.collector().sweep(c.plans(chain))
+    eventually(lambda: node.node.match(chain) == 8)
+    assert put_rest(node, longer, 8) == 12
+    node.node.drain()
+    assert c.present(longer) == 12
+    assert get(c.node(), longer) == 12
+
+
+def test_put_again_after_it_was_reaped(c: Cluster) -> None:
+    node, other, chain = with_memory(c), with_memory(c, write=WriteMode.THROUGH), prompt(1, 8)
+    put(node, chain)
+    node.node.drain()
+    c.collector().sweep(c.plans(chain))
+    eventually(lambda: put(node, chain) == 8)
+    assert get(node, chain) == 8
+    assert put(other, chain) == 8 and c.present(chain) == 8
+    assert get(node, chain) == get(other, chain) == 8
+
+
+def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None:
+    """Neither is lost: memory has the parents, and writes them with their children when the sweep has ended."""
+    root = FaultyRoot(c.root)
+    node, other, longer = with_memory(c, root), c.node(), prompt(1, 12)
+    chain = longer.leading(8)
+    put(node, chain)
+    node.node.drain()
+    hold = other.node.hold(chain)
+    with held(root):
+        assert put_rest(node, longer, 8) == 12
+        sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+        sweep.start()
+        eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    other.node.release(hold)
+    sweep.join(10)
+    node.node.drain()
+    assert get(node, longer) == 12
+    assert c.present(longer) in (0, 12), "never a child without its parent"
+    assert c.present(longer) == 12 or node.stats()["behind_lost"] == 4
+
+
+def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:
+    """Nothing but holds is waited for: neither views nor what memory keeps."""
+    node, chain = with_memory(c), prompt(1, 8)
+    put(node, chain)
+    node.node.drain()
+    with cache_of(node).hold(chain.tokens) as hold:
+        views = hold.view()
+    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert same(np.concatenate(views, axis=2), kv_of(TINY, chain.tokens))
+
+
+def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
+    node, chain = with_memory(c), prompt(1, 8)
+    put(node, chain)
+    pin = node.pin(chain, 60.0, "me")
+    assert pin.tokens == len(chain.tokens)
+    assert c.collector().sweep(c.plans(chain)).reaped_count == 0 and c.present(chain) == 8
+    assert get(node, chain) == 8
+
+
+def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:
+    """Two nodes with memory beside a collector that takes all it finds: never wrong bytes, never a hole."""
+    nodes = [with_memory(c), with_memory(c)]
+    chains = [prompt(number, 12) for number in range(4)]
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def act(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                node = nodes[int(generator.integers(2))]
+                chain = chains[int(generator.integers(4))].leading(int(generator.integers(1, 13)))
+                if generator.integers(2):
+                    put(node, chain)
+                else:
+                    get(node, chain)
+        except BaseException as error:  # noqa: BLE001 - carried to the test
+            errors.append(error)
+
+    def collect() -> None:
+        collector = c.collector()
+        while not ended.is_set():
+            collector.sweep(c.plans(*chains))
+
+    threads = [threading.Thread(target=act, args=(seed,)) for seed in range(3)]
+    sweeping = threading.Thread(target=collect)
+    for thread in (sweeping, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    sweeping.join()
+    assert not errors, errors
+    for node in nodes:
+        node.node.drain()
+    for chain in chains:
+        there = [c.root.stat(c.name(address)) is not None for address in chain.addresses]
+        assert there == sorted(there, reverse=True), "a child without its parent"
+        for node in nodes:
+            get(node, chain)
+    for node in nodes:
+        stats = node.stats()
+        eventually(lambda stats=stats: stats["memory_dirty_bytes"] == 0)  # type: ignore[misc]

@@ -1,0 +1,103 @@
+"""Killed with SIGKILL while its queue is full: what was acknowledged behind and not written yet is missing, and nothing
+else; nothing is damaged (MEMORY.md, the table of "Writing").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.fsck import Kind, fsck
+from kvstore.hints import Hints
+from kvstore.root.identity import create_or_open
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from kvstore.writes import WriteMode
+from tests.node.stores import SetClock
+from tests.tiers.acting import Acting
+
+pytestmark = pytest.mark.slow
+
+CHUNKS = 6
+STEP_S = 0.01
+"""How long each step of a write takes, so that the queue is fuller than the root is quick."""
+
+
+def put_until_killed(root: str, seed: int) -> None:
+    """Runs in a process of its own: puts prompts, and prints what was acknowledged, one line for each put."""
+    chosen = random.Random(seed)
+    is_slow = False
+
+    def step(_: str) -> None:
+        if is_slow:
+            time.sleep(STEP_S * chosen.random())
+
+    node = Acting(PosixRoot(root, step=step))
+    number = 0
+    for number in range(1, 4):
+        node.put(number, CHUNKS)
+    node.drain()
+    told = {"drained": [1, 2, 3]}
+    print(json.dumps(told), flush=True)
+    is_slow = True
+    while True:
+        number += 1
+        write = chosen.choice([WriteMode.BEHIND, WriteMode.BEHIND, WriteMode.BEHIND, WriteMode.THROUGH])
+        prefix = chosen.choice([0, 0, 3])
+        if prefix:
+            node.put(number, prefix, write=write)
+        result = node.put(number, CHUNKS, first=prefix, write=write, hints=Hints())
+        count = result.tokens_present // node.size
+        print(json.dumps({"number": number, "count": count, "write": write.value}), flush=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sigkill_with_a_full_queue(tmp_root: Path, seed: int) -> None:
+    script = f"from tests.tiers.test_killed import put_until_killed; put_until_killed({str(tmp_root)!r}, {seed})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        acknowledged: list[dict[str, object]] = []
+        shed = 0
+        json.loads(child.stdout.readline())
+        while shed < 2 + seed:
+            acknowledged.append(json.loads(child.stdout.readline()))
+            shed += acknowledged[-1]["count"] != CHUNKS
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        rest = child.stdout.read()
+        child.wait(10)
+    acknowledged += [json.loads(line) for line in rest.splitlines() if line.endswith("}")]
+    counts = {number: CHUNKS for number in range(1, 4)}
+    missing = 0
+    with Acting(PosixRoot(tmp_root)) as node:
+        for one in acknowledged:
+            assert isinstance(one["number"], int) and isinstance(one["count"], int)
+            counts[one["number"]] = one["count"]
+        for number, count in counts.items():
+            there = node.on_root(number, CHUNKS)
+            written = sum(there)
+            assert there == [True] * written + [False] * (CHUNKS - written), "parents first (W2)"
+            waited = number <= 3 or next(one for one in acknowledged if one["number"] == number)["write"] != "behind"
+            assert written == count if waited else written <= count, "nothing else is missing, nor there"
+            missing += count - written
+            assert node.match(number, CHUNKS) == written and node.get(number, CHUNKS) == written
+        assert missing > 0, "the queue was full"
+        assert node.stat("miss_damaged") == 0
+        root = PosixRoot(tmp_root)
+        later = SetClock(time.time() + 2 * 3600)
+        found = fsck(root, create_or_open(root, RandomIds()), clock=later)
+        assert {finding.kind for finding in found.findings} <= {Kind.ORPHAN_STAGING}
+        for number in counts:
+            node.put(number, CHUNKS)
+            node.drain()
+            assert node.get(number, CHUNKS) == CHUNKS
