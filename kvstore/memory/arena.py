@@ -29,9 +29,9 @@ class Arena:
     """``size_bytes`` of memory, a multiple of 4 KiB, that only this process can write.
 
     Its pages are taken from the system in the background as soon as it is open, and kept until it is closed.  They are
-    pages of a memfd: a container without ``/dev/shm``, or with a small one,
-    has as much of it as any other.  They count as the worker's memory in its cgroup, whose limit needs room for the
-    whole arena; past it the system kills the process that writes, as for any other memory.
+    pages of a memfd: a container without ``/dev/shm``, or with a small one, has as much of it as any other.  They count
+    as the worker's memory in its cgroup, whose limit needs room for the whole arena; past it the system kills the
+    process that writes, as for any other memory.
     """
 
     def __init__(self, size_bytes: int) -> None:

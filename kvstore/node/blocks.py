@@ -24,6 +24,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
+from kvstore.node.publish import StillRight, always
 from kvstore.node.reading import Groups, group_size, read_chunks, remembered
 from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slots
@@ -94,7 +95,11 @@ class Blocks:
             if right
         }
         keys = [keyed.keys[index] for index in payloads]
-        stored = self._put_on_root(keyed.namespace, keys, [*payloads.values()], deadline, durable, hints)
+        indexes = [*payloads]
+        stored = self._put_on_root(
+            keyed.namespace, keys, [*payloads.values()], deadline, durable, hints,
+            lambda at: bool(verify_images(keyed, [indexes[at]], slots.images(indexes[at], indexes[at] + 1)).all()),
+        )  # fmt: skip
         left = (index for index, done in zip(payloads, stored, strict=True) if not done)
         return next(left, slots.first + len(slots.entries))
 
@@ -128,6 +133,7 @@ class Blocks:
         deadline: Deadline,
         durable: bool,
         hints: Hints,
+        still_right: StillRight = always,
     ) -> list[bool]:
         stored = [False] * len(keys)
         given_up = threading.Event()
@@ -154,6 +160,9 @@ class Blocks:
                 # Given up while the bytes were being written: they may have changed since, so they get no name.
                 self._chunks.discard(staged)
                 return False
+            if not still_right(index):
+                self._chunks.discard(staged)
+                return True
             try:
                 # Another writer's block under this key may have another size; then ours is not what is stored.
                 stored[index] = self._chunks.publish(staged, durable) or self._chunks.is_present(staged.expected)

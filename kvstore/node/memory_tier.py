@@ -119,6 +119,11 @@ class MemoryTier:
         count = slots.leading_count
         return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count])
 
+    def still_right(self, slots: Slots, index: int) -> bool:
+        """Whether chunk ``index`` is there and right at this moment; dropped otherwise (rule I1)."""
+        entry = slots.entries[index - slots.first]
+        return entry is not None and bool(self._verified(slots, [index], [entry]))
+
     # Filling
 
     def claim(

@@ -36,7 +36,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import Publication, Source
+from kvstore.node.publish import Publication, Source, StillRight, always
 from kvstore.node.putting import Putting
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
@@ -362,32 +362,50 @@ class Node:
         """How a put is acknowledged here."""
         return self.tiers.mode(asked, hints) if self.tiers is not None else WriteMode.AROUND
 
-    def begin_put(self, chain: Chain, first: int, deadline_s: float | None = None, hints: Hints = DEFAULT) -> Putting:
+    def begin_put(
+        self,
+        chain: Chain,
+        first: int,
+        deadline_s: float | None = None,
+        hints: Hints = DEFAULT,
+        still_right: StillRight = always,
+    ) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
         self.counters.add("requests_put")
         self.gc_view.check_room()
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.
         chain = chain.leading(self.gc_view.leading(chain.addresses))
-        publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints)
+        publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints, still_right)
         present = self._leading(min(first, len(chain)), publication.look, deadline)
         if present < first and self.memory is not None and self.memory.leading(chain, present) >= first - present:
-            putting = self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline)
+            putting = self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline, still_right)
             if putting is not None:
                 return putting
         return Putting(self, chain, first, present, publication, self._lanes)
 
     def _begin_put_with_parents(
-        self, memory: MemoryTier, chain: Chain, first: int, present: int, hints: Hints, deadline: Deadline
+        self,
+        memory: MemoryTier,
+        chain: Chain,
+        first: int,
+        present: int,
+        hints: Hints,
+        deadline: Deadline,
+        still_right: StillRight,
     ) -> Putting | None:
-        """A put that begins with chunks which the root lost and memory has (rule W5); None where one of them is wrong."""
+        """A put that begins with chunks which the root lost and memory has (rule W5); None where one is wrong."""
         slots = memory.refer(chain, present, first - present)
         try:
             count = memory.verified(slots)
             if count < first - present:
                 slots.release()
                 return None
-            publication = Publication(self._chunks, self._refresher, chain, present, self.durable, hints)
+
+            def all_right(index: int) -> bool:
+                return memory.still_right(slots, index) if index < first else still_right(index)
+
+            publication = Publication(self._chunks, self._refresher, chain, present, self.durable, hints, all_right)
             putting = Putting(self, chain, first, first, publication, self._lanes, ended=slots.release)
             putting.add_run(slots.sections(present, present + count), present, count, deadline.left_s())
         except BaseException:
@@ -397,12 +415,13 @@ class Node:
 
     def _publish(self, job: Job, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns up to which index they are there then."""
-        assert self.memory is not None
+        memory = self.memory
+        assert memory is not None
         wanted, wait_s = job.wanted, self.limits.write_deadline_s
         if isinstance(wanted, Keyed):
             return self.blocks.publish(wanted, slots, job.hints, Deadline(self.clock, wait_s), self.durable)
-        count = self.memory.verified(slots)
-        putting = self.begin_put(wanted, job.first, wait_s, job.hints)
+        count = memory.verified(slots)
+        putting = self.begin_put(wanted, job.first, wait_s, job.hints, lambda index: memory.still_right(slots, index))
         try:
             if not putting.refused:
                 putting.add_run(slots.sections(job.first, job.first + count), job.first, count, wait_s)

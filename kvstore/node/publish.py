@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.header import expected_chunk
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks, Staged
@@ -32,12 +32,31 @@ Source = Callable[[int], Pieces]
 """The sections of a chunk, by its index in the chain: views of the caller's memory."""
 
 
+StillRight = Callable[[int], bool]
+"""Whether the bytes of a chunk, by its index, are what they were before they were staged. Staging makes their checksums
+anew: what went wrong in memory after it was verified, and before that, would be right ever after.
+"""
+
+
+def always(_: int) -> bool:
+    """Of bytes that the caller vouches for."""
+    return True
+
+
 class Publication:
     """The chunks from ``first`` on of one chain on their way into the store; ``add`` may be called by many threads."""
 
     def __init__(
-        self, chunks: Chunks, refresher: Refresher, chain: Chain, first: int, durable: bool, hints: Hints
+        self,
+        chunks: Chunks,
+        refresher: Refresher,
+        chain: Chain,
+        first: int,
+        durable: bool,
+        hints: Hints,
+        still_right: StillRight = always,
     ) -> None:
+        self._still_right = still_right
         self._chunks = chunks
         self._refresher = refresher
         self._chain = chain
@@ -196,6 +215,9 @@ class Publication:
             lacking = frozenset(index for index in list(self._lacking) if index < depth)
             self._refresher.renew(chain.namespace.id, chain.addresses[:depth], self._hints, lacking)
             self._lacking -= lacking
+        if not self._still_right(staged.expected.depth):
+            self._chunks.discard(staged)
+            raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
             won = self._chunks.publish(staged, self._durable)
         except KVStoreError:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore.address import Chain
 from kvstore.client.limits import ClientLimits
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.node.deadline import Deadline
+from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import (
@@ -354,7 +359,7 @@ def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: st
 
 def names_of(served: Served, chain: Chain) -> list[Name]:
     bits = served.member.node.identity.shard_bits
-    return [chunk_name(address, chain.namespace.id, bits) for address in chain.addresses]
+    return [places.chunk(address, chain.namespace.id, bits) for address in chain.addresses]
 
 
 class Below:

@@ -114,13 +114,22 @@ def test_a2_what_is_mapped_stays_readable_when_the_writer_is_killed() -> None:
     assert mapped.readonly and bytes(mapped[-4:]) == b"left" and bytes(mapped[:4]) == bytes(4)
 
 
-def test_pages_are_taken_when_they_are_first_written() -> None:
+def test_pages_are_taken_in_the_background_and_keep_what_is_written_meanwhile() -> None:
     arena = Arena(SIZE).open()
-    taken = [os.fstat(arena.fd).st_blocks]
     arena.memory[4096:4100] = b"page"
-    taken.append(os.fstat(arena.fd).st_blocks)
+    assert arena._filling is not None
+    arena._filling.join(30)
+    assert os.fstat(arena.fd).st_blocks * 512 == SIZE and bytes(arena.memory[4096:4101]) == b"page\0"
     arena.close()
-    assert taken[0] == 0 and 0 < taken[1] * 512 < SIZE
+
+
+def test_a_closed_arena_takes_no_more_pages() -> None:
+    arena = Arena(256 << 20).open()
+    filling, watching = arena._filling, os.dup(arena.fd)
+    arena.close()
+    assert filling is not None and not filling.is_alive()
+    assert os.fstat(watching).st_blocks * 512 < 256 << 20
+    os.close(watching)
 
 
 def test_a_view_outlives_the_arena() -> None:

@@ -227,6 +227,35 @@ def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
         node.assert_settled()
 
 
+@pytest.mark.parametrize("first", [0, 4], ids=["behind", "as_parents"])
+def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: FaultyRoot, first: int) -> None:
+    """Its checksums are made anew when it is staged, so a bit that turns before that would be right ever after."""
+    with Acting(root, limits=replaced(behind_give_up_s=0.3)) as node:
+        turned: list[bool] = []
+        looks: list[bool] = []
+        if first:
+            node.put(1, 4)
+            node.drain()
+            node.lose(1, 4)
+
+        def turn(name: object) -> bool:
+            """At the last look before its bytes are staged."""
+            if name == node.name(1, 2) and node.in_memory(1, 4)[2] and not turned:
+                looks.append(True)
+                if len(looks) > (1 if first else 0):
+                    node.damage(1, 2)
+                    turned.append(True)
+            return False
+
+        root.set_rules([Rule("stat", EROFS, turn)])
+        node.put(1, 6, first=first)
+        eventually(lambda: not node.stat("behind_bytes"))
+        assert turned and node.on_root(1, 6) == [True] * 2 + [False] * 4
+        with Acting(root.inner) as other:
+            assert other.get(1, 6) == 2
+        node.assert_settled()
+
+
 def test_two_writers_of_one_prompt(node: Acting) -> None:
     """E4: the first one's bytes stay, both are told what is there, and it is written once."""
     together(*[lambda: node.put(1, 12)] * 4)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore.client import Store
+from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.connectors.vineyard.config import (
     ENV_FILESYSTEM,
     ENV_SHARED_MEMORY,
@@ -38,18 +39,21 @@ GATHER_BYTES = 64 << 20
 GATHER_PARTS_MAX = 32
 """Each put looks at all chunks before its first; very large updates take larger parts rather than more."""
 HOLES_MAX = 8
-"""How often one update goes back to fill a hole that garbage collection made meanwhile."""
+"""How often one update goes back to what is not there: garbage collection took it, or memory had no room for it."""
 
 
 class KVCache:
     """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; dropped, it closes too.
 
     ``tensor_nbytes`` is the size of K, and of V, of one token at one layer, ``layer`` the number of layers.
-    ``cache_capacity`` is accepted without effect: how much is kept is a setting of garbage collection (``kvstore-gc``).
+    ``cache_capacity`` is how many tokens a VineyardCacheConfig keeps in the memory of this process, at least 16 MiB and
+    at most a quarter of all there is; the folder below it keeps the others.  With a FileCacheConfig it has no effect:
+    how much a root keeps is a setting of garbage collection (``kvstore-gc``).
     ``rank`` with ``world_size`` keeps the ranks of a parallel run apart, in ``{root}/{world_size}-{rank}``;
     ``cache_config.root`` of this object says so, the caller's configuration stays as it is.
     ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users apart, as in ``kvstore.open``'s
-    namespaces.  Further keyword arguments go to ``kvstore.open`` (``etcd``, ``durability``) or ``kvstore.connect``.
+    namespaces.  Further keyword arguments go to ``kvstore.open`` (``etcd``, ``durability``, ``memory``, ``write``) or
+    ``kvstore.connect``.
 
     Without ``cache_config`` the environment says where the cache is (``config_from_environment``).
 
@@ -89,7 +93,7 @@ class KVCache:
         self.chunk_size = config.chunk_size if isinstance(config, FileCacheConfig) else config.block_size
         with as_runtime_errors():
             layout = Layout(layer, 1, tensor_nbytes, "int8", self._chunk_tokens)
-            self._store = _open(config, kwargs)
+            self._store = _open(config, layout, cache_capacity, kwargs)
             # At exit too, and there before the interpreter freezes the store's threads, which __del__ would wait for.
             self._closing = weakref.finalize(self, _close_quietly, self._store, os.getpid())
             # The geometry is in the name: another one on the same root is another namespace, not a LayoutMismatch.
@@ -177,14 +181,17 @@ class KVCache:
         part_bytes = max(GATHER_BYTES, layout.kv_bytes_per_token * len(ids) // GATHER_PARTS_MAX)
         step = max(size, part_bytes // layout.kv_bytes_per_token // size * size)
         at = max(skipped, self._cache.match(ids))
+        write: str | None = None
         written = holes = 0
         while True:
             # Also with nothing left to write: a put looks whether the prefix is there, and renews its recency.
             end = min(at + step, len(ids))
             kv = tensors.gather(at - skipped, end - skipped)
-            result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s)
+            result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s, write=write)
+            if result.tokens_present < end:
+                write = "through"  # behind, memory may have had no room for it; to wait for the root always helps
             written += result.chunks_written * size
-            if result.tokens_present >= at:
+            if result.tokens_present >= end:
                 at = end
                 if at == len(ids):
                     return at, written
@@ -243,9 +250,13 @@ def _ids(what: str, tokens: TokenIds) -> TokenArray:
     return array.astype("<i4").view("<u4")
 
 
-def _open(config: FileCacheConfig | VineyardCacheConfig, settings: dict[str, Any]) -> Store:
+def _open(
+    config: FileCacheConfig | VineyardCacheConfig, layout: Layout, capacity_tokens: int, settings: dict[str, Any]
+) -> Store:
     if isinstance(config, VineyardCacheConfig):
-        return _open_folder(f"{config.socket}.kvstore", settings)
+        # Through: an update that returned is seen by other processes, outlives this one, and raises where it failed.
+        tiers = {"memory": memory_bytes(layout, capacity_tokens), "write": "through"}
+        return _open_folder(f"{config.socket}.kvstore", {**tiers, **settings})
     if config.filesystem_type == FilesystemType.LOCAL:
         return _open_folder(config.root, settings)
     host, colon, port = config.rpc_endpoint.rpartition(":")

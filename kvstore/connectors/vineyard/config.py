@@ -24,10 +24,18 @@ class FilesystemType(enum.IntEnum):
 class VineyardCacheConfig:
     """A cache that matches token by token, as Vineyard's in shared memory does.
 
-    It is served by a store in the folder ``{socket}.kvstore`` beside where Vineyard's socket would be; no server is
-    needed, and all processes that name the same socket share it.  Caches with another ``llm_cache_object_name`` are
-    apart.  ``block_size``, ``sync_interval`` and the other two names have no meaning here: there is nothing to
-    synchronise, an update is seen by everybody when it returns.
+    It is served from the memory of this process, as many tokens as ``KVCache`` has ``cache_capacity``, above a store in
+    the folder ``{socket}.kvstore`` beside where Vineyard's socket would be; no server is needed, and all processes that
+    name the same socket share that folder.  Caches with another ``llm_cache_object_name`` are apart.
+
+    ``sync_interval`` is how many seconds later at most others see an update.  They see it when it returns, which is
+    always sooner: it is in memory and in the folder then.  With ``KVCache(..., write="behind")`` an update returns when
+    it is in memory, several times as fast; then others see it when it is written, soon but without a promise, and it is
+    lost where this process is killed before.
+
+    ``block_size`` is how many tokens Vineyard keeps in one blob, and changes no result there.  Here every token is a
+    chunk: larger ones would match up to ``block_size - 1`` tokens less of each prompt.  The other two names have no
+    meaning here.
     """
 
     socket: str
