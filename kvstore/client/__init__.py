@@ -2,5 +2,6 @@
 
 from kvstore.client.cache import Cache, Hold, Pin
 from kvstore.client.store import Store, connect, open
+from kvstore.client.tickets import Ticket
 
-__all__ = ["Cache", "Hold", "Pin", "Store", "connect", "open"]
+__all__ = ["Cache", "Hold", "Pin", "Store", "Ticket", "connect", "open"]

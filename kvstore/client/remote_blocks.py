@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 from kvstore.buffers import Pieces
+from kvstore.client.bulk.reading_blocks import BlockReading
+from kvstore.client.bulk.sending_blocks import send_blocks
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.client.tools import Tools
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import Keyed
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, sealed, write_message
 from kvstore.wire.parts import Incoming
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.writes import WriteMode
+
+log = logging.getLogger(__name__)
 
 
 class RemoteBlocks:
@@ -42,16 +51,46 @@ class RemoteBlocks:
         )
         opening = start.SerializeToString()
 
-        def send(endpoint: Endpoint, left_s: float) -> bytes:
+        def send(endpoint: Endpoint, left_s: float) -> list[bool]:
+            stored = self._put_past_grpc(endpoint, start, buffers, left_s)
+            if stored is not None:
+                return stored
+            self._tools.counters.add("client_puts_grpc")
             outgoing = Outgoing(iter(buffers), opening)
-            return send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
+            answer = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
+            there = pb.PutBlocksResponse.FromString(answer).stored
+            if len(there) != len(keys):
+                raise Unavailable(f"the worker answered for {len(there)} blocks of {len(keys)}: repeat the call")
+            return [bool(each) for each in there]
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
-        answer = self._tools.caller.anywhere(send, timeout_s, keys[0], even_aside=True)
-        stored = pb.PutBlocksResponse.FromString(answer).stored
-        if len(stored) != len(keys):
-            raise Unavailable(f"the worker answered for {len(stored)} blocks of {len(keys)}: repeat the call")
-        return [bool(each) for each in stored]
+        return self._tools.caller.anywhere(send, timeout_s, keys[0], even_aside=True)
+
+    def _put_past_grpc(
+        self, endpoint: Endpoint, start: pb.PutBlocksStart, buffers: Pieces, timeout_s: float
+    ) -> list[bool] | None:
+        """The same over a bulk connection; None where there is none, or it broke."""
+        counters = self._tools.counters
+        with endpoint.bulk.link(timeout_s) as link:
+            if link is None:
+                return None
+            counters.add("client_puts_shared" if link.is_shared else "client_puts_tcp")
+            try:
+                return send_blocks(
+                    link,
+                    start,
+                    buffers,
+                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
+                    deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
+                    reserve=partial(endpoint.bulk.reserve_arena, link),
+                    idle_s=self._tools.limits.write_s,
+                    timeout_s=timeout_s,
+                )
+            except (LinkBroken, InvalidRequest) as error:
+                link.channel.alive = False
+                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                counters.add("client_bulk_broken")
+        return None
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """See ``Port.match_blocks``. Raises Unavailable."""
@@ -77,41 +116,82 @@ class RemoteBlocks:
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.
 
-        Where a worker fails, the next one is asked for all of them again.
+        Where a worker fails, the next one is asked for those that are left.
         """
         if not keys:
             return
-        limits = self._tools.limits
-        sizes = [len(buffer) for buffer in buffers]
-        request = pb.GetBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=pack_sizes(sizes))
-        raw = sealed(request)
+        limits, sizes = self._tools.limits, [len(buffer) for buffer in buffers]
+        wanted = keyed(namespace, keys, sizes)
 
         def send(endpoint: Endpoint, left_s: float) -> None:
-            # A second attempt writes over what the first one brought, so it counts no more.
-            hits[:] = [False] * len(keys)
-            frames = received(endpoint.stream_in("GetBlocks"), raw, self._tools.watch, limits.read_s, left_s)
-            with closing(frames):
-                asked = 0
-                found: list[int] = []
-                incoming = Incoming([])
-                for frame in frames:
-                    if frame.start is not None:
-                        if not incoming.is_done or asked + len(frame.start) > len(keys):
-                            raise BrokenTransfer(f"worker {endpoint.address} mixes up its blocks: repeat the call")
-                        found = [asked + at for at, hit in enumerate(frame.start) if hit]
-                        asked += len(frame.start)
-                        incoming = Incoming(
-                            [sizes[index] for index in found],
-                            lambda part, of=found: buffers[of[part]],  # type: ignore[misc]
-                        )
-                    before = incoming.complete
-                    try:
-                        for _ in incoming.feed(frame):
-                            pass
-                    except InvalidRequest as error:
-                        raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
-                    finally:
-                        for part in range(before, incoming.complete):
-                            hits[found[part]] = True
+            left = [index for index, hit in enumerate(hits) if not hit]
+            left = self._get_past_grpc(endpoint, wanted, buffers, hits, left)
+            if left:
+                self._get_over_grpc(endpoint, wanted, buffers, hits, left, left_s)
 
         self._tools.caller.anywhere(send, limits.stream_s(limits.read_s, sum(sizes)), keys[0])
+
+    def _get_past_grpc(
+        self, endpoint: Endpoint, wanted: Keyed, buffers: Pieces, hits: list[bool], left: list[int]
+    ) -> list[int]:
+        """Reads over a bulk connection; which are to be read over gRPC after it."""
+        tools = self._tools
+        with endpoint.bulk.link(tools.limits.probe_s) as link:
+            if link is None:
+                return left
+            tools.counters.add("client_gets_shared" if link.is_shared else "client_gets_tcp")
+            reading = BlockReading(link, wanted, buffers, hits, tools.lanes, tools.limits)
+            try:
+                reading.run(left)
+            except (LinkBroken, InvalidRequest) as error:
+                link.channel.alive = False
+                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                tools.counters.add("client_bulk_broken")
+                return [index for index in left if not hits[index]]
+        if reading.damaged:
+            # The worker finds out itself what is wrong with these, and sets them aside.
+            tools.counters.add("client_bulk_damaged")
+        return reading.damaged
+
+    def _get_over_grpc(
+        self,
+        endpoint: Endpoint,
+        wanted: Keyed,
+        buffers: Pieces,
+        hits: list[bool],
+        left: list[int],
+        left_s: float,
+    ) -> None:
+        tools = self._tools
+        tools.counters.add("client_gets_grpc")
+        sizes = [wanted.sizes_bytes[index] for index in left]
+        request = pb.GetBlocksRequest(
+            namespace=wanted.namespace.digest,
+            keys=pack_keys([wanted.keys[index] for index in left]),
+            sizes=pack_sizes(sizes),
+        )
+        stream = endpoint.stream_in("GetBlocks")
+        frames = received(stream, sealed(request), tools.watch, tools.limits.read_s, left_s)
+        with closing(frames):
+            asked = 0
+            found: list[int] = []
+            incoming = Incoming([])
+            for frame in frames:
+                if frame.start is not None:
+                    if not incoming.is_done or asked + len(frame.start) > len(left):
+                        raise BrokenTransfer(f"worker {endpoint.address} mixes up its blocks: repeat the call")
+                    found = [asked + at for at, hit in enumerate(frame.start) if hit]
+                    asked += len(frame.start)
+                    incoming = Incoming(
+                        [sizes[at] for at in found],
+                        lambda part, of=found: buffers[left[of[part]]],  # type: ignore[misc]
+                    )
+                before = incoming.complete
+                try:
+                    for _ in incoming.feed(frame):
+                        pass
+                except InvalidRequest as error:
+                    raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
+                finally:
+                    for part in range(before, incoming.complete):
+                        hits[left[found[part]]] = True

@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
-from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
+from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.posix import PosixReader
 
 
@@ -25,14 +24,16 @@ def copying(
     chunks: Chunks,
     lanes: Lanes,
     counters: Counters,
-    chain: Chain,
+    wanted: Wanted,
     indexes: Sequence[int],
     into: Callable[[int], memoryview],
+    *,
+    stop_at_miss: bool = True,
 ) -> Reading:
     """Begins to read the whole files of chunks into ``into(index)``, which has the size of the file."""
 
     def read(at: int, borrowed: Borrowed) -> bool:
-        expected = expected_chunk(chain, indexes[at])
+        expected = expected_of(wanted, indexes[at])
         opened = chunks.open(expected)
         if opened is None:
             return False
@@ -45,25 +46,53 @@ def copying(
         counters.add_read(expected.payload_bytes)
         return True
 
-    return Reading(lanes, counters, len(indexes), read)
+    return Reading(lanes, counters, len(indexes), read, stop_at_miss)
 
 
 def open_files(
-    chunks: Chunks, lanes: Lanes, counters: Counters, chain: Chain, indexes: Sequence[int], deadline: Deadline
+    chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
 ) -> list[PosixReader]:
     """The open files of chunks, the caller's to close, up to the first that is missing; their headers are verified."""
+    opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=True)
+    leading: list[PosixReader] = []
+    while len(leading) in opened:
+        leading.append(opened.pop(len(leading)))
+    for reader in opened.values():
+        reader.close()
+    return leading
+
+
+def open_each(
+    chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
+) -> list[PosixReader | None]:
+    """The same of each by itself; None for those that are missing."""
+    opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=False)
+    return [opened.get(at) for at in range(len(indexes))]
+
+
+def _opened(
+    chunks: Chunks,
+    lanes: Lanes,
+    counters: Counters,
+    wanted: Wanted,
+    indexes: Sequence[int],
+    deadline: Deadline,
+    *,
+    stop_at_miss: bool,
+) -> dict[int, PosixReader]:
+    """Open files by their place among ``indexes``."""
     lock = threading.Lock()
     opened: dict[int, PosixReader] = {}
     given_up = False
 
     def work(at: int) -> bool:
         try:
-            found = chunks.open(expected_chunk(chain, indexes[at]))
+            found = chunks.open(expected_of(wanted, indexes[at]))
         except KVStoreError:
             counters.add("miss_unreadable")
-            return False
+            return not stop_at_miss
         if found is None:
-            return False
+            return not stop_at_miss
         reader = found[0]
         with lock:
             # Opened after the caller gave up: nobody else would close it.
@@ -83,9 +112,4 @@ def open_files(
     finally:
         with lock:
             given_up = True
-    leading: list[PosixReader] = []
-    while len(leading) in opened:
-        leading.append(opened.pop(len(leading)))
-    for reader in opened.values():
-        reader.close()
-    return leading
+    return opened

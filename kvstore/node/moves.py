@@ -66,6 +66,7 @@ class Move:
         self.deadline = deadline
         self._changed = threading.Condition()
         self._chunks = 0
+        self._is_begun = False
         self._is_done = False
         self._is_cancelled = False
         self._error: KVStoreError | None = None
@@ -99,12 +100,19 @@ class Move:
             return self._chunks
 
     def cancel(self) -> None:
-        """It ends soon, within the step that it is at. Idempotent, never waits."""
+        """It ends soon, within the step that it is at; at once where it was not begun. Idempotent, never waits."""
         with self._changed:
             self._is_cancelled = True
+            self._is_done = self._is_done or not self._is_begun
             self._changed.notify_all()
 
     # For whoever does it
+
+    def begin(self) -> bool:
+        """Whether it is to be done: nobody has cancelled it. Whoever is told so calls ``end``."""
+        with self._changed:
+            self._is_begun = not self._is_done
+            return self._is_begun
 
     def goes_on(self) -> bool:
         """Whether the next step is to be done. Raises Unavailable where its time is over."""
@@ -158,9 +166,7 @@ class Moves:
             if self._closed:
                 raise Unavailable("the store is closed: open it again")
             # Those that were cancelled while they waited take nobody's place.
-            for given_up in [each for each in self._waiting if each.is_cancelled]:
-                self._waiting.remove(given_up)
-                given_up.end()
+            self._waiting = deque(each for each in self._waiting if not each.done)
             if len(self) >= self._moves_max:
                 raise Overloaded(f"{self._moves_max} prefetches and moves are not done yet: back off")
             self._waiting.append(move)
@@ -181,7 +187,7 @@ class Moves:
                 move.cancel()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._doing, timeout_s)
-        for move in waiting:
+        for move in filter(Move.begin, waiting):
             move.end(Unavailable("the store was closed before this was begun"))
 
     def _run(self) -> None:
@@ -202,9 +208,11 @@ class Moves:
 
     def _take(self) -> Move | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self._closed:
-                return None
-            move = self._waiting.popleft()
-            self._doing.add(move)
-            return move
+            while True:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return None
+                move = self._waiting.popleft()
+                if move.begin():
+                    self._doing.add(move)
+                    return move

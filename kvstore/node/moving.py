@@ -5,6 +5,7 @@ Apart from their tickets and threads, which know nothing of tiers.
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 from kvstore.address import Chain
@@ -53,6 +54,7 @@ class Moving:
         self._publish = publish
         self._limits = limits
         self._clock = clock
+        self._writing = threading.Lock()
 
     def check(self, level: Level) -> None:
         """Raises InvalidRequest where this node has no such tier."""
@@ -67,7 +69,7 @@ class Moving:
             self._release(move)
             return
         chain = move.chain.leading(self._view.leading(move.chain.addresses))
-        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.match_deadline_s)))
+        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.read_deadline_s)))
         if move.level is Level.MEMORY:
             self._to_memory(move, chain)
         elif move.level is Level.DISK:
@@ -88,18 +90,14 @@ class Moving:
         memory, at = self._tiers.memory, 0
         while at < len(chain) and move.goes_on():
             stop = min(len(chain), at + _step(chain))
-            # The last one that is there keeps those before it, its parents, while the next ones look for room.
-            with memory.refer(chain, at - 1, 1) if at else nullcontext():
-                self._bring(chain, at, stop, self._lanes.width, move)
-                found = min(memory.leading(chain, at), stop - at)
-                if found < stop - at:
-                    # Where room is scarce those behind may have taken it: once more, one after the other.
-                    self._bring(chain, at + found, stop, 1, move)
-                    found = min(memory.leading(chain, at), stop - at)
-                if not found and memory.is_coming(chain, at):
-                    move.pause(PAUSE_S)
-                elif not found:
-                    break  # there is no room for more, or the root lost it
+            found = self._bring(chain, at, stop, self._lanes.width, move)
+            if found < stop - at:
+                # Where room is scarce those behind may have taken it: once more, one after the other.
+                found += self._bring(chain, at + found, stop, 1, move)
+            if not found and memory.is_coming(chain, at):
+                move.pause(PAUSE_S)
+            elif not found:
+                break  # there is no room for more, or the root lost it
             at += found
             move.advance(at)
         # It is about to be used: it must not go before that, as what was released would.
@@ -110,7 +108,7 @@ class Moving:
         assert disk is not None
         while at < len(chain) and move.goes_on():
             stop = min(len(chain), at + _step(chain))
-            self._copy(chain, at, stop, disk, self._deadline(move, self._limits.read_deadline_s))
+            self._copy(chain, at, stop, disk, move)
             found = min(disk.leading(chain, at), stop - at)
             if not found:
                 break
@@ -140,8 +138,8 @@ class Moving:
                 assert disk is not None
                 disk.drop(address, only_leaf=True)
 
-    def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> None:
-        """Brings chunks into memory, on several lanes at once."""
+    def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> int:
+        """Brings chunks into memory, on several lanes at once; how many leading ones of them are there then."""
         deadline = self._deadline(move, self._limits.read_deadline_s)
         size = -(-(stop - first) // width)
 
@@ -151,22 +149,44 @@ class Moving:
             self._reads.bring(chain, start, end, deadline, even_once=True, even_root=True)
             return True
 
-        self._lanes.each(-(-(stop - first) // size), bring, deadline)
+        # The one before the first keeps all that are there, its parents: else those behind a chunk that finds no room
+        # would take theirs.
+        with self._tiers.memory.refer(chain, first - 1, 1) if first else nullcontext():
+            self._lanes.each(-(-(stop - first) // size), bring, deadline)
+            return min(self._tiers.memory.leading(chain, first), stop - first)
 
-    def _copy(self, chain: Chain, first: int, stop: int, disk: DiskTier, deadline: Deadline) -> None:
+    def _copy(self, chain: Chain, first: int, stop: int, disk: DiskTier, move: Move) -> None:
         """Copies chunks to the local disk, up to the first that is nowhere, or for which there is no room."""
+        for start in range(first, stop, self._lanes.width):
+            end = min(stop, start + self._lanes.width)
+            images = self._read(chain, start, end, disk, self._deadline(move, self._limits.read_deadline_s))
+            for index, image in images.items():
+                # One after the other, and in this thread: the room that one makes is not another's, and no lane waits.
+                with self._writing:
+                    place = place_at(chain, index)
+                    # Again, because what memory drops at this moment goes there too.
+                    if not (disk.add(place, image) or disk.add(place, image) or disk.leading(chain, index)):
+                        return
+            if disk.leading(chain, start) < end - start:
+                return
 
-        def copy(number: int) -> bool:
+    def _read(self, chain: Chain, first: int, stop: int, disk: DiskTier, deadline: Deadline) -> dict[int, memoryview]:
+        """The images of chunks that the disk lacks, by their index, up to the first that is nowhere."""
+        images: dict[int, memoryview] = {}
+
+        def read(number: int) -> bool:
             index = first + number
             if disk.leading(chain, index):
                 return True
             # Each in memory of its own: where the root hangs, its lane goes on with it when nobody waits any more.
             image = memoryview(bytearray(image_bytes(chain, index)))
-            if not self._reads.read_image(chain, index, image, deadline):
-                return False
-            return disk.add(place_at(chain, index), image) or disk.leading(chain, index) > 0
+            is_right = self._reads.read_image(chain, index, image, deadline)
+            if is_right:
+                images[index] = image
+            return is_right
 
-        self._lanes.each(stop - first, copy, deadline)
+        self._lanes.each(stop - first, read, deadline)
+        return dict(sorted(images.items()))
 
     def _settle(self, move: Move, chain: Chain, first: int, count: int) -> bool:
         """Waits until what is dirty of these chunks is written; False where it was cancelled."""

@@ -26,6 +26,7 @@ from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.handed_blocks import HandedBlocks
 from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
@@ -109,6 +110,9 @@ class Node:
             )
         self._reads = TieredReads(self._chunks, self._lanes, self.counters, self.tiers)
         self.blocks = Blocks(
+            self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
+        )
+        self.handed_blocks = HandedBlocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
         self._moving: Moving | None = None
@@ -432,8 +436,8 @@ class Node:
 
     def write_out(self, chain: Chain) -> None:
         """Returns when what was put behind of this prompt is on the root or lost, or not within a write's deadline."""
-        if self.tiers is not None and chain.addresses:
-            self.tiers.behind.flush_line(chain.addresses[0], self.limits.write_deadline_s)
+        if self.tiers is not None:
+            self.tiers.behind.settle(chain, 0, len(chain), self.limits.write_deadline_s)
 
     def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
@@ -470,7 +474,7 @@ class Node:
         self.known.clear()
 
     def forget_namespace(self, digest: NamespaceDigest) -> None:
-        """Another node cleared it: what memory and disk have of it goes, and what was known to be present is forgotten."""
+        """It was cleared: what memory and disk have of it goes, and what was known to be present is forgotten."""
         if self.tiers is not None:
             self.tiers.drop_namespace(digest)
         self.known.clear()
@@ -502,6 +506,8 @@ class Node:
             return True
 
         self._lanes.each(len(folders), sweep, deadline)
+        # What was read from the root until it was deleted there came into memory again, and is remembered as present.
+        self.forget_namespace(namespace.digest)
         if deadline.passed:
             raise Unavailable(f"deleted {len(removed)} chunks until the deadline: call again for the rest")
         return Cleared(len(removed), sum(removed))

@@ -9,8 +9,10 @@ import logging
 import threading
 
 from kvstore.address import Chain
+from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.memory.arena import Arena
+from kvstore.memory.inventory import Entry
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
@@ -95,8 +97,11 @@ class TierStack:
         return WriteMode.THROUGH if self._durable and mode is WriteMode.BEHIND else mode
 
     def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
-        """Copies chunks that the root has into memory as well, as far as there is room."""
-        return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+        """Copies chunks that the root has into memory as well, as far as there is room and time."""
+        try:
+            return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+        except (Overloaded, Unavailable):
+            return Kept([False] * count, [])  # too late; they are stored all the same
 
     def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
@@ -128,6 +133,8 @@ class TierStack:
         self.memory.drop_namespace(digest)
         for tier in self.below:
             tier.drop_namespace(digest)
+        # A read may have brought some from there since; one that claims room from now on finds none there.
+        self.memory.drop_namespace(digest)
 
     def stats(self) -> dict[str, int | float]:
         """Gauges of all tiers."""
@@ -165,10 +172,18 @@ class TierStack:
                 if not victims.entries:
                     return
                 for entry, image in victims.images():
-                    if entry.uses >= 1 and self.disk.add(entry.place, image, entry.hints):
-                        self._counters.add("memory_demoted")
+                    self.demote(entry, image)
                     wanted -= entry.size_bytes
                 self.memory.evict(victims.entries)
+
+    def demote(self, entry: Entry, image: memoryview) -> None:
+        """Writes a chunk that memory is about to give up to the local disk, if it was used more than once."""
+        assert self.disk is not None
+        if entry.uses >= 1 and self.disk.add(entry.place, image, entry.hints):
+            self._counters.add("memory_demoted")
+            if entry.is_gone:
+                # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.
+                self.disk.drop(entry.address)
 
 
 def _leading(wanted: Wanted, count: int) -> Wanted:

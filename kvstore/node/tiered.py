@@ -102,7 +102,9 @@ class TieredReads:
 
         def read_group(start: int, stop: int, borrowed: Borrowed) -> Mask:
             if not is_allowed(start, stop):
-                return np.zeros(stop - start, np.bool_)
+                if stop - start == 1:
+                    return np.zeros(1, np.bool_)
+                return np.concatenate([read_group(at, at + 1, borrowed) for at in range(start, stop)])
             done = memory.read(slots, first + start, first + stop, into, borrowed)
             if not done.all():
                 self._read_fetched(tiers, wanted, first + start, done, into, borrowed, deadline)

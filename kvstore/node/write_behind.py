@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.address import Address
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceDigest
@@ -43,10 +42,11 @@ class Job:
     begins_s: float = 0.0
     """Not before this time: the root refused it just now."""
 
-    @property
-    def line(self) -> Address:
-        """Jobs that may be each other's parents have the same."""
-        return self.wanted.addresses[0]
+    def continues(self, other: Job) -> bool:
+        """Whether some of its chunks have parents in ``other``, or are the same."""
+        # All chunks of the other descend from its first: a chain without that one has none of them.
+        mine, theirs, at = self.wanted.addresses, other.wanted.addresses, other.first
+        return at < len(mine) and mine[at] == theirs[at]
 
 
 Publish = Callable[[Job, Slots], int]
@@ -77,7 +77,7 @@ class WriteBehind:
         self._give_up_s = give_up_s
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._writing: dict[Address, Job] = {}
+        self._writing: list[Job] = []
         self._bytes = 0
         self._jobs = 0
         self._closed = False
@@ -111,13 +111,17 @@ class WriteBehind:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
         job = Job(wanted, first, count, hints, size_bytes, self._clock.monotonic_s() + self._give_up_s)
         with self._changed:
-            self._waiting.append(job)
             self._jobs += 1
-            if len(self._threads) < WRITERS:
-                thread = threading.Thread(target=self._run, name="kvstore-behind", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify_all()
+            if not self._closed:
+                self._waiting.append(job)
+                if len(self._threads) < WRITERS:
+                    thread = threading.Thread(target=self._run, name="kvstore-behind", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+                self._changed.notify_all()
+                return
+        self._lost(job, "the node was closed")  # after room was reserved for it
+        self._done(job)
 
     def forget(self, digest: NamespaceDigest, timeout_s: float) -> None:
         """Gives up what waits of a namespace, and waits for what is being written of it."""
@@ -129,7 +133,7 @@ class WriteBehind:
             self._done(job)
         with self._changed:
             self._changed.wait_for(
-                lambda: all(job.wanted.namespace.digest != digest for job in self._writing.values()),
+                lambda: all(job.wanted.namespace.digest != digest for job in self._writing),
                 ends_s - self._clock.monotonic_s(),
             )
 
@@ -147,13 +151,6 @@ class WriteBehind:
         """Whether all that is queued was written, or lost, within the time (rule W3)."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
-
-    def flush_line(self, line: Address, timeout_s: float) -> bool:
-        """The same of one prompt, by the address of its first chunk."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: line not in self._writing and all(job.line != line for job in self._waiting), timeout_s
-            )
 
     def close(self, timeout_s: float) -> None:
         """Writes what is there for at most so long; what is left is lost. Idempotent."""
@@ -180,7 +177,7 @@ class WriteBehind:
                 self._lost(job, "it failed; see the log")
                 log.exception("behind.failed")
             with self._changed:
-                self._writing.pop(job.line, None)
+                self._writing.remove(job)
                 self._changed.notify_all()
                 if again and not self._closed:
                     job.begins_s = self._clock.monotonic_s() + PAUSE_S
@@ -191,26 +188,27 @@ class WriteBehind:
             self._done(job)
 
     def _take(self) -> Job | None:
-        """The oldest job that may begin, of a line that nobody writes or waits with; None at the end."""
+        """The oldest job that may begin, and continues none that is being written or waits; None at the end."""
         with self._changed:
             while not self._closed:
                 now_s = self._clock.monotonic_s()
-                passed_over = set(self._writing)
+                before = [*self._writing]
                 for place, job in enumerate(self._waiting):
-                    if job.line not in passed_over and job.begins_s <= now_s:
+                    if job.begins_s <= now_s and not any(map(job.continues, before)):
                         del self._waiting[place]
-                        self._writing[job.line] = job
+                        self._writing.append(job)
                         return job
-                    passed_over.add(job.line)
+                    before.append(job)
                 self._changed.wait(PAUSE_S if self._waiting else None)
         return None
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False where it should be tried again."""
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
+            if not any(slots.entries):
+                return True  # memory has none of it any more: cleared, or damaged
             try:
-                # Where memory has none of it any more (cleared, damaged) there is nothing to try again.
-                present = self._publish(job, slots) if any(slots.entries) else job.first + job.count
+                present = self._publish(job, slots)
                 why = "a sweep takes its chunks, or memory lost them"
             except (Overloaded, Unavailable) as error:
                 present, why = job.first, str(error)

@@ -72,6 +72,7 @@ class BlockStreams:
     def match(self, request: pb.MatchBlocksRequest, context: grpc.ServicerContext) -> pb.MatchBlocksResponse:
         """How many leading keys are there, and which of all where that is asked for."""
         namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
+        self._prompts.settle_blocks(namespace, keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
         if request.each:
             present = bytes(self._node.blocks.present(namespace, keys, deadline))
@@ -82,6 +83,7 @@ class BlockStreams:
         """The encoded messages of one answer."""
         namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
         sizes = unpack_sizes(request.sizes, len(keys))
+        self._prompts.settle_blocks(namespace, keys)
         groups = list(_groups(sizes, self._limits.window_bytes))
         largest = max((sum(sizes[group]) for group in groups), default=0)
         with self._in_flight.reserved(largest):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvstore.address import Chain
+from kvstore.address import Chain, block_address
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.node.handed_blocks import keyed
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
+from kvstore.node.wanted import Keyed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import unpack_tokens
+from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.calls import CallContext, seconds_left
@@ -52,6 +54,16 @@ class Prompts:
         chain = self._member.node.chains.of(namespace, tokens)
         self._deferred.settle(chain.addresses, SETTLE_S)
         return chain
+
+    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes) -> Keyed:
+        """The blocks of a request. Raises UnknownNamespace, InvalidRequest, or what the root raised."""
+        namespace, keys = self.namespace(digest), unpack_keys(packed_keys)
+        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
+
+    def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Waits for those of these blocks that another put of this worker is still writing behind."""
+        if self._deferred.chunks_count:
+            self._deferred.settle([block_address(namespace, key) for key in keys], SETTLE_S)
 
     def known_chain(self, request: pb.GetRequest) -> Chain:
         """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.address import Chain
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
+from kvstore.format import places
 from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -71,6 +73,34 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
         assert same(cache.get(TOKENS)[1], KV)
     eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+
+@pytest.mark.parametrize("reads", ["get", "read_into", "view"])
+@pytest.mark.parametrize("index", [0, 64])
+def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(
+    served: Served, tmp_root: Path, index: int, reads: str
+) -> None:
+    """Nothing of the next run counts: the caller would take what was in its memory before for KV."""
+    with connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+        shard_bits = served.member.node.identity.shard_bits
+        with open(tmp_root / places.chunk(chain.addresses[index], cache.namespace.id, shard_bits), "r+b") as file:
+            file.seek(4096 + 70_000)
+            wrong = file.read(1)[0] ^ 1
+            file.seek(4096 + 70_000)
+            file.write(bytes([wrong]))
+        size = MEDIUM.chunk_tokens
+        if reads == "get":
+            assert cache.get(TOKENS)[0] == index * size
+            return
+        with cache.hold(TOKENS) as hold:
+            assert hold.tokens == len(TOKENS)
+            if reads == "view":
+                assert len(hold.view()) == index
+            else:
+                assert hold.read_into(np.zeros_like(KV)) == index * size
 
 
 @BOTH

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,19 @@ from kvstore.client.cache import Cache
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.hints import Hints
-from kvstore.root.faulty import EIO, Rule
+from kvstore.node.limits import Limits
+from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import store_on
 from tests.tiers.acting import IN_TIME_S, QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held, timed
 
 WAIT_S = 20.0
+
+
+def patient(root: FaultyRoot, *, limits: Limits | None = None, **settings: Any) -> Acting:
+    """A node that waits as long as one does by default: a busy machine is no reason for a miss here."""
+    return Acting(root, limits=limits or Limits(), **settings)
 
 
 def finished(ticket: Ticket) -> int:
@@ -34,7 +41,7 @@ def finished(ticket: Ticket) -> int:
 
 def test_r2_a_prefetch_brings_what_only_the_root_has_into_memory() -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.AROUND) as acting:
         acting.put(1, 20)
         assert not any(acting.in_memory(1, 20))
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 24))) == 20 * acting.size
@@ -45,7 +52,7 @@ def test_r2_a_prefetch_brings_what_only_the_root_has_into_memory() -> None:
 
 
 def test_r2_what_is_stored_nowhere_is_a_prefetch_of_nothing() -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 3))) == 0
         assert finished(acting.cache.prefetch([])) == 0
         assert finished(acting.cache.move([1, 2], "root")) == 0
@@ -53,10 +60,10 @@ def test_r2_what_is_stored_nowhere_is_a_prefetch_of_nothing() -> None:
 
 
 def test_e2_a_prefetch_takes_no_room_from_what_is_in_use() -> None:
-    with Acting(faulty(), write=WriteMode.AROUND) as acting:
+    with patient(faulty(), write=WriteMode.AROUND) as acting:
         acting.put(1, 20)
         acting.put(2, ROOM_CHUNKS - 5)
-        assert finished(acting.cache.prefetch(acting.prompts.tokens(2, ROOM_CHUNKS - 5))) > 0
+        assert finished(acting.cache.prefetch(acting.prompts.tokens(2, ROOM_CHUNKS - 5))) // acting.size == 58
         with acting.cache.hold(acting.prompts.tokens(2, ROOM_CHUNKS - 5)):
             assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 20))) == 5 * acting.size
             assert all(acting.in_memory(2, ROOM_CHUNKS - 5))
@@ -65,7 +72,7 @@ def test_e2_a_prefetch_takes_no_room_from_what_is_in_use() -> None:
 
 def test_two_prefetches_with_a_common_beginning_both_end_with_all_of_it() -> None:
     """E4: what one of them claims the other one waits for, it does not take it for lost."""
-    with Acting(faulty(), write=WriteMode.AROUND) as acting:
+    with patient(faulty(), write=WriteMode.AROUND) as acting:
         acting.put(1, 30)
         tickets = [acting.cache.prefetch(acting.prompts.tokens(1, count)) for count in (30, 20, 30, 10)]
         assert [finished(ticket) // acting.size for ticket in tickets] == [30, 20, 30, 10]
@@ -73,7 +80,7 @@ def test_two_prefetches_with_a_common_beginning_both_end_with_all_of_it() -> Non
 
 def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
+    with patient(root, write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
         acting.put(1, 12)
         eventually(lambda: not acting.stat("disk_refilling"))
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 12), tier="disk")) == 12 * acting.size
@@ -83,7 +90,7 @@ def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:
 
 
 def test_i1_a_wrong_image_never_gets_to_the_disk(tmp_path: Path) -> None:
-    with Acting(faulty(), disk=tmp_path / "disk") as acting:
+    with patient(faulty(), disk=tmp_path / "disk") as acting:
         acting.put(1, 6)
         acting.drain()
         eventually(lambda: not acting.stat("disk_refilling"))
@@ -96,7 +103,7 @@ def test_i1_a_wrong_image_never_gets_to_the_disk(tmp_path: Path) -> None:
 
 def test_a_move_to_the_disk_takes_it_out_of_memory(tmp_path: Path) -> None:
     root = faulty()
-    with Acting(root, disk=tmp_path / "disk") as acting:
+    with patient(root, disk=tmp_path / "disk") as acting:
         eventually(lambda: not acting.stat("disk_refilling"))
         acting.put(1, 12)
         assert finished(acting.cache.move(acting.prompts.tokens(1, 12), "disk")) == 12 * acting.size
@@ -107,7 +114,7 @@ def test_a_move_to_the_disk_takes_it_out_of_memory(tmp_path: Path) -> None:
 
 def test_e3_a_move_to_the_root_waits_until_it_is_written_and_takes_it_away_everywhere_else(tmp_path: Path) -> None:
     root = faulty()
-    with Acting(root, disk=tmp_path / "disk", limits=replace(QUICK, write_deadline_s=10.0)) as acting:
+    with patient(root, disk=tmp_path / "disk", limits=replace(QUICK, write_deadline_s=10.0)) as acting:
         eventually(lambda: not acting.stat("disk_refilling"))
         with held(root):
             acting.put(1, 8)
@@ -123,7 +130,7 @@ def test_e3_a_move_to_the_root_waits_until_it_is_written_and_takes_it_away_every
 
 
 def test_w4_a_move_to_the_root_writes_what_would_never_get_there() -> None:
-    with Acting(faulty(), priority_min=20) as acting:
+    with patient(faulty(), priority_min=20) as acting:
         acting.put(1, 6, hints=Hints.of(priority=10))
         acting.drain()
         assert not any(acting.on_root(1, 6))
@@ -133,7 +140,7 @@ def test_w4_a_move_to_the_root_writes_what_would_never_get_there() -> None:
 
 
 def test_w5_a_move_to_the_root_writes_what_the_root_lost() -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         acting.put(1, 6)
         acting.drain()
         acting.lose(1, 4, 2)
@@ -142,7 +149,7 @@ def test_w5_a_move_to_the_root_writes_what_the_root_lost() -> None:
 
 
 def test_e1_what_other_prompts_continue_and_what_is_held_stays_in_memory() -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         acting.put(1, 6)
         beginning = acting.prompts.tokens(1, 3)
         other = np.concatenate((beginning, np.arange(acting.size) + 77_000_000))
@@ -160,10 +167,10 @@ def test_e1_what_other_prompts_continue_and_what_is_held_stays_in_memory() -> No
 
 
 def test_e1_what_was_released_goes_first_and_nothing_is_lost() -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         for number in (1, 2, 3):
             acting.put(number, 20)
-        acting.drain()
+            acting.drain()
         acting.get(3, 20)
         assert finished(acting.cache.release(acting.prompts.tokens(3, 20))) == 20 * acting.size
         acting.put(4, 20)
@@ -174,21 +181,21 @@ def test_e1_what_was_released_goes_first_and_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("use", ["get", "prefetch"])
 def test_e1_a_use_ends_a_release(use: str) -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         for number in (1, 2, 3):
             acting.put(number, 20)
-        acting.drain()
+            acting.drain()
         finished(acting.cache.release(acting.prompts.tokens(3, 20)))
         if use == "get":
-            acting.get(3, 20)
+            assert acting.get(3, 20) == 20
         else:
-            finished(acting.cache.prefetch(acting.prompts.tokens(3, 20)))
+            assert finished(acting.cache.prefetch(acting.prompts.tokens(3, 20))) == 20 * acting.size
         acting.put(4, 20)
         assert all(acting.in_memory(3, 20)), "used last, it goes last"
 
 
 def test_a_released_prompt_goes_first_from_the_disk_too(tmp_path: Path) -> None:
-    with Acting(faulty(), write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
+    with patient(faulty(), write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
         eventually(lambda: not acting.stat("disk_refilling"))
         for number in (1, 2):
             acting.put(number, 100)
@@ -202,7 +209,7 @@ def test_a_released_prompt_goes_first_from_the_disk_too(tmp_path: Path) -> None:
 
 def test_cancelling_ends_it_in_time_and_takes_nothing_away() -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND, limits=QUICK) as acting:
+    with patient(root, write=WriteMode.AROUND, limits=QUICK) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             ticket = acting.cache.prefetch(acting.prompts.tokens(1, 8))
@@ -215,7 +222,7 @@ def test_cancelling_ends_it_in_time_and_takes_nothing_away() -> None:
 
 def test_a_ticket_as_a_context_is_cancelled() -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.AROUND, limits=QUICK) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             with acting.cache.prefetch(acting.prompts.tokens(1, 8)) as ticket:
@@ -228,7 +235,7 @@ def test_a_ticket_as_a_context_is_cancelled() -> None:
 
 def test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room() -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND, limits=replace(QUICK, moves_max=6)) as acting:
+    with patient(root, write=WriteMode.AROUND, limits=replace(QUICK, moves_max=6)) as acting:
         acting.put(1, 8)
         tokens = acting.prompts.tokens(1, 8)
         with held(root, "open"):
@@ -236,6 +243,7 @@ def test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room() 
             with pytest.raises(Overloaded, match="6 prefetches and moves are not done yet"):
                 acting.cache.prefetch(tokens)
             tickets[-1].cancel()
+            assert tickets[-1].done, "nobody had begun it"
             tickets.append(acting.cache.prefetch(tokens))
         for ticket in tickets:
             ticket.wait(WAIT_S)
@@ -246,7 +254,7 @@ def test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room() 
 def test_past_its_deadline_it_ends_where_it_is() -> None:
     root = faulty()
     limits = replace(QUICK, move_deadline_s=0.4, write_deadline_s=10.0)
-    with Acting(root, limits=limits) as acting:
+    with patient(root, limits=limits) as acting:
         with held(root):
             acting.put(1, 8)
             ticket = acting.cache.move(acting.prompts.tokens(1, 8), "root")
@@ -257,7 +265,7 @@ def test_past_its_deadline_it_ends_where_it_is() -> None:
 
 def test_a_root_that_fails_ends_it_without_an_error_to_anybody_else() -> None:
     root = faulty()
-    with Acting(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.AROUND) as acting:
         acting.put(1, 8)
         root.set_rules([Rule("open", EIO)])
         ticket = acting.cache.prefetch(acting.prompts.tokens(1, 8))
@@ -269,7 +277,7 @@ def test_a_root_that_fails_ends_it_without_an_error_to_anybody_else() -> None:
 def test_closing_ends_all_of_them() -> None:
     root = faulty()
     before = threading.active_count()
-    with Acting(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.AROUND) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             tickets = [acting.cache.prefetch(acting.prompts.tokens(1, 8)) for _ in range(8)]
@@ -301,7 +309,7 @@ def test_what_cannot_be_done_says_what_to_do(ask: Callable[[Cache], Ticket], sai
 
 
 def test_a_node_without_a_disk_says_so() -> None:
-    with Acting(faulty()) as acting:
+    with patient(faulty()) as acting:
         with pytest.raises(InvalidRequest, match="--disk"):
             acting.cache.prefetch(acting.prompts.tokens(1, 1), tier="disk")
         with pytest.raises(InvalidRequest, match="timeout=-1"):

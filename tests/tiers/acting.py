@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
@@ -49,6 +51,13 @@ QUEUE_CHUNKS = 31
 ASKING = tuple("stage publish open stat look touch list".split())
 """What a node asks a root for while it serves; with ``ASKING`` struck it does not answer at all."""
 QUICK = Limits(match_deadline_s=0.5, read_deadline_s=1.0, write_deadline_s=1.0, stall_s=0.3, flush_s=10.0)
+
+
+def quick(**values: Any) -> Limits:
+    """Those limits, but for some."""
+    return replace(QUICK, **values)
+
+
 IN_TIME_S = 3.0
 """Any call of ``QUICK`` has come back by then, on a busy machine too."""
 
@@ -120,8 +129,6 @@ class Acting:
             return self.cache.put(
                 self.prompts.tokens(number, chunks), self.prompts.kv(number, chunks, first), first * self.size
             )
-        from kvstore.client.arrays import KvMemory
-
         sections = KvMemory(self.prompts.kv(number, chunks), self.cache.layout).sections
         return self.node.put(self.chain(number, chunks), first, sections, hints=hints or Hints(), write=write)
 

@@ -1,9 +1,9 @@
-"""Clear, pins and engine-hashed blocks on a node with memory (MEMORY.md, "Reading" and "Writing", for what is no chain).
-"""
+"""Clear, pins and engine-hashed blocks on a node with memory (MEMORY.md, "Reading" and "Writing")."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from kvstore.hints import Hints
 from kvstore.root.faulty import FaultyRoot
 from kvstore.writes import WriteMode
 from tests.tiers.acting import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
-from tests.tiers.test_reading import press, to_disk
+from tests.tiers.scattering import press, to_disk
 
 BLOCK_BYTES = 300_000
 
@@ -86,6 +86,34 @@ def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
     for number in range(1, 7):
         assert not any(node.on_root(number, 4)), number
     assert node.stat("behind_bytes") == 0
+    node.assert_settled()
+
+
+def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting) -> None:
+    """It comes into memory from the root until it is deleted there, and is known to be there."""
+    node.put(1, 4)
+    node.drain()
+    with held(root_of(node), "list") as hang:
+        clearing = threading.Thread(target=node.cache.clear)
+        clearing.start()
+        assert hang.reached.wait(5.0)
+        assert not any(node.in_memory(1, 4)) and node.get(1, 4) == 4 and all(node.in_memory(1, 4))
+    clearing.join(10.0)
+    assert not any(node.on_root(1, 4))
+    assert node.match(1, 4) == node.get(1, 4) == 0 and not any(node.in_memory(1, 4))
+    node.assert_settled()
+
+
+def test_what_is_demoted_while_its_namespace_is_cleared_does_not_stay(node: Acting) -> None:
+    """Memory and disk were told already when the demoting thread writes what it had in hand."""
+    node.put(1, 1)
+    node.drain()
+    assert node.get(1, 1) == 1
+    with node.memory.refer(node.chain(1, 1), 0, 1) as slots:
+        node.cache.clear()
+        node.tiers.demote(slots.referred[0], slots.images(0, 1)[0])
+    assert node.stat("memory_demoted") == 1 and node.on_disk(1, 1) == [False]
+    assert node.stat("disk_held_bytes") == 0
     node.assert_settled()
 
 

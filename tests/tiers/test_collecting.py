@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
+from kvstore.address import Chain, block_address
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
@@ -170,6 +170,28 @@ def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
     assert pin.tokens == len(chain.tokens)
     assert c.collector().sweep(c.plans(chain)).reaped_count == 0 and c.present(chain) == 8
     assert get(node, chain) == 8
+
+
+def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: Cluster) -> None:
+    root = FaultyRoot(c.root)
+    node, other = with_memory(c, root), c.node()
+    keys = [bytes([number]) * 32 for number in range(4)]
+    blocks = [bytes([number]) * 5_000 for number in range(4)]
+    cache = cache_of(node)
+    assert all(cache.blocks.put(keys[:2], blocks[:2]))
+    node.node.drain()
+    condemned = Chain(SPACE, np.empty(0, np.uint32), tuple(block_address(SPACE, key) for key in keys[:2]))
+    hold = cache_of(other).blocks.hold(keys)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
+    with held(root):
+        assert all(cache.blocks.put(keys[2:], blocks[2:])), "in memory alone"
+        sweep.start()
+        eventually(lambda: node.node.gc_view.leading(condemned.addresses) == 0)
+        buffers = [bytearray(5_000) for _ in keys]
+        assert cache.blocks.get(keys, buffers) == [False, False, True, True]
+        assert buffers[2:] == blocks[2:]
+    hold.release()
+    sweep.join(10)
 
 
 def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:

@@ -6,23 +6,37 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
-from kvstore.root.faulty import Delay, FaultyRoot, Rule
+from kvstore.hints import Hints
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
-from tests.tiers.acting import ASKING, IN_TIME_S, LARGE, QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix, timed
-from tests.tiers.test_writing import replaced
+from tests.tiers.acting import (
+    ASKING,
+    IN_TIME_S,
+    LARGE,
+    QUEUE_CHUNKS,
+    Acting,
+    eventually,
+    faulty,
+    held,
+    on_posix,
+    quick,
+    timed,
+)
 
 
 @pytest.fixture(params=["memory", "posix"])
-def node(request: pytest.FixtureRequest, tmp_root: object) -> Iterator[Acting]:
-    root = faulty(on_posix(tmp_root / "root") if request.param == "posix" else None)  # type: ignore[operator]
+def node(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Acting]:
+    root = faulty(on_posix(tmp_root / "root") if request.param == "posix" else None)
     with Acting(root) as acting:
         yield acting
 
@@ -32,6 +46,7 @@ def root_of(node: Acting) -> FaultyRoot:
     return node.root
 
 
+@pytest.mark.slow
 def test_puts_go_on_until_the_queue_is_full_and_all_is_written_after_the_hang(node: Acting) -> None:
     node.put(1, 4)
     node.drain()
@@ -85,53 +100,87 @@ def test_what_memory_has_of_a_prompt_is_read_while_the_rest_hangs(node: Acting) 
     assert node.get(1, 8) == 8
 
 
-def test_a_get_with_a_slow_root_returns_in_time_and_leaves_the_memory_alone(node: Acting) -> None:
+@pytest.mark.parametrize("operation", ["open", "read", "stat"])
+def test_a_get_with_a_slow_root_returns_in_time_and_leaves_the_memory_alone(node: Acting, operation: str) -> None:
     """Partly in memory, partly on a root that delivers too late: nothing is written behind the caller's back."""
     node.put(1, 8)
     node.drain()
     node.forget(1, 8, first=4)
     tokens = node.prompts.tokens(1, 8)
-    for operation in ("open", "read", "look"):
-        root_of(node).set_rules([Rule(operation, Delay(1.5))])
-        out = np.zeros(LARGE.shape(len(tokens)), LARGE.numpy_dtype)
-        count = 0
-
-        def read(out: np.ndarray = out) -> None:  # type: ignore[type-arg]
-            nonlocal count
-            count = node.cache.get(tokens, out)
-
-        assert timed(read) < IN_TIME_S
-        assert same(out[:, :, :count], node.prompts.kv(1, 8)[:, :, :count])
-        out[:, :, count:] = 7
-        marked = out.copy()
-        threading.Event().wait(1.0)  # until what was late is over
-        assert same(out, marked), "written into after the return"
-        root_of(node).set_rules([])
+    out = np.zeros(LARGE.shape(len(tokens)), LARGE.numpy_dtype)
+    hang = Hang(after_bytes=10_000)
+    root_of(node).set_rules([Rule(operation, hang)])
+    counts: list[int] = []
+    assert timed(lambda: counts.append(node.cache.get(tokens, out))) < IN_TIME_S
+    assert hang.reached.is_set() or operation == "stat"
+    assert same(out[:, :, : counts[0]], node.prompts.kv(1, 8)[:, :, : counts[0]])
+    out[:, :, counts[0] :] = 7
+    marked = out.copy()
+    hang.release.set()
+    eventually(lambda: not any(node.node._lanes._busy_since_s))
+    assert same(out, marked), "written into after the return"
+    root_of(node).set_rules([])
     eventually(lambda: node.get(1, 8) == 8)
     node.assert_settled()
 
 
+def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room_is_anothers() -> None:
+    root = faulty()
+    with Acting(root, limits=quick(behind_give_up_s=0.1), priority_min=30) as node:
+        with held(root) as hang:
+            node.put(1, 6)
+            eventually(hang.reached.is_set)
+            node.memory.drop_namespace(node.cache.namespace.digest)
+            eventually(lambda: not node.stat("memory_referenced_bytes"))  # the write has passed its deadline
+            for number in range(2, 6):
+                assert node.put(number, 20, hints=Hints(5)).tokens_present == 20 * node.size  # in all of the room
+        eventually(lambda: not any(node.node._lanes._busy_since_s))
+        node.drain()
+        assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
+        with Acting(root.inner) as other:
+            assert other.get(1, 6) == 0
+        node.assert_settled()
+
+
 def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
-    sections = node.chain(1, 4)
+    chain = node.chain(1, 24)  # so many that lanes copy them
     began, release = threading.Event(), threading.Event()
 
-    def source(index: int) -> list[memoryview]:
+    def source(_: int) -> list[memoryview]:
         began.set()
         release.wait(0.5)
         return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
 
     with pytest.raises(KVStoreError):
-        node.node.put(sections, 0, source, deadline_s=0.05) if node.node.tiers is None else late(node, source)
+        node.node.put(chain, 0, source, deadline_s=0.3)
     assert began.is_set()
     node.assert_settled()
     assert node.stat("memory_chunks") == 0
 
 
-def late(node: Acting, source: object) -> None:
-    # Enough chunks that lanes copy them.
-    chain = node.chain(1, 24)
-    node.node.put(chain, 0, source, deadline_s=0.3)  # type: ignore[arg-type]
+def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
+    chain, asked = node.chain(1, 24), Counter[int]()
+    payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
+    release = threading.Event()
+
+    def source(index: int) -> list[memoryview]:
+        asked[index] += 1
+        if node.on_root(1, 24)[23]:
+            release.wait(0.3)
+        return payload
+
+    result = node.node.put(chain, 0, source, deadline_s=0.5, write=WriteMode.THROUGH)
+    assert result.tokens_present == len(chain.tokens) and max(asked.values()) == 2
+    node.assert_settled()
+
+
+def test_w3_a_put_that_ends_when_the_node_is_closed_is_counted(node: Acting) -> None:
+    behind, chain = node.tiers.behind, node.chain(1, 1)
+    (granted,) = behind.reserve([node.unit_bytes])
+    behind.close(1.0)
+    behind.add(chain, 0, 1, Hints(), granted)
+    assert behind.size_bytes == 0 and behind.flush(1.0) and node.stat("behind_lost") == 1
 
 
 def test_w3_draining_flushes(node: Acting) -> None:
@@ -141,9 +190,10 @@ def test_w3_draining_flushes(node: Acting) -> None:
     assert node.on_root(1, 6) == [True] * 6 and node.node.counters.snapshot().get("behind_lost", 0) == 0
 
 
+@pytest.mark.slow
 def test_w3_what_cannot_be_flushed_in_time_is_lost_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     root = faulty()
-    node = Acting(root, limits=replaced(flush_s=0.3))
+    node = Acting(root, limits=quick(flush_s=0.3))
     with held(root):
         node.put(1, 6)
         node.put(2, 6)

@@ -77,7 +77,7 @@ def test_sigkill_with_a_full_queue(tmp_root: Path, seed: int) -> None:
         rest = child.stdout.read()
         child.wait(10)
     acknowledged += [json.loads(line) for line in rest.splitlines() if line.endswith("}")]
-    counts = {number: CHUNKS for number in range(1, 4)}
+    counts = dict.fromkeys(range(1, 4), CHUNKS)
     missing = 0
     with Acting(PosixRoot(tmp_root)) as node:
         for one in acknowledged:

@@ -1,22 +1,18 @@
-"""Reading from memory, the local disk and the root at once (MEMORY.md, I1, R1 to R5, L1)."""
+"""Reading from memory, the local disk and the root at once (MEMORY.md, I1, R1, R2, R5)."""
 
 from __future__ import annotations
 
-import gc
-from contextlib import ExitStack
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvstore.errors import HoldBroken
 from kvstore.hints import Hints
-from kvstore.root.faulty import FaultyRoot
-from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
-from tests.node.stores import SetClock, same
+from tests.node.stores import SetClock
 from tests.tiers.acting import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, on_posix
+from tests.tiers.scattering import damage_on_disk, read, restore, scatter, to_disk
 
 
 @pytest.fixture(params=["faulty", "posix"])
@@ -25,18 +21,6 @@ def node(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Acting]:
     root = on_posix(tmp_root / "root") if request.param == "posix" else faulty()
     with Acting(root, disk=tmp_root / "disk") as acting:
         yield acting
-
-
-def to_disk(node: Acting, number: int, stop: int, first: int) -> None:
-    """Moves chunks from memory to the local disk."""
-    disk = node.tiers.disk
-    assert disk is not None
-    eventually(lambda: not node.stat("disk_refilling"))
-    with node.memory.refer(node.chain(number, stop), first, stop - first) as slots:
-        for index, entry in enumerate(slots.referred, first):
-            assert disk.add(entry.place, slots.images(index, index + 1)[0], entry.hints)
-        node.memory.evict(slots.referred[::-1])
-    assert not any(node.in_memory(number, stop)[first:]) and all(node.on_disk(number, stop)[first:])
 
 
 def test_r1_r4_one_prompt_from_everywhere(node: Acting) -> None:
@@ -51,34 +35,6 @@ def test_r1_r4_one_prompt_from_everywhere(node: Acting) -> None:
         assert node.get(number, 6) == 6
     assert node.stat("disk_hits") >= 12 and node.stat("memory_hits") >= 12
     node.assert_settled()
-
-
-def scatter(node: Acting, number: int, places: list[str]) -> None:
-    """Has each chunk of a prompt in one place alone: m(emory), d(isk) or r(oot)."""
-    disk, count = node.tiers.disk, len(places)
-    assert disk is not None
-    eventually(lambda: not node.stat("disk_refilling"))
-    node.put(number, count)
-    node.drain()
-    assert node.get(number, count) == count
-    node.put(number, count, write=WriteMode.THROUGH)
-    assert all(node.in_memory(number, count)) and all(node.on_root(number, count))
-    chain = node.chain(number, count)
-    with node.memory.refer(chain, 0, count) as slots:
-        for index in range(count):
-            disk.drop(chain.addresses[index])
-            if places[index] == "d":
-                assert disk.add(slots.referred[index].place, slots.images(index, index + 1)[0])
-            if places[index] != "r":
-                root = node.root.inner if isinstance(node.root, FaultyRoot) else node.root
-                assert root.remove(node.name(number, index))
-        for index in reversed(range(count)):
-            if places[index] != "m":
-                node.memory._inventory.drop(slots.referred[index])
-    node.node.forget()
-    assert node.in_memory(number, count) == [place == "m" for place in places]
-    assert node.on_disk(number, count) == [place == "d" for place in places]
-    assert node.on_root(number, count) == [place == "r" for place in places]
 
 
 def test_i1_a_damaged_image_in_memory_is_dropped_and_read_from_the_root(node: Acting) -> None:
@@ -121,14 +77,6 @@ def test_i1_a_damaged_file_of_the_disk_is_removed_and_read_from_the_root(node: A
     assert read(node, 1, 4, way) == 4
     assert node.stat("disk_damaged") == 1 and node.on_disk(1, 4)[1] is False
     assert read(node, 1, 4, way) == 4
-
-
-def restore(node: Acting, number: int, chunks: int) -> None:
-    """Has another node put a prompt on the root."""
-    root = node.root.inner if isinstance(node.root, FaultyRoot) else PosixRoot(node.root.url.removeprefix("file://"))
-    other = Acting(root)
-    other.put(number, chunks, write=WriteMode.AROUND)
-    other.close()
 
 
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
@@ -177,79 +125,6 @@ def read_without_room(node: Acting) -> None:
             assert node.get(3, 4) == 4 and not any(node.in_memory(3, 4))
     assert node.get(3, 4) == 4 and all(node.in_memory(3, 4))
     node.assert_settled()
-
-
-def test_r3_a_hold_keeps_its_chunks_in_memory_under_pressure(node: Acting) -> None:
-    node.put(1, 10)
-    node.drain()
-    hold = node.cache.hold(node.prompts.tokens(1, 10))
-    node.lose(1, 10)
-    press(node)
-    assert all(node.in_memory(1, 10)) and hold.tokens == 10 * node.size
-    out = np.empty(node.cache.layout.shape(hold.tokens), node.cache.layout.numpy_dtype)
-    assert hold.read_into(out) == hold.tokens and same(out, node.prompts.kv(1, 10))
-    hold.release()
-    press(node, 20)
-    assert not any(node.in_memory(1, 10))
-    node.assert_settled()
-
-
-def test_r3_a_hold_that_ends_by_itself_lets_go(tmp_root: Path) -> None:
-    with Acting(faulty()) as node:
-        node.put(1, 4)
-        node.drain()
-        node.cache.hold(node.prompts.tokens(1, 4), ttl=0.001)
-        eventually(lambda: node.member.expire() or not node.stat("memory_referenced_bytes"))
-        node.assert_settled()
-
-
-def test_views_keep_their_chunks_for_as_long_as_they_live(node: Acting) -> None:
-    node.put(1, 10)
-    node.drain()
-    with node.cache.hold(node.prompts.tokens(1, 10)) as hold:
-        views = hold.view()
-    node.lose(1, 10)
-    press(node)
-    assert len(views) == 10 and same(np.concatenate(views, axis=2), node.prompts.kv(1, 10))
-    assert not any(view.flags.writeable for view in views)
-    assert node.stat("memory_leased_bytes") == 10 * node.unit_bytes
-    part = views[3][1:, :, :5]
-    del views
-    gc.collect()
-    assert node.stat("memory_leased_bytes") == node.unit_bytes
-    press(node, 20)
-    assert same(np.ascontiguousarray(part), np.ascontiguousarray(node.prompts.kv(1, 4, first=3)[1:, :, :5]))
-    node.cache.clear()
-    press(node, 40)
-    assert same(np.ascontiguousarray(part), np.ascontiguousarray(node.prompts.kv(1, 4, first=3)[1:, :, :5]))
-    del part
-    gc.collect()
-    node.assert_settled()
-
-
-def test_l1_views_beyond_half_of_memory_come_from_the_root(node: Acting) -> None:
-    node.put(1, 30)
-    node.drain()
-    node.put(2, 10)
-    node.drain()
-    with node.cache.hold(node.prompts.tokens(1, 30)) as first, node.cache.hold(node.prompts.tokens(2, 10)) as second:
-        views, others = first.view(), second.view()
-    assert (len(views), len(others)) == (30, 10)
-    assert node.stat("memory_leased_bytes") == 31 * node.unit_bytes <= node.memory.size_bytes // 2
-    assert same(np.concatenate(others, axis=2), node.prompts.kv(2, 10))
-    del views, others
-    gc.collect()
-    node.assert_settled()
-
-
-def test_views_outlive_the_store(tmp_root: Path) -> None:
-    with Acting(on_posix(tmp_root)) as node:
-        node.put(1, 4)
-        with node.cache.hold(node.prompts.tokens(1, 4)) as hold:
-            views = hold.view()
-    assert same(np.concatenate(views, axis=2), node.prompts.kv(1, 4))
-    del views
-    gc.collect()
 
 
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
@@ -309,45 +184,3 @@ def test_the_local_disk_is_refilled_at_the_next_start(tmp_root: Path) -> None:
         node.lose(1, 6)
         assert node.match(1, 6) == 6 and node.get(1, 6) == 6 and node.stat("disk_hits") == 6
         node.assert_settled()
-
-
-def press(node: Acting, first: int = 10) -> None:
-    """Puts and reads so much that all goes that may go."""
-    for number in range(first, first + 5):
-        node.put(number, 20)
-        node.drain()
-        node.get(number, 20)
-
-
-def damage_on_disk(node: Acting, number: int, index: int) -> None:
-    disk = node.tiers.disk
-    assert disk is not None
-    address = node.chain(number, index + 1).addresses[index]
-    (path,) = Path(disk._folder.path).rglob(f"{address.hex()}*")
-    content = bytearray(path.read_bytes())
-    content[9_000] ^= 1
-    path.write_bytes(content)
-
-
-def read(node: Acting, number: int, chunks: int, way: str) -> int:
-    """How many leading chunks come, by one way of reading; all of them compared."""
-    tokens, kv, size = node.prompts.tokens(number, chunks), node.prompts.kv(number, chunks), node.size
-    if way == "get":
-        return node.get(number, chunks)
-    with node.cache.hold(tokens) as hold:
-        if way == "view":
-            views = hold.view()
-            assert all(same(view, kv[:, :, at * size : (at + 1) * size]) for at, view in enumerate(views))
-            return len(views)
-        if way == "read_into":
-            out = np.empty(node.cache.layout.shape(hold.tokens), node.cache.layout.numpy_dtype)
-            count = hold.read_into(out)
-            assert same(out[:, :, :count], kv[:, :, :count])
-            return count // size
-        valid = hold.tokens
-        try:
-            for layer, k, v in hold.layers():
-                assert same(k[:valid], kv[layer, 0, :valid]) and same(v[:valid], kv[layer, 1, :valid])
-        except HoldBroken as broken:
-            valid = broken.tokens_valid
-        return valid // size

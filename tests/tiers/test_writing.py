@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvstore.address import Chain
+from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.writes import WriteMode
+from tests.node.stores import kv_of
 from tests.tiers.acting import (
     IN_TIME_S,
     QUEUE_CHUNKS,
-    QUICK,
     ROOM_CHUNKS,
     Acting,
     eventually,
     faulty,
     held,
     on_posix,
+    quick,
     timed,
     together,
 )
@@ -132,7 +136,7 @@ def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
 
 
 def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoot) -> None:
-    with Acting(root, limits=replaced(behind_give_up_s=0.6)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.6)) as node:
         node.put(1, 4, write=WriteMode.AROUND)
         node.lose(1, 4)
         assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"
@@ -164,7 +168,7 @@ def test_w5_parents_that_only_memory_has_are_written_first(node: Acting, write: 
 def test_w5_a_parent_that_is_damaged_in_memory_and_lost_on_the_root_ends_the_put(
     root: FaultyRoot, write: WriteMode
 ) -> None:
-    with Acting(root, limits=replaced(behind_give_up_s=0.3)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3)) as node:
         damaged_parent(node, root, write)
 
 
@@ -202,7 +206,7 @@ def test_w4_low_priorities_never_reach_the_root(root: FaultyRoot) -> None:
 
 @pytest.mark.parametrize("fault", [ENOSPC, EROFS], ids=["full", "denied"])
 def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(root: FaultyRoot, fault: object) -> None:
-    with Acting(root, limits=replaced(behind_give_up_s=1.2)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=1.2)) as node:
         root.set_rules([Rule("stage", fault)])  # type: ignore[arg-type]
         assert node.put(1, 4).tokens_present == 4 * node.size
         calls = root.calls["stage"]
@@ -218,7 +222,7 @@ def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(roo
 
 
 def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
-    with Acting(root, limits=replaced(behind_give_up_s=0.3, width=1)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3, width=1)) as node:
         root.set_rules([Rule("publish", ENOSPC, lambda name: name in {node.name(1, 2), node.name(1, 3)})])
         node.put(1, 4)
         eventually(lambda: not node.stat("behind_bytes"))
@@ -230,21 +234,18 @@ def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
 @pytest.mark.parametrize("first", [0, 4], ids=["behind", "as_parents"])
 def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: FaultyRoot, first: int) -> None:
     """Its checksums are made anew when it is staged, so a bit that turns before that would be right ever after."""
-    with Acting(root, limits=replaced(behind_give_up_s=0.3)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3, width=1)) as node:
         turned: list[bool] = []
-        looks: list[bool] = []
         if first:
             node.put(1, 4)
             node.drain()
             node.lose(1, 4)
 
         def turn(name: object) -> bool:
-            """At the last look before its bytes are staged."""
+            """At the look before its bytes are staged: one lane comes to it in no other."""
             if name == node.name(1, 2) and node.in_memory(1, 4)[2] and not turned:
-                looks.append(True)
-                if len(looks) > (1 if first else 0):
-                    node.damage(1, 2)
-                    turned.append(True)
+                node.damage(1, 2)
+                turned.append(True)
             return False
 
         root.set_rules([Rule("stat", EROFS, turn)])
@@ -281,7 +282,24 @@ def staged(root: FaultyRoot) -> list[str]:
     return [f"{folder}/{file.name}" for folder in folders for file in root.inner.list(f"staging/{folder}")]  # type: ignore[arg-type]
 
 
-def replaced(**values: float) -> object:
-    from dataclasses import replace
-
-    return replace(QUICK, **values)
+def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) -> None:
+    """Prompts with the same beginning: only what continues a chunk that waits has to wait with it."""
+    with Acting(root) as node:
+        size = node.size
+        tokens = [np.concatenate((node.prompts.tokens(1, 2), node.prompts.tokens(number, 4))) for number in (2, 3)]
+        node.put(1, 2)
+        node.drain()
+        kvs = [kv_of(node.cache.layout, each) for each in tokens]
+        chains = [Chain.of(node.cache.namespace, each.astype(np.uint32)) for each in tokens]
+        stuck = places.chunk(chains[0].addresses[3], node.cache.namespace.id, node.identity.shard_bits)
+        root.set_rules([Rule("publish", ENOSPC, lambda name: name == stuck)])
+        node.cache.put(tokens[0], kvs[0])
+        node.cache.put(tokens[1][: 4 * size], kvs[1][:, :, : 4 * size])
+        node.cache.put(tokens[1], kvs[1])
+        names = [places.chunk(each, node.cache.namespace.id, node.identity.shard_bits) for each in chains[1].addresses]
+        eventually(lambda: all(root.inner.stat(name) for name in names))
+        assert node.stat("memory_dirty_bytes") > 0 and root.inner.stat(stuck) is None
+        root.set_rules([])
+        node.drain()
+        assert root.inner.stat(stuck) is not None
+        node.assert_settled()

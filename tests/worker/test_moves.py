@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -89,32 +90,33 @@ def test_a_prefix_is_prefetched_moved_and_released_through_a_worker(tmp_path: Pa
 
 def test_cancelling_ends_the_call_and_the_work_at_the_worker() -> None:
     root = faulty()
-    with working(root, moves_max=1) as (acting, served), caching(served, acting) as cache:
-        acting.put(1, 8)
+    with working(root, write=WriteMode.BEHIND, moves_max=1) as (acting, served), caching(served, acting) as cache:
         tokens = acting.prompts.tokens(1, 8)
-        with held(root, "open"):
-            ticket = cache.prefetch(tokens)
+        with held(root):
+            acting.put(1, 8)
+            ticket = cache.move(tokens, "root")
             assert not ticket.done and ticket.tokens == 0
             with pytest.raises(Overloaded, match="1 prefetches"):
                 cache.prefetch(tokens)
             ticket.cancel()
             assert timed(lambda: ticket.wait(WAIT_S)) < IN_TIME_S
             assert ticket.done and ticket.error is None
-        eventually(lambda: cache.prefetch(tokens).wait(WAIT_S) == 8 * acting.size if idle(served) else False)
+            eventually(lambda: idle(served))
+            assert cache.prefetch(tokens).wait(WAIT_S) == 8 * acting.size
 
 
 def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:
     root = faulty()
-    with working(root) as (acting, served):
-        acting.put(1, 8)
-        with held(root, "open"):
+    with working(root, write=WriteMode.BEHIND) as (acting, served):
+        with held(root):
+            acting.put(1, 8)
             with caching(served, acting) as cache:
-                ticket = cache.prefetch(acting.prompts.tokens(1, 8))
+                ticket = cache.move(acting.prompts.tokens(1, 8), "root")
                 assert not idle(served)
             ticket.wait(WAIT_S)
-            assert ticket.done
+            assert ticket.done and isinstance(ticket.error, Unavailable)
             eventually(lambda: idle(served))
-        eventually(lambda: not served.worker.service.gate.inside_count)
+            eventually(lambda: not served.worker.service.gate.inside_count)
 
 
 def test_a_move_that_takes_long_is_not_taken_for_an_idle_client() -> None:
@@ -168,7 +170,7 @@ def test_a_foreign_client_sees_progress_and_is_told_what_is_wrong() -> None:
         assert answers[0] == 0 and answers[-1] == 8 and answers == sorted(answers)
         for wrong, said in (
             (pb.MoveRequest(namespace=digest, tokens=tokens), "act is 0"),
-            (pb.MoveRequest(namespace=digest, tokens=tokens, act=pb.ACT_MOVE, tier=9), "tier is 9"),
+            (pb.MoveRequest(namespace=digest, tokens=tokens, act=pb.ACT_MOVE, tier=cast(pb.Tier, 9)), "tier is 9"),
             (pb.MoveRequest(namespace=digest[:5], tokens=tokens, act=pb.ACT_MOVE), "32"),
         ):
             _, message, error = refused(lambda request=wrong: list(stub.Move(request, timeout=WAIT_S)))  # type: ignore[misc]
@@ -180,7 +182,8 @@ def test_a_request_that_changed_on_the_way_moves_nothing() -> None:
         tokens = packed(acting.prompts.tokens(1, 8))
         raw = bytearray(sealed(pb.MoveRequest(namespace=bytes(32), tokens=tokens, act=pb.ACT_PREFETCH)))
         raw[100] ^= 1
-        code, _, error = refused(lambda: list(channel.unary_stream(method("Move"))(bytes(raw), timeout=WAIT_S)))
+        call: Any = channel.unary_stream(method("Move"))
+        code, _, error = refused(lambda: list(call(bytes(raw), timeout=WAIT_S)))
         assert (code.name, error) == ("DATA_LOSS", "BrokenTransfer")
 
 

@@ -51,19 +51,37 @@ class GivenFiles:
                 os.close(self.files.pop())
 
 
+@dataclass(frozen=True, slots=True)
+class NotGiven:
+    """Blocks from index ``first`` on that are not there, or ``is_elsewhere``: only to be had as bytes."""
+
+    first: int
+    count: int
+    is_elsewhere: bool
+
+
 Given = GivenSlots | GivenFiles
 
 
 class Giving:
-    """One GET of mode FILES or SLOTS, after its START. A context: what was given and not taken is closed at its end."""
+    """One request of mode FILES or SLOTS; a GET after its START. A context: what was given and not taken is closed at
+    its end.
+    """
 
-    def __init__(self, link: Link, number: int, mode: Mode) -> None:
+    def __init__(self, link: Link, number: int, mode: Mode, *, has_gaps: bool = False) -> None:
+        """With ``has_gaps`` it is about blocks: what is not there ends nothing, and is said."""
+        self._has_gaps = has_gaps
+        self._kinds: tuple[Kind, ...] = (Kind.SLOTS, Kind.FILES, Kind.END)
+        if has_gaps:
+            self._kinds = (Kind.SLOTS, Kind.FILES, Kind.ABSENT, Kind.ELSEWHERE)
+        elif mode is Mode.FILES:
+            self._kinds = (Kind.FILES,)
         self._link = link
         self._number = number
         self._mode = mode
         self._lease: Lease | None = None
         self._asked: tuple[int, int] | None = None
-        self._ahead: list[Given] = []
+        self._ahead: list[Given | NotGiven] = []
 
     def __enter__(self) -> Giving:
         return self
@@ -73,6 +91,16 @@ class Giving:
 
     def each(self, first: int, count: int) -> Generator[Given]:
         """What is given for chunks ``first`` to ``count - 1``, in order, up to the first that is not.
+
+        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+        """
+        for given in self.each_or_not(first, count):
+            if isinstance(given, NotGiven):
+                return
+            yield given
+
+    def each_or_not(self, first: int, count: int) -> Generator[Given | NotGiven]:
+        """The same, and with gaps what is not given.
 
         Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
@@ -99,11 +127,11 @@ class Giving:
         self._asked = (start, stop)
         self._link.channel.send(Kind.WANT, self._number, [encode_span(start, stop - start)])
 
-    def _answers(self) -> tuple[list[Given], bool]:
+    def _answers(self) -> tuple[list[Given | NotGiven], bool]:
         """All that is given for the run that was asked for, and whether that is the whole run."""
         assert self._asked is not None
         (at, stop), self._asked = self._asked, None
-        found: list[Given] = []
+        found: list[Given | NotGiven] = []
         try:
             while at < stop:
                 given = self._answer(at, stop)
@@ -111,19 +139,18 @@ class Giving:
                     return found, False
                 found.append(given)
                 at += given.count
-                if self._mode is Mode.FILES:
+                if self._mode is Mode.FILES and not self._has_gaps:
                     break
         except BaseException:
             _close(found)
             raise
         return found, at == stop
 
-    def _answer(self, at: int, stop: int) -> Given | None:
+    def _answer(self, at: int, stop: int) -> Given | NotGiven | None:
         """One frame: chunks from ``at`` on, not beyond ``stop``; None where there are no more."""
         link = self._link
-        kinds = (Kind.FILES,) if self._mode is Mode.FILES else (Kind.SLOTS, Kind.FILES, Kind.END)
-        head, payload = link.receive(*kinds)
-        given: Given
+        head, payload = link.receive(*self._kinds)
+        given: Given | NotGiven
         if head.kind is Kind.END:
             return None
         if head.kind is Kind.SLOTS:
@@ -133,10 +160,14 @@ class Giving:
                 self._lease = Lease(link.channel.take_files(1)[0], link.memory.leases)
             said = decode_slots(payload)
             first, given = said.first, GivenSlots(said.first, said.offsets, self._lease)
+        elif head.kind is not Kind.FILES:
+            first, count = decode_span(payload)
+            given = NotGiven(first, count, head.kind is Kind.ELSEWHERE)
         else:
             first, count = decode_span(payload)
             given = GivenFiles(first, link.channel.take_files(count))
-        if first != at or given.count > stop - at or (self._mode is Mode.SLOTS and not given.count):
+        may_be_none = self._mode is Mode.FILES and not self._has_gaps
+        if first != at or given.count > stop - at or not (given.count or may_be_none):
             _close([given])
             raise link.channel.break_off(
                 f"{given.count} chunks from {first} on came: expected up to {stop - at} from {at} on"
@@ -144,7 +175,7 @@ class Giving:
         return given
 
 
-def _close(given: Sequence[Given]) -> None:
+def _close(given: Sequence[Given | NotGiven]) -> None:
     for each in given:
         if isinstance(each, GivenFiles):
             each.close()

@@ -23,7 +23,8 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
-from kvstore.node.runs import chain_run
+from kvstore.node.runs import Run, block_run, chain_run
+from kvstore.node.wanted import Keyed, Wanted, expected_of, image_bytes
 from kvstore.planes import Planes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
@@ -48,13 +49,14 @@ def read_given(
     """
     good = first
     for given in giving.each(first, count):
+        given_count = given.count  # of files only until they are taken
         if isinstance(given, GivenSlots):
             read = _take(link, chain, given, sections, lanes, deadline)
         else:
             read = read_files(link, chain, given, sections, lanes, deadline)
         good = given.first + read
-        yield good, read == given.count
-        if read < given.count:
+        yield good, read == given_count
+        if read < given_count:
             break
     giving.finish(good)
 
@@ -88,10 +90,23 @@ def in_groups(
 
     What it says is not right is not tried again.
     """
-    size = group_size(count, chain.namespace.layout.chunk_bytes, lanes.width)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, groups=Groups(size, count, work))
+    return _leading(each_in_groups(chain.namespace.layout.chunk_bytes, count, work, lanes, deadline), count)
+
+
+def each_in_groups(
+    size_bytes: int,
+    count: int,
+    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    stop_at_miss: bool = True,
+) -> bytearray:
+    """The same of anything, of ``size_bytes`` each: a byte for each, 1 where it is right."""
+    size = group_size(count, size_bytes, lanes.width)
+    reading = Reading(lanes, Counters(), count, lambda *_: False, stop_at_miss, Groups(size, count, work))
     try:
-        return _leading(reading.wait(deadline), count)
+        return reading.wait(deadline)
     finally:
         reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
 
@@ -113,9 +128,24 @@ def read_files(
     link: Link, chain: Chain, given: GivenFiles, sections: Sections, lanes: Lanes, deadline: Deadline
 ) -> int:
     """Reads one chunk from each file, and closes them all; returns how many leading ones are good."""
+    count = given.count
+    return _leading(read_each_file(link, chain, given, sections, lanes, deadline), count)
+
+
+def read_each_file(
+    link: Link,
+    wanted: Wanted,
+    given: GivenFiles,
+    sections: Sections,
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    stop_at_miss: bool = True,
+) -> bytearray:
+    """The same of chunks or blocks: a byte for each file, 1 where it is good."""
     first, files = given.first, given.files
     if not files:
-        return 0
+        return bytearray()
     # Whoever takes a file out of this closes it: a lane that begins with it, or we at the end.
     left = dict(enumerate(files))
     given.files = []
@@ -126,7 +156,7 @@ def read_files(
         fd = left.pop(at, None)
         if fd is None:
             return False
-        expected, offset = expected_chunk(chain, first + at), 0
+        expected, offset = expected_of(wanted, first + at), 0
         with PosixReader(fd, f"of chunk {first + at}, as handed over", Stat(0, 0), never_blocks) as reader:
 
             def fill(pieces: Pieces) -> int:
@@ -146,34 +176,44 @@ def read_files(
     reading: Reading | None = None
     try:
         never_blocks = all(map(link.never_blocks, files))
-        groups = _groups(chain, first, left, never_blocks, sections, lanes)
+        groups = _groups(wanted, first, left, never_blocks, sections, lanes)
         if groups is None:
             # Asked for in order and by one thread, because some sources take memory as they are asked.
             memory = [sections(first + at) for at in range(len(files))]
-        reading = Reading(lanes, Counters(), len(files), read, groups=groups)
-        done = reading.wait(deadline)
+        reading = Reading(lanes, Counters(), len(files), read, stop_at_miss, groups)
+        return reading.wait(deadline)
     finally:
         if reading is not None:
             reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
         _close([fd for at in range(len(files)) if (fd := left.pop(at, None)) is not None])
-    return _leading(done, len(files))
 
 
 def _groups(
-    chain: Chain, first: int, left: dict[int, int], never_blocks: bool, sections: Sections, lanes: Lanes
+    wanted: Wanted, first: int, left: dict[int, int], never_blocks: bool, sections: Sections, lanes: Lanes
 ) -> Groups | None:
     """The same by native code, a group of files at a time; None where there is none, or the memory does not suit it."""
     count = len(left)
-    if not is_available() or not isinstance(sections, Planes) or not sections.covers(first, count):
+    run = _run(wanted, first, count, never_blocks, sections) if is_available() else None
+    if run is None:
         return None
-    opened = LocalFiles("", never_blocks, stages=False, direct=False)
-    run = chain_run(opened, 0, chain, first, count, sections)
 
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
-        return run.read_open(first + start, first + stop, borrowed)
+        return run.read_open(run.first + start, run.first + stop, borrowed)
 
-    return Groups(group_size(count, chain.namespace.layout.chunk_bytes, lanes.width), count, read)
+    size_bytes = sum(image_bytes(wanted, index) for index in (first, first + count - 1)) // 2
+    return Groups(group_size(count, size_bytes, lanes.width), count, read)
+
+
+def _run(wanted: Wanted, first: int, count: int, never_blocks: bool, sections: Sections) -> Run | None:
+    opened = LocalFiles("", never_blocks, stages=False, direct=False)
+    if isinstance(wanted, Keyed):
+        part = wanted.picked(range(first, first + count))
+        buffers = [sections(index)[0] for index in range(first, first + count)]
+        return block_run(opened, 0, part.namespace, part.keys, part.addresses, buffers)
+    if not isinstance(sections, Planes) or not sections.covers(first, count):
+        return None
+    return chain_run(opened, 0, wanted, first, count, sections)
 
 
 class _Short(Exception):

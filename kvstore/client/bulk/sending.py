@@ -62,7 +62,7 @@ def send_put(
     while arena is not None and not arena.has_entry(number):
         if not channel.is_quiet():
             raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
-        _pause(ends_s)
+        pause(ends_s)
     # A put that does not fit into the arena as a whole has to be stored while it is copied.
     in_arena = arena is not None and arena.size_bytes >= size_bytes
     deferred = deferred and (in_arena or not link.is_shared)
@@ -86,7 +86,7 @@ def send_put(
                 _send(link, layout, number, planes, at, size)
         _, answer = link.receive(Kind.STORED)
     except LinkBroken as broken:
-        _hear_why(link)
+        hear_why(link)
         raise broken
     return first, parse(pb.PutResponse, answer)
 
@@ -106,7 +106,7 @@ def _place(
     while (offset := arena.take(size_bytes, number, at + count - first)) is None:
         if not link.channel.is_quiet():
             return  # what it says is read by the caller
-        _pause(ends_s)
+        pause(ends_s)
     target = arena.bytes_at(offset, size_bytes).reshape(layout.layers, 2, -1)
     np.copyto(target, planes.strided(at, count))
     link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, count, offset))])
@@ -121,13 +121,14 @@ def _send(link: Link, layout: Layout, number: int, planes: Planes, at: int, coun
     channel.send_bytes([memoryview(sums.pack(*plane_sums(planes, at, count)))])
 
 
-def _pause(ends_s: float) -> None:
+def pause(ends_s: float) -> None:
+    """Waits a little for room in an arena. Raises Unavailable once the time is over."""
     if time.monotonic() > ends_s:
         raise Unavailable("the worker did not store what is in the shared memory in time: retry later")
     time.sleep(FULL_PAUSE_S)
 
 
-def _hear_why(link: Link) -> None:
+def hear_why(link: Link) -> None:
     """A worker that refuses says why before it closes; raises BulkRefused if it did."""
     link.channel.limit(LAST_WORD_S, LAST_WORD_S)
     with suppress(Unavailable):

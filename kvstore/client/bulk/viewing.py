@@ -66,16 +66,17 @@ def view_given(
     """As ``read_given``, but the chunks stay where they are where that can be."""
     good, keeps = first, False
     for given in giving.each(first, count):
+        given_count = given.count  # of files only until they are taken
         if isinstance(given, GivenSlots):
             keeps = True
             read = _view_slots(link, chain, given, views, lanes, deadline)
-        elif views.may_map(given.count):
+        elif views.may_map(given_count):
             read = _map_files(chain, given, views, lanes, deadline)
         else:
             read = read_files(link, chain, given, views.sections, lanes, deadline)
         good = given.first + read
-        yield good, read == given.count
-        if read < given.count:
+        yield good, read == given_count
+        if read < given_count:
             break
     giving.finish(good, keep=keeps)
 

@@ -11,6 +11,8 @@ Parameters, defaults and return values are those of ``vineyard.llm`` 0.24.  What
 * In ``query``, ``KVTensor(0, 0)`` asks for memory in every mode; the tensors that take its place own theirs.
 * Tensors after the matched ones are never written to, and a list shorter than the match counts only what it holds.
 * ``KVTensor.data`` and ``.length`` are read-only.
+* Memory (``VineyardCacheConfig``) is a process's own, above a folder that processes share and that keeps what does not
+  fit: an update is seen by others when it returns, and outlives the process.
 * Garbage collection is a service of its own, ``kvstore-gc``, which knows what all processes use and write.  It deletes
   what was last used ``ttl`` ago, not what was written then; the other settings for it are accepted without effect.
 """

@@ -13,7 +13,7 @@ VERSION = 1
 MAGIC = b"KV"
 HEAD = struct.Struct("<2sHIQ")
 HEAD_BYTES = HEAD.size
-CONTROL_BYTES_MAX = 64 << 10
+CONTROL_BYTES_MAX = 128 << 10
 """A payload that is neither a request nor bytes of chunks."""
 RUN_BYTES_MAX = 8 << 20
 """A run of several chunks in one CHUNKS frame; one chunk alone may be larger."""
@@ -33,6 +33,8 @@ class Kind(enum.IntEnum):
     PLACED = 7
     CHUNKS = 8
     MAP = 9
+    GET_BLOCKS = 10
+    PUT_BLOCKS = 11
 
     WELCOME = 64
     START = 65
@@ -44,9 +46,11 @@ class Kind(enum.IntEnum):
     REFUSED = 71
     MEMORY = 72
     SLOTS = 73
+    ABSENT = 74
+    ELSEWHERE = 75
 
 
-REQUESTS = (Kind.GET, Kind.PUT)
+REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS)
 BULKY = (Kind.FILE, Kind.CHUNKS)
 
 
@@ -60,7 +64,7 @@ class Head:
 
 
 class Mode(enum.IntEnum):
-    """How a GET is answered."""
+    """How a GET or GET_BLOCKS is answered."""
 
     STREAM = 0
     FILES = 1
@@ -69,11 +73,11 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is before the message in a GET or PUT."""
+    """What is before the message in a request."""
 
     timeout_s: float
     flag: int
-    """A GET's mode; of a PUT whether it is deferred."""
+    """A get's mode; of a put whether it is deferred."""
     message: bytes
 
 
@@ -121,7 +125,7 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
 
 
 def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
-    """The payload of a GET or PUT."""
+    """The payload of a request."""
     return _REQUEST.pack(timeout_s, flag) + message
 
 
@@ -136,7 +140,7 @@ def decode_request(payload: bytes) -> Request:
 
 
 def encode_span(first: int, count: int) -> bytes:
-    """The payload of WANT, READ, FILES and READY, and what is before the bytes in CHUNKS."""
+    """The payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, and what is before the bytes in CHUNKS."""
     return _SPAN.pack(first, count)
 
 

@@ -1,7 +1,8 @@
-"""The checksums that travel with a run of chunks: one for each plane, so few that they cost nothing."""
+"""The checksums that travel with a run: one for each plane of chunks, or each block, so few that they cost nothing."""
 
 from __future__ import annotations
 
+from kvstore.buffers import Pieces
 from kvstore.format.checksum import checksum
 from kvstore.planes import Planes
 
@@ -9,3 +10,8 @@ from kvstore.planes import Planes
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
     """XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
     return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)
+
+
+def block_sums(blocks: Pieces) -> tuple[int, ...]:
+    """XXH3-64 of each block, in order."""
+    return tuple(map(checksum, blocks))

@@ -11,7 +11,7 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.bulk.handing import HandingOver
+from kvstore.worker.bulk.handing import ChunkHanding
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ChunkStream
@@ -76,7 +76,7 @@ class BulkGets:
         count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
         self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
         if mode == Mode.SLOTS:
-            HandingOver(self._node, channel, number, chain, None, count, self._leases, context).serve(mode)
+            ChunkHanding(self._node, channel, number, chain, None, count, self._leases, context).serve(mode)
             return
         if first < count:
             self._stream(channel, number, chain, None).send(first, count, context)
@@ -85,7 +85,7 @@ class BulkGets:
     def _hand_over(
         self, channel: Channel, number: int, mode: int, hold: Hold, first: int, count: int, context: CallContext
     ) -> None:
-        handing = HandingOver(self._node, channel, number, hold.chain, hold, count, self._leases, context)
+        handing = ChunkHanding(self._node, channel, number, hold.chain, hold, count, self._leases, context)
         good = handing.serve(mode)
         read = max(0, good - first)
         size_bytes = read * hold.chain.namespace.layout.chunk_bytes

@@ -9,22 +9,27 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, decode_arena, decode_request, encode_arena
+from kvstore.wire.bulk.frames import REQUESTS, Kind, decode_arena, decode_request, encode_arena
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.context import BulkContext, Refused
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.getting import BulkGets
+from kvstore.worker.bulk.getting_blocks import BlockGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.putting import BulkPuts
+from kvstore.worker.bulk.putting_blocks import BlockPuts
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
+NAMES = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
+"""The calls that requests are counted as."""
 
 
 class BulkRequests:
@@ -47,7 +52,10 @@ class BulkRequests:
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
-        self._puts = BulkPuts(node, prompts, in_flight, calls, limits, buffers, deferred)
+        self._block_gets = BlockGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
+        arriving = Arriving(in_flight, calls, buffers, limits.deferred_bytes_max)
+        self._puts = BulkPuts(node, prompts, arriving, deferred)
+        self._block_puts = BlockPuts(node, prompts, arriving, deferred)
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""
@@ -56,7 +64,7 @@ class BulkRequests:
         try:
             channel.limit(limits.idle_s, limits.stream_s_max)
             head = channel.receive_head()
-            channel.expect(head, Kind.ARENA, Kind.GET, Kind.PUT, Kind.MAP)
+            channel.expect(head, Kind.ARENA, Kind.MAP, *REQUESTS)
             number = head.request
             payload = channel.receive(head.length)
             if head.kind is Kind.ARENA:
@@ -69,10 +77,13 @@ class BulkRequests:
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s)
-            name = "Get" if head.kind is Kind.GET else "Put"
-            with self._calls.serving(name, context), self._counting_idle():
+            with self._calls.serving(NAMES[head.kind], context), self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, context)
+                elif head.kind is Kind.GET_BLOCKS:
+                    self._block_gets.get(channel, number, request.flag, request.message, context)
+                elif head.kind is Kind.PUT_BLOCKS:
+                    self._block_puts.put(connection, number, request.flag, request.message, context)
                 else:
                     self._puts.put(connection, number, request.flag, request.message, context)
             channel.take_files(0)

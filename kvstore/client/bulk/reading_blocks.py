@@ -1,0 +1,140 @@
+"""Reading engine-hashed blocks past gRPC, each into its buffer: from the worker's memory, its files, or as bytes.
+
+Apart from reads of prompts, because a block that is missing ends nothing, and each has its own size and buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Borrowed, Pieces
+from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
+from kvstore.client.bulk.handed import each_in_groups, read_each_file
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.receiving import fill_verified
+from kvstore.client.limits import ClientLimits
+from kvstore.client.tools import FileLanes
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import Damaged, expected_block
+from kvstore.node.deadline import Deadline
+from kvstore.node.images import take_images
+from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
+from kvstore.wire.messages import pack_keys, pack_sizes, sealed
+
+
+class BlockReading:
+    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified."""
+
+    def __init__(
+        self, link: Link, wanted: Keyed, buffers: Pieces, hits: list[bool], lanes: FileLanes, limits: ClientLimits
+    ) -> None:
+        self._link = link
+        self._wanted = wanted
+        self._buffers = buffers
+        self._hits = hits
+        self._lanes = lanes
+        self._limits = limits
+        self.damaged: list[int] = []
+        """Those that came and were not right."""
+
+    def run(self, indexes: Sequence[int]) -> None:
+        """Reads these. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest."""
+        link = self._link
+        if link.memory is not None or link.hands_files:
+            # What is in memory may be too much to be leased, or on a root that has no files to hand over.
+            indexes = self._take_given(indexes, Mode.FILES if link.memory is None else Mode.SLOTS)
+        if indexes:
+            self._receive(indexes)
+
+    def _take_given(self, indexes: Sequence[int], mode: Mode) -> list[int]:
+        """Reads what the worker gives to a client on its host; returns those that are only to be had as bytes."""
+        number, timeout_s = self._begin(indexes, mode)
+        asked, elsewhere = self._wanted.picked(indexes), list[int]()
+        lanes, deadline = self._lanes.get(), Deadline(self._lanes.clock, timeout_s)
+        buffers = [self._buffers[index] for index in indexes]
+
+        def into(at: int) -> Pieces:
+            return [buffers[at]]
+
+        read = 0
+        with Giving(self._link, number, mode, has_gaps=True) as giving:
+            for given in giving.each_or_not(0, len(indexes)):
+                span = indexes[given.first : given.first + given.count]
+                if isinstance(given, GivenSlots):
+                    done = self._take_slots(asked, given, buffers, deadline)
+                elif isinstance(given, GivenFiles):
+                    done = read_each_file(self._link, asked, given, into, lanes, deadline, stop_at_miss=False)
+                else:
+                    elsewhere += span if given.is_elsewhere else []
+                    continue
+                for index, right in zip(span, done, strict=True):
+                    self._hits[index] = bool(right)
+                self.damaged += [index for index in span if not self._hits[index]]
+                read += sum(done)
+            giving.finish(read)
+        return elsewhere
+
+    def _take_slots(self, asked: Keyed, slots: GivenSlots, buffers: Pieces, deadline: Deadline) -> bytearray:
+        if self._link.memory is None:
+            raise InvalidRequest("slots came on a connection without memory")
+        first, count = slots.first, slots.count
+        sizes = [image_bytes(asked, index) for index in range(first, first + count)]
+        memory = self._link.memory
+        images: Sequence[memoryview]
+        if len(set(sizes)) == 1:
+            images = memory.images(slots.offsets, sizes[0])
+        else:
+            images = [memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
+
+        def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+            indexes = range(first + start, first + stop)
+            return take_images(asked, indexes, images[start:stop], lambda index: [buffers[index]], borrowed)
+
+        size_bytes = sum(sizes) // count
+        return each_in_groups(size_bytes, count, take, self._lanes.get(), deadline, stop_at_miss=False)
+
+    def _receive(self, indexes: Sequence[int]) -> None:
+        """Reads whole images that come as bytes, each at most once, in whatever order."""
+        self._begin(indexes, Mode.STREAM)
+        channel, left = self._link.channel, set(range(len(indexes)))
+        while True:
+            head = channel.receive_head()
+            if head.kind is Kind.REFUSED:
+                self._link.refused(head)
+            channel.expect(head, Kind.FILE, Kind.END)
+            if head.kind is Kind.END:
+                channel.receive(head.length)
+                return
+            at = decode_index(channel.receive(INDEX_BYTES)) if head.length > INDEX_BYTES else -1
+            if at not in left:
+                raise channel.break_off(f"an image of block {at} came, which was not asked for, or twice")
+            left.remove(at)
+            index = indexes[at]
+            wanted, buffer = self._wanted, self._buffers[index]
+            expected = expected_block(wanted.namespace, wanted.keys[index], len(buffer))
+            if head.length != INDEX_BYTES + expected.file_bytes:
+                raise channel.break_off(f"an image of {head.length - INDEX_BYTES} bytes came for block {index}")
+            try:
+                fill_verified(channel.receive_some, expected, [buffer])
+            except Damaged:
+                channel.alive = False  # in the middle of a frame, perhaps
+                self.damaged += [indexes[at], *(indexes[other] for other in left)]
+                return
+            self._hits[index] = True
+
+    def _begin(self, indexes: Sequence[int], mode: Mode) -> tuple[int, float]:
+        """Sends the request: its number, and how long it may take."""
+        asked, limits = self._wanted.picked(indexes), self._limits
+        request = pb.GetBlocksRequest(
+            namespace=asked.namespace.digest, keys=pack_keys(asked.keys), sizes=pack_sizes(asked.sizes_bytes)
+        )
+        timeout_s = limits.stream_s(limits.read_s, sum(asked.sizes_bytes))
+        channel, number = self._link.channel, self._link.next_number()
+        channel.limit(limits.read_s, timeout_s)
+        channel.send(Kind.GET_BLOCKS, number, [encode_request(timeout_s, mode, sealed(request))])
+        return number, timeout_s

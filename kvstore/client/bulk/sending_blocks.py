@@ -1,0 +1,113 @@
+"""A put of engine-hashed blocks over a bulk connection: copied into the arena, or sent from where they are.
+
+Apart from puts of prompts, because blocks have their own sizes, and each its own answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from kvstore.buffers import Pieces, byte_length
+from kvstore.client.bulk.arena import Arena
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.sending import RUNS_MIN, hear_why, pause
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.bulk.frames import (
+    RUN_BYTES_MAX,
+    SPAN_BYTES,
+    Kind,
+    Placed,
+    decode_span,
+    encode_placed,
+    encode_request,
+    encode_span,
+)
+from kvstore.wire.bulk.sums import block_sums
+from kvstore.wire.messages import parse, sealed
+
+
+def send_blocks(
+    link: Link,
+    start: pb.PutBlocksStart,
+    buffers: Pieces,
+    *,
+    deferred: bool,
+    reserve: Callable[[int], int],
+    idle_s: float,
+    timeout_s: float,
+) -> list[bool]:
+    """For each block whether it is in the store now. ``start`` says which they are.
+
+    ``reserve(bytes)`` says how many of so many bytes an arena may have.
+    Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest for what makes no sense.
+    """
+    channel, ends_s = link.channel, time.monotonic() + timeout_s
+    channel.limit(idle_s, timeout_s)
+    runs = list(_runs(list(map(len, buffers))))
+    size_bytes, largest_bytes = byte_length(buffers), max(byte_length(buffers[at:stop]) for at, stop in runs)
+    link.share(size_bytes if deferred else min(size_bytes, RUNS_MIN * largest_bytes), reserve)
+    arena, number = link.arena, link.next_number()
+    while arena is not None and not arena.has_entry(number):
+        if not channel.is_quiet():
+            raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
+        pause(ends_s)
+    # A put that does not fit into the arena as a whole has to be stored while it is copied.
+    in_arena = arena is not None and arena.size_bytes >= size_bytes
+    deferred = deferred and (in_arena or not link.is_shared)
+    channel.send(Kind.PUT_BLOCKS, number, [encode_request(timeout_s, int(deferred), sealed(start))])
+    if decode_span(link.receive(Kind.READY)[1]) != (0, len(buffers)):
+        raise channel.break_off(f"the worker does not want the {len(buffers)} blocks that it was told of")
+    if not in_arena and arena is not None and arena.size_bytes < RUNS_MIN * largest_bytes:
+        arena = None  # so small that the worker would wait for the next run, and we for it to release one
+    try:
+        for at, stop in runs:
+            if at and not channel.is_quiet():
+                break  # it has something to say: that it refuses
+            if arena is not None:
+                _place(link, arena, number, at, buffers[at:stop], ends_s)
+            else:
+                _send(link, number, at, buffers[at:stop])
+        _, answer = link.receive(Kind.STORED)
+    except LinkBroken as broken:
+        hear_why(link)
+        raise broken
+    stored = parse(pb.PutBlocksResponse, answer).stored
+    if len(stored) != len(buffers):
+        raise channel.break_off(f"the worker answered for {len(stored)} blocks of {len(buffers)}")
+    return [bool(each) for each in stored]
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First block of each run, and the one after its last: as many as fit into RUN_BYTES_MAX, or one."""
+    ends, used = [0], 0
+    for index, size in enumerate(sizes):
+        if index > ends[-1] and used + size > RUN_BYTES_MAX:
+            ends.append(index)
+            used = 0
+        used += size
+    return pairwise([*ends, len(sizes)])
+
+
+def _place(link: Link, arena: Arena, number: int, at: int, blocks: Pieces, ends_s: float) -> None:
+    size_bytes = byte_length(blocks)
+    while (offset := arena.take(size_bytes, number, at + len(blocks))) is None:
+        if not link.channel.is_quiet():
+            return  # what it says is read by the caller
+        pause(ends_s)
+    target, start = arena.bytes_at(offset, size_bytes), 0
+    for block in blocks:
+        np.copyto(target[start : start + len(block)], np.frombuffer(block, np.uint8))
+        start += len(block)
+    link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, len(blocks), offset))])
+
+
+def _send(link: Link, number: int, at: int, blocks: Pieces) -> None:
+    channel = link.channel
+    channel.send_head(Kind.CHUNKS, number, SPAN_BYTES + byte_length(blocks) + 8 * len(blocks))
+    channel.send_bytes([memoryview(encode_span(at, len(blocks))), *blocks])
+    channel.send_bytes([memoryview(np.array(block_sums(blocks), "<u8").tobytes())])

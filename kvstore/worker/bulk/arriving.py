@@ -1,0 +1,115 @@
+"""Runs of chunks or blocks as they come from a client: placed in its arena, or as bytes with their checksums.
+
+Apart from what is done with them, which differs between chunks and blocks; how they arrive does not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
+from kvstore.wire.statuses import Busy
+from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.calls import Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What a put is about: chunks or blocks up to ``count - 1``."""
+
+    count: int
+    size_bytes: Callable[[int, int], int]
+    """Of a run, by its first index and its count."""
+    sums_count: Callable[[int], int]
+    """Checksums that a run of so many has."""
+    in_flight_bytes: int
+    """Memory for the runs that are here at once, where they come as bytes."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A run that is here; where it came as bytes, its checksums and its buffer."""
+
+    first: int
+    count: int
+    memory: memoryview
+    sums: tuple[int, ...] = ()
+    buffer: bytearray | None = None
+
+
+class Arriving:
+    """How runs come in. Thread-safe."""
+
+    def __init__(self, in_flight: BytesInFlight, calls: Calls, buffers: Buffers, deferred_bytes_max: int) -> None:
+        """``deferred_bytes_max`` is for one put whose runs come as bytes."""
+        self._deferred_bytes_max = deferred_bytes_max
+        self._in_flight = in_flight
+        self._calls = calls
+        self._buffers = buffers
+
+    def may_defer(self, connection: Connection, size_bytes: int, reserved: ExitStack) -> bool:
+        """Whether there is memory for all of a put at once: the client's own, or ours, then reserved."""
+        if connection.has_arena:
+            return True
+        if size_bytes > self._deferred_bytes_max:
+            return False
+        try:
+            reserved.enter_context(self._in_flight.reserved(size_bytes))
+        except Busy:
+            return False
+        return True
+
+    def runs(
+        self, connection: Connection, cargo: Cargo, first: int, reserved: ExitStack, *, is_deferred: bool = False
+    ) -> Iterator[Arrived]:
+        """The runs of a client from index ``first`` on, in order.
+
+        Memory is reserved when the first comes as bytes. That of a deferred put was before, or is the client's own:
+        then nothing may come as bytes.
+        """
+        channel = connection.channel
+        kinds = (Kind.PLACED,) if is_deferred and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
+        is_reserved = is_deferred
+        index = first
+        while index < cargo.count:
+            head = channel.receive_head()
+            channel.expect(head, *kinds)
+            if head.kind is Kind.PLACED:
+                placed = decode_placed(channel.receive(head.length))
+                start, count, offset = placed.first, placed.count, placed.offset
+            else:
+                start, count = decode_span(channel.receive(SPAN_BYTES))
+                offset = 0
+            if start != index or not 1 <= count <= cargo.count - index:
+                raise channel.break_off(f"{count} chunks from {start} on came: expected {index} and following")
+            size_bytes = cargo.size_bytes(start, count)
+            buffer: bytearray | None = None
+            sums: tuple[int, ...] = ()
+            if head.kind is Kind.PLACED:
+                memory = connection.placed(offset, size_bytes)
+            else:
+                table = struct.Struct(f"<{cargo.sums_count(count)}Q")
+                if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
+                    raise channel.break_off(f"{count} chunks say {head.length} bytes: that is not, or too large a run")
+                if not is_reserved:
+                    reserved.enter_context(self._in_flight.reserved(cargo.in_flight_bytes))
+                    is_reserved = True
+                buffer = self._buffers.take(size_bytes)
+                memory = memoryview(buffer)
+                channel.receive_into([memory])
+                sums = table.unpack(channel.receive(table.size))
+            self._calls.add("wire_bytes_in", size_bytes)
+            yield Arrived(start, count, memory, sums, buffer)
+            index += count
+
+    def let_go(self, *runs: Arrived) -> None:
+        """Nobody needs the buffers of these any more. Idempotent."""
+        for run in runs:
+            buffer, run.buffer = run.buffer, None
+            if buffer is not None:
+                self._buffers.give(buffer)
