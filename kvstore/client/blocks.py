@@ -44,8 +44,8 @@ class BlockCache:
 
         ``priority``, ``ttl`` and ``preset`` say how long they are worth keeping, and ``write`` when this returns, as in
         ``Cache.put``.
-        False only where the key has a block of another size. Raises Overloaded, PermissionDenied or Unavailable
-        when the store could not take them.
+        False where the key has a block of another size, where garbage collection is taking it, and, put behind, where
+        memory has no room. Raises Overloaded, PermissionDenied or Unavailable when the store could not take them.
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)

@@ -50,6 +50,7 @@ class Batch:
         """
         with self._lock:
             self._runners += 1
+        before: Callable[[], None] | None = getattr(_lane, "tick", None)  # of a lane that helps with another batch
         _lane.tick = tick
         try:
             while (number := self._take()) is not None:
@@ -60,7 +61,7 @@ class Batch:
             self.error = self.error or error
             self._stopped = True
         finally:
-            _lane.tick = None
+            _lane.tick = before
             with self._lock:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
@@ -92,6 +93,15 @@ class Batch:
                 raise error
             finally:
                 error = None  # or its traceback would lead to this frame, and this frame to it
+
+    def help(self, deadline: Deadline) -> None:
+        """Does a share of it in the calling thread, up to the deadline: for work that never waits for a device."""
+
+        def tick() -> None:
+            if deadline.left_s() <= 0:
+                raise DeadlinePassed("copying did not end in time: the machine has too much to do")
+
+        self.run(tick)
 
     def stop(self) -> None:
         """Nothing more of it is begun."""
@@ -133,8 +143,9 @@ class Lanes:
         for thread in self._threads:
             thread.start()
 
-    def start(self, count: int, work: Callable[[int], bool]) -> Batch:
-        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
+    def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
+        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes; on one less where it is ``helped``: then the
+        caller MUST call ``Batch.help``, and work for one lane alone is not begun before.
 
         Raises Overloaded when too much waits already, Unavailable at once when the root hangs.
         """
@@ -149,7 +160,7 @@ class Lanes:
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
         batch = Batch(count, work)
-        for _ in range(min(count, self.width)):
+        for _ in range(min(count, self.width) - helped):
             self._queue.put(batch)
         return batch
 
@@ -210,7 +221,7 @@ class InlineLanes(Lanes):
     def __init__(self, clock: Clock) -> None:
         super().__init__(0, 1, 1, 0.0, clock)
 
-    def start(self, count: int, work: Callable[[int], bool]) -> Batch:
+    def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
         """Does it all, at once."""
         batch = Batch(count, work)
         batch.run(lambda: None)

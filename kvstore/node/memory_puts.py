@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.hints import Hints
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import make_images
@@ -58,6 +58,7 @@ class MemoryPuts:
         Of a chain nothing behind the first that finds none. Raises DeadlinePassed.
         """
         slots: list[tuple[int, Slot]] = []
+        own: set[Address] = set()  # a block that is given twice is there with the first of them
         with self._memory.refer(wanted, first, count) as found:
             there = [entry is not None for entry in found.entries]
             for at in range(count):
@@ -67,9 +68,12 @@ class MemoryPuts:
                 if slot is not None:
                     there[at] = True
                     slots.append((first + at, slot))
+                    own.add(slot.entry.address)
                 elif isinstance(wanted, Chain):
                     there[at:] = [False] * (count - at)
                     break
+                else:
+                    there[at] = wanted.addresses[first + at] in own
             self._copy(wanted, slots, source, deadline)
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])

@@ -145,9 +145,15 @@ class Reading:
         stop_at_miss: bool = True,
         groups: Groups | None = None,
         ended: Callable[[], None] = lambda: None,
+        *,
+        helps: bool = False,
     ) -> None:
-        """``ended`` is called once nobody reads into the memory any more; it may be more than once."""
+        """``ended`` is called once nobody reads into the memory any more; it may be more than once.
+
+        With ``helps`` whoever waits does a share of it meanwhile: for what never waits for a device.
+        """
         self._ended = ended
+        self._helps = helps
         self._counters = counters
         self._read = read
         self._stop_at_miss = stop_at_miss
@@ -157,9 +163,9 @@ class Reading:
         self._batch: Batch | None = None
         try:
             if groups is None:
-                self._batch = lanes.start(count, self._work)
+                self._batch = lanes.start(count, self._work, helped=helps)
             else:
-                self._batch = lanes.start(groups.count, self._work_on_group)
+                self._batch = lanes.start(groups.count, self._work_on_group, helped=helps)
         except KVStoreError:
             counters.add("miss_shed")
 
@@ -171,6 +177,8 @@ class Reading:
         batch, self._batch = self._batch, None  # it knows our work, and so us and the caller's memory
         try:
             if batch is not None:
+                if self._helps:
+                    batch.help(deadline)
                 batch.wait(deadline)
         except DeadlinePassed:
             self._borrowed.withdraw()

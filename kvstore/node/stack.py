@@ -75,6 +75,7 @@ class TierStack:
             give_up_s=limits.behind_give_up_s,
         )
         self._stopping = threading.Event()
+        self._filled = threading.Event()
         self._demoting: threading.Thread | None = None
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
@@ -98,6 +99,7 @@ class TierStack:
 
     def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
+        self.filling()
         try:
             return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
         except (Overloaded, Unavailable):
@@ -105,6 +107,7 @@ class TierStack:
 
     def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
+        self.filling()
         if hints.priority < self.settings.root_priority_min:
             return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
         granted = self.behind.reserve([image_bytes(wanted, index) for index in range(first, first + count)])
@@ -127,6 +130,11 @@ class TierStack:
             self._counters.add("behind_shed", shed)
         return Kept(kept.there + [False] * (count - len(granted)), kept.fresh)
 
+    def filling(self) -> None:
+        """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
+        if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
+            self._filled.set()
+
     def drop_namespace(self, digest: NamespaceDigest) -> None:
         """Forgets all chunks of a namespace, as after ``clear``."""
         self.behind.forget(digest, FORGET_S)
@@ -147,6 +155,7 @@ class TierStack:
         """Writes what the root does not have yet, for at most ``flush_s`` (rule W3), and ends everything."""
         self.behind.close(flush_s)
         self._stopping.set()
+        self._filled.set()
         if self._demoting is not None:
             self._demoting.join(timeout_s)
         for tier in self.below:
@@ -157,7 +166,9 @@ class TierStack:
     def _demote(self) -> None:
         """Keeps some of memory free, writing what goes to the local disk before, if it was used more than once."""
         assert self.disk is not None
-        while not self._stopping.wait(DEMOTE_PERIOD_S):
+        while not self._stopping.is_set():
+            self._filled.wait(DEMOTE_PERIOD_S)
+            self._filled.clear()
             try:
                 self.demote_once()
             except Exception:

@@ -141,6 +141,7 @@ class TieredReads:
         assert tiers is not None
         with tiers.memory.refer(wanted, first, stop - first) as slots:
             missing = [first + at for at, entry in enumerate(slots.entries) if entry is None]
+        tiers.filling()
         for tier, indexes in self._sources(tiers, wanted, missing, even_once=even_once):
             if tier is not None or even_root:
                 for index in self._fetch(tiers.memory, wanted, tier, indexes, deadline):
@@ -181,6 +182,7 @@ class TieredReads:
         """Fetches what is not ``done`` into memory where that is worth it, and reads it there; updates ``done``."""
         memory = tiers.memory
         missing = [first + at for at in np.flatnonzero(~done).tolist()]
+        tiers.filling()
         for tier, indexes in self._sources(tiers, wanted, missing, even_once=False):
             fetched = self._fetch(memory, wanted, tier, indexes, deadline)
             for index in fetched:

@@ -98,6 +98,9 @@ class Views:
         def read(index: int, borrowed: Borrowed) -> bool:
             if index in found:
                 return True
+            payloads[index] = self._copied(chain, index)
+            if payloads[index] is not None:
+                return True
             expected = expected_chunk(chain, index)
             # Each mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
             if index < mapped_max:
@@ -127,6 +130,14 @@ class Views:
             if payload is not None and done[index]
         }
         return arrays | found
+
+    def _copied(self, chain: Chain, index: int) -> memoryview | None:
+        """A copy of one that memory has and may not lease any more (rule L1): the root may not have it yet."""
+        if self._memory is None:
+            return None
+        with self._memory.refer(chain, index, 1) as slots:
+            payload = self._memory.view(slots, index)
+            return None if payload is None else memoryview(bytes(payload))
 
 
 def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:

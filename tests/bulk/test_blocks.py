@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,14 @@ import pytest
 
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
 from tests.bulk.memories import serving_memory
 from tests.bulk.ways import MEDIUM, WAYS
+from tests.node.stores import member_on
 from tests.worker.serving import Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
@@ -80,4 +85,145 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader:
             assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
             assert same(buffers[3:20], blocks[3:20])
         assert counted(store, "gets") == {reader: 2}
+        assert store.stats()["client_bulk_broken"] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_miss_in_the_middle_ends_nothing(served: Served, way: str) -> None:
+    """Every third is not there, nor are the first and the last; their buffers are not touched."""
+    keys, blocks = keys_of(7), blocks_of(7)
+    missing = {0, COUNT - 1, *range(2, COUNT, 3)}
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"gaps-{way}", MEDIUM).blocks
+        there = [at for at in range(COUNT) if at not in missing]
+        assert all(cache.put([keys[at] for at in there], [blocks[at] for at in there]))
+        buffers = buffers_for(blocks)
+        assert cache.get(keys, buffers) == [at not in missing for at in range(COUNT)]
+        assert same([buffers[at] for at in there], [blocks[at] for at in there])
+        assert not any(buffers[at].any() for at in missing)
+        assert cache.get(keys_of(8, 3), buffers_for(blocks[:3])) == [False] * 3
+        assert counted(store, "gets") == {way: 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_of_another_size_is_a_miss_and_stays(served: Served, way: str) -> None:
+    keys, blocks = keys_of(9, 3), blocks_of(9, 3, (5000,))
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"sizes-{way}", MEDIUM).blocks
+        assert cache.put(keys, blocks) == [True] * 3
+        larger = [np.zeros(5000, np.uint8), np.zeros(5001, np.uint8), np.zeros(5000, np.uint8)]
+        assert cache.get(keys, larger) == [True, False, True]
+        assert cache.get(keys, buffers_for(blocks)) == [True] * 3
+        assert store.stats()["quarantined"] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_key_may_be_there_twice(served: Served, way: str) -> None:
+    keys, blocks = keys_of(10, 1), blocks_of(10, 1, (9000,))
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"twice-{way}", MEDIUM).blocks
+        assert cache.put(keys * 3, blocks * 3) == [True] * 3
+        buffers = [np.zeros_like(blocks[0]) for _ in range(3)]
+        assert cache.get(keys * 3, buffers) == [True] * 3
+        assert same(buffers, blocks * 3)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 40 << 20])
+@pytest.mark.parametrize("sizes", [(9 << 20,), (1 << 20, 100, 12 << 20)])
+def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
+    served: Served, sizes: tuple[int, ...], arena_bytes: int, deferred: bool
+) -> None:
+    count = 6 if len(sizes) == 1 else 12
+    keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
+    limits = ClientLimits(arena_bytes_max=arena_bytes)
+    with connected(served, bulk="shared", limits=limits, deferred=deferred) as store:
+        cache = store.namespace(f"large-{sizes}-{arena_bytes}-{deferred}", MEDIUM).blocks
+        assert cache.put(keys, blocks) == [True] * count
+        buffers = buffers_for(blocks)
+        assert cache.get(keys, buffers) == [True] * count
+        assert same(buffers, blocks)
+        assert store.stats()["client_bulk_broken"] == 0
+        cache._port.clear(cache._namespace)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) -> None:
+    """Whoever asks the worker for a block that it has not written yet waits for it: a match and a get over gRPC too."""
+    calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(60)]
+    with connected(served, bulk=way, deferred=True) as store, ThreadPoolExecutor(6) as threads:
+        cache = store.namespace(f"many-{way}", MEDIUM).blocks
+        assert all(threads.map(lambda call: all(cache.put(*call)), calls))
+        with connected(served, bulk="grpc") as other:
+            blocks = other.namespace(f"many-{way}", MEDIUM).blocks
+            assert blocks.match(calls[-1][0]) == 5
+            assert blocks.get(calls[-2][0], buffers_for(calls[-2][1])) == [True] * 5
+        for keys, blocks_put in calls:
+            buffers = buffers_for(blocks_put)
+            assert cache.get(keys, buffers) == [True] * 5
+            assert same(buffers, blocks_put)
+        assert store.stats()["puts_deferred_lost"] == 0
+    assert served.worker.service.gauges()["deferred_chunks"] == 0
+
+
+def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
+    keys, blocks = keys_of(12), blocks_of(12)
+    limits = ClientLimits(bulk_links_max=1)
+
+    def got() -> bool:
+        buffers = buffers_for(blocks)
+        return cache.get(keys, buffers) == [True] * COUNT and same(buffers, blocks)
+
+    with connected(served, bulk="shared", limits=limits) as store, ThreadPoolExecutor(4) as threads:
+        cache = store.namespace("links", MEDIUM).blocks
+        cache.put(keys, blocks)
+        assert all(each.result() for each in [threads.submit(got) for _ in range(12)])
+        ways = counted(store, "gets")
+        assert ways["shared"] > 0
+        assert sum(ways.values()) == 12
+
+
+def test_a_worker_that_offers_no_bulk_path_gets_blocks_over_grpc(tmp_root: Path) -> None:
+    keys, blocks = keys_of(13), blocks_of(13)
+    member = member_on(PosixRoot(tmp_root))
+    worker = Worker(member, "127.0.0.1:0", bulk=False)
+    worker.start()
+    try:
+        with connected(worker.address) as store:
+            cache = store.namespace("m", MEDIUM).blocks
+            assert cache.put(keys, blocks) == [True] * COUNT
+            buffers = buffers_for(blocks)
+            assert cache.get(keys, buffers) == [True] * COUNT
+            assert same(buffers, blocks)
+            assert counted(store, "gets") == counted(store, "puts") == {"grpc": 1}
+        with connected(worker.address, bulk="shared") as store, pytest.raises(InvalidRequest, match="bulk='auto'"):
+            store.namespace("m", MEDIUM).blocks.get(keys, buffers)
+    finally:
+        worker.stop()
+        member.close()
+
+
+def test_a_deferred_put_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
+    keys, blocks = keys_of(14, 20), blocks_of(14, 20, (10_000,))
+    with serving(tmp_root, worker_limits=WorkerLimits(deferred_bytes_max=100_000)) as served:
+        with connected(served, bulk="tcp", deferred=True) as store:
+            assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * 20
+            assert store.stats()["puts_deferred"] == 0
+            assert store.namespace("m", MEDIUM).blocks.put(keys[:9], blocks[:9]) == [True] * 9
+            assert store.stats()["puts_deferred"] == 1
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_as_many_blocks_as_a_call_may_have(tmp_root: Path, way: str) -> None:
+    """The answer to a put has a byte for each."""
+    count = 65_536
+    keys = [at.to_bytes(16, "little") for at in range(count)]
+    memory = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 4)
+    with serving_memory(MemoryRoot(MemoryFiles()), 600 << 20) as served, connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM).blocks
+        stored = cache.put(keys, list(memory))
+        got = np.zeros_like(memory)
+        assert cache.get(keys, list(got)) == stored
+        assert np.array_equal(got[stored], memory[stored])
+        assert sum(stored) == count
         assert store.stats()["client_bulk_broken"] == 0
