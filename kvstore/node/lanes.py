@@ -168,6 +168,12 @@ class Lanes:
         """``start`` and ``wait``."""
         self.start(count, work).wait(deadline)
 
+    def share(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
+        """The same, of which the calling thread does a share: for work that never waits for a device."""
+        batch = self.start(count, work, helped=True)
+        batch.help(deadline)
+        batch.wait(deadline)
+
     def run(self, work: Callable[[], T], deadline: Deadline) -> T:
         """The result of one call, made on a lane. Raises what it raises, or DeadlinePassed."""
         results: list[T] = []

@@ -91,7 +91,7 @@ class Member:
                 )
             if not hold.count:
                 return self._no_pin(owner, chain)
-            node.write_out(hold.chain)  # what only memory has is not there for collectors and other nodes
+            node.puts.write_out(hold.chain)  # what only memory has is not there for collectors and other nodes
             addresses = chain.addresses[: hold.count]
             seconds = max(1, round(ttl_s))
             ref = self._pins.pin(
@@ -100,7 +100,7 @@ class Member:
             try:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
-                present = node.present_leading(chain, hold.count)
+                present = node.puts.present_leading(chain, hold.count)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
                 raise

@@ -16,7 +16,6 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
-from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
@@ -30,26 +29,23 @@ from kvstore.node.handed_blocks import HandedBlocks
 from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import Publication, Source, StillRight, always
+from kvstore.node.publish import Source
+from kvstore.node.puts import Puts
 from kvstore.node.putting import Putting
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run
 from kvstore.node.settings import NO_TIERS, TierSettings
-from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
-from kvstore.node.wanted import Keyed
-from kvstore.node.write_behind import Job
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
@@ -106,7 +102,15 @@ class Node:
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
             self.tiers = TierStack(
-                arena, settings, self._publish, self.counters, limits, clock, ids, durable=durable, lanes=lanes
+                arena,
+                settings,
+                lambda job, slots: self.puts.publish(job, slots),  # noqa: PLW0108 - puts are not there yet
+                self.counters,
+                limits,
+                clock,
+                ids,
+                durable=durable,
+                lanes=lanes,
             )
         self._reads = TieredReads(self._chunks, self._lanes, self.counters, self.tiers)
         self.blocks = Blocks(
@@ -115,10 +119,14 @@ class Node:
         self.handed_blocks = HandedBlocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
+        self.puts = Puts(
+            self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers, self.blocks.publish,
+            self.counters, limits, clock, durable=durable,
+        )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
             self._moving = Moving(
-                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self._publish, limits, clock
+                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, limits, clock
             )
             self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
@@ -289,82 +297,7 @@ class Node:
         On a node with memory ``write`` says when it returns; by default as the node is set.
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
-        deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        tiers = self.tiers
-        mode = self.write_mode(write, hints)
-        if tiers is not None and mode is WriteMode.BEHIND:
-            return self._put_behind(tiers, chain, first, source, deadline, hints)
-        result = self._put_on_root(chain, first, source, deadline, hints)
-        if tiers is not None and mode is WriteMode.THROUGH:
-            count = result.tokens_present // chain.namespace.layout.chunk_tokens - first
-            if count > 0:
-                tiers.keep(chain, first, count, source, hints, deadline)
-        return result
-
-    def _put_on_root(self, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints) -> PutResult:
-        putting = self.begin_put(chain, first, deadline.left_s(), hints)
-        try:
-            if not putting.refused:
-                putting.store_all(source, deadline)
-        except DeadlinePassed:
-            putting.abandon(wait_s=0.0)
-            raise
-        except BaseException:
-            putting.abandon()
-            raise
-        return putting.finish(deadline.left_s())
-
-    def _put_behind(
-        self, tiers: TierStack, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints
-    ) -> PutResult:
-        """Into memory, from where it is written later; what is there already is only used."""
-        self.counters.add("requests_put")
-        self.gc_view.check_room()
-        chain = chain.leading(self.gc_view.leading(chain.addresses))
-        size = chain.namespace.layout.chunk_tokens
-        # A root that does not answer must not take the time for copying: what only it may have counts as absent then.
-        look = Deadline(self.clock, min(deadline.left_s(), self.limits.match_deadline_s))
-        there = self._reads.matched_count(chain, look)
-        if there < min(first, len(chain)):
-            return PutResult(there * size, 0, 0, 0)
-        start = max(there, min(first, len(chain)))
-        kept = tiers.absorb(chain, start, len(chain) - start, source, hints, deadline)
-        stop = start + kept.count
-        self.counters.add("chunks_found", start - first + kept.count - kept.written)
-        self.found_by_put(chain, start, hints)
-        found = max(0, stop - first - kept.written)
-        return PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
-
-    def found_by_put(self, chain: Chain, count: int, hints: Hints) -> None:
-        """Notes that a put behind found the first ``count`` chunks there: a use of them, which raises their hints.
-
-        Not of those that are new: a put alone does not make a chunk worth a place on the disk.
-        """
-        lacking = frozenset(range(count)) if hints != DEFAULT else frozenset[int]()
-        self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True, hints=hints, lacking=lacking)
-        if self.memory is not None:
-            self.memory.used(chain, count, hints if hints != DEFAULT else None)
-
-    def absorb(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> int:
-        """Copies ``count`` chunks into memory, to be written to the root later, if this node does so; returns how many
-        leading ones of them it took. Their parents must be there. The others are the caller's to put.
-        """
-        tiers = self.tiers
-        if tiers is None or tiers.mode(WriteMode.BEHIND, hints) is not WriteMode.BEHIND:
-            return 0
-        deadline = self._deadline(None, self.limits.write_deadline_s)
-        return tiers.absorb(chain, first, count, source, hints, deadline).count
-
-    def keep(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> None:
-        """Copies chunks that the root has, or is about to have, into memory as well, as far as there is room."""
-        count = min(first + count, self.gc_view.leading(chain.addresses)) - first
-        if self.tiers is not None and count > 0:
-            deadline = self._deadline(None, self.limits.write_deadline_s)
-            self.tiers.keep(chain, first, count, source, hints, deadline)
-
-    def write_mode(self, asked: WriteMode | None, hints: Hints = DEFAULT) -> WriteMode:
-        """How a put is acknowledged here."""
-        return self.tiers.mode(asked, hints) if self.tiers is not None else WriteMode.AROUND
+        return self.puts.put(chain, first, source, deadline_s, hints, write)
 
     def begin_put(
         self,
@@ -372,81 +305,9 @@ class Node:
         first: int,
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
-        still_right: StillRight = always,
     ) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
-        self.counters.add("requests_put")
-        self.gc_view.check_room()
-        deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.
-        chain = chain.leading(self.gc_view.leading(chain.addresses))
-        publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints, still_right)
-        present = self._leading(min(first, len(chain)), publication.look, deadline)
-        if present < first and self.memory is not None and self.memory.leading(chain, present) >= first - present:
-            putting = self._begin_put_with_parents(self.memory, chain, first, present, hints, deadline, still_right)
-            if putting is not None:
-                return putting
-        return Putting(self, chain, first, present, publication, self._lanes)
-
-    def _begin_put_with_parents(
-        self,
-        memory: MemoryTier,
-        chain: Chain,
-        first: int,
-        present: int,
-        hints: Hints,
-        deadline: Deadline,
-        still_right: StillRight,
-    ) -> Putting | None:
-        """A put that begins with chunks which the root lost and memory has (rule W5); None where one is wrong."""
-        slots = memory.refer(chain, present, first - present)
-        try:
-            count = memory.verified(slots)
-            if count < first - present:
-                slots.release()
-                return None
-
-            def all_right(index: int) -> bool:
-                return memory.still_right(slots, index) if index < first else still_right(index)
-
-            publication = Publication(self._chunks, self._refresher, chain, present, self.durable, hints, all_right)
-            putting = Putting(self, chain, first, first, publication, self._lanes, ended=slots.release)
-            putting.add_run(slots.sections(present, present + count), present, count, deadline.left_s())
-        except BaseException:
-            slots.release()
-            raise
-        return putting
-
-    def _publish(self, job: Job, slots: Slots) -> int:
-        """Writes chunks from memory to the root; returns up to which index they are there then."""
-        memory = self.memory
-        assert memory is not None
-        wanted, wait_s = job.wanted, self.limits.write_deadline_s
-        if isinstance(wanted, Keyed):
-            return self.blocks.publish(wanted, slots, job.hints, Deadline(self.clock, wait_s), self.durable)
-        count = memory.verified(slots)
-        putting = self.begin_put(wanted, job.first, wait_s, job.hints, lambda index: memory.still_right(slots, index))
-        try:
-            if not putting.refused:
-                putting.add_run(slots.sections(job.first, job.first + count), job.first, count, wait_s)
-        except BaseException:
-            putting.abandon()
-            raise
-        return putting.finish(wait_s).tokens_present // wanted.namespace.layout.chunk_tokens
-
-    def write_out(self, chain: Chain) -> None:
-        """Returns when what was put behind of this prompt is on the root or lost, or not within a write's deadline."""
-        if self.tiers is not None:
-            self.tiers.behind.settle(chain, 0, len(chain), self.limits.write_deadline_s)
-
-    def present_leading(self, chain: Chain, count: int, deadline_s: float | None = None) -> int:
-        """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
-        deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        return self._leading(count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline)
-
-    def run_for_put(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
-        """The chunks of a put as a run; None where they are stored one by one."""
-        return self._chunks.runs.of(chain, first, count, source) if self._chunks.runs.stages else None
+        return self.puts.begin(chain, first, deadline_s, hints)
 
     # Ahead of reads
 
@@ -574,18 +435,6 @@ class Node:
     def _used(self, chain: Chain, count: int) -> None:
         self._reads.used(chain, count)
         self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True)
-
-    def _leading(self, count: int, is_present: Callable[[int], bool], deadline: Deadline) -> int:
-        missing = [count]
-
-        def look(index: int) -> bool:
-            if is_present(index):
-                return True
-            missing.append(index)
-            return False
-
-        self._lanes.each(count, look, deadline)
-        return min(missing)
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)

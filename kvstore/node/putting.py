@@ -1,6 +1,6 @@
 """A put in progress on the root: what a node's callers add chunks to, as they have them.
 
-Apart from the node, which begins it, and from its publication, which decides the order.
+Apart from puts, which begin it, and from its publication, which decides the order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.node.reading import group_size
 from kvstore.results import PutResult
 
 if TYPE_CHECKING:
-    from kvstore.node.node import Node
+    from kvstore.node.puts import Puts
 
 DISCARD_S = 1.0
 """How long a put that failed waits for its staged files to be removed, so that a full disk is not full of them."""
@@ -30,7 +30,7 @@ class Putting:
 
     def __init__(
         self,
-        node: Node,
+        puts: Puts,
         chain: Chain,
         first: int,
         present: int,
@@ -40,7 +40,7 @@ class Putting:
     ) -> None:
         """``ended`` is called when nothing of it is in flight any more; it may be more than once."""
         self._ended = ended
-        self._node = node
+        self._puts = puts
         self._chain = chain
         self._first = first
         self._present = present
@@ -68,14 +68,14 @@ class Putting:
         if self.refused or count <= 0:
             return
         if len(self._pending) >= 2:
-            self._pending.pop(0).wait(Deadline(self._node.clock, deadline_s))
+            self._pending.pop(0).wait(Deadline(self._puts.clock, deadline_s))
         self._pending.append(self._begin(source, first, count))
 
     def _begin(self, source: Source, first: int, count: int) -> Batch:
-        run = self._node.run_for_put(self._chain, first, count, source)
+        run = self._puts.run_of(self._chain, first, count, source)
         if run is None:
             return self._lanes.start(count, lambda at: self.store(first + at, source(first + at)))
-        files_max = GROUP_SYNCED_MAX if self._node.durable else GROUP_FILES_MAX
+        files_max = GROUP_SYNCED_MAX if self._puts.durable else GROUP_FILES_MAX
         chunk_bytes = self._chain.namespace.layout.chunk_bytes
         size = group_size(count, chunk_bytes, self._lanes.width, GROUP_BYTES_MAX, files_max)
 
@@ -104,7 +104,7 @@ class Putting:
         if self.refused:
             return
         if len(self._pending) >= 2:
-            self._pending.pop(0).wait(Deadline(self._node.clock, deadline_s))
+            self._pending.pop(0).wait(Deadline(self._puts.clock, deadline_s))
         self._pending.append(self._lanes.start(1, lambda _: self.store(index, sections)))
 
     def finish(self, deadline_s: float) -> PutResult:
@@ -112,7 +112,7 @@ class Putting:
         size = self._chain.namespace.layout.chunk_tokens
         if self.refused:
             return PutResult(self._present * size, 0, 0, 0)
-        deadline = Deadline(self._node.clock, deadline_s)
+        deadline = Deadline(self._puts.clock, deadline_s)
         try:
             for batch in self._pending:
                 batch.wait(deadline)
@@ -123,22 +123,22 @@ class Putting:
             self.abandon()
             raise
         result = self._publication.result()
-        swept = self._node.gc_view.leading(self._chain.addresses) * size
+        swept = self._puts.view.leading(self._chain.addresses) * size
         if swept < result.tokens_present:
             result = replace(result, tokens_present=swept)  # condemned while it was being put
-        self._node.counters.add("chunks_found", result.chunks_found)
+        self._puts.counters.add("chunks_found", result.chunks_found)
         self._publication.used(result.tokens_present // size)
         self._ended()
         return result
 
     def abandon(self, wait_s: float = DISCARD_S) -> None:
         """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent."""
-        self._node.counters.add("put_failed")
+        self._puts.counters.add("put_failed")
         staged = self._publication.abandon()
         try:
             batch = self._lanes.start(len(staged), lambda index: self._publication.discard(staged[index]))
             if wait_s:
-                batch.wait(Deadline(self._node.clock, wait_s))
+                batch.wait(Deadline(self._puts.clock, wait_s))
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
         self._ended()

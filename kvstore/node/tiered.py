@@ -220,9 +220,11 @@ class TieredReads:
         claimed: list[int] = []
         for index in indexes:
             slot = memory.claim(wanted, index, replica=tier is not None and tier.name == "peers")
-            if slot is not None:  # else there is no room, or somebody else is bringing it
+            if slot is not None:
                 slots.append(slot)
                 claimed.append(index)
+            elif isinstance(wanted, Chain) and not memory.is_coming(wanted, index) and not memory.leading(wanted, index):
+                break  # no room: what comes behind would only take that of those before it
         came = [False] * len(slots)
         try:
             images = [slot.memory for slot in slots]

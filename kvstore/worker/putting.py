@@ -49,7 +49,7 @@ class PutStreams:
         hints, write = hints_of(start.hints), write_of(start.write)
         node, write_s, chunk_bytes = self._node, self._node.limits.write_deadline_s, chain.namespace.layout.chunk_bytes
         begin, matched, run = start.first, start.first, 1
-        if node.write_mode(write, hints) is WriteMode.BEHIND:
+        if node.puts.mode(write, hints) is WriteMode.BEHIND:
             # What is there is not put again, and what is not begins where that ends.
             matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
             begin, run = max(begin, matched), max(1, RUN_BYTES // chunk_bytes)

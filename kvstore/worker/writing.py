@@ -30,7 +30,7 @@ class Keeping:
         self._putting.add_run(source, first, count, deadline_s)
         # While it is written. Where that fails memory has it all the same: right bytes, which nobody was promised.
         if not self.refused:
-            self._node.keep(self._chain, first, count, source, self._hints)
+            self._node.puts.keep(self._chain, first, count, source, self._hints)
 
     def finish(self, deadline_s: float) -> PutResult:
         """As ``Putting.finish``."""
@@ -51,7 +51,7 @@ def begin_writing(
 
     What is put behind must begin where the store ends, or it is put on the root. Raises what the root raised.
     """
-    mode = node.write_mode(write, hints)
+    mode = node.puts.mode(write, hints)
     if mode is WriteMode.BEHIND and first == matched:
         return Absorbing(node, chain, first, hints)
     putting = node.begin_put(chain, first, deadline_s, hints)

@@ -187,7 +187,7 @@ def pin_without_hold() -> Iterator[None]:
 
     def pin(self: member.Member, chain: Chain, ttl_s: float, owner: str) -> PinRecord:
         at = self.node
-        found = chain.leading(at.present_leading(chain, len(chain)))
+        found = chain.leading(at.puts.present_leading(chain, len(chain)))
         if not found.addresses:
             return self._no_pin(owner, chain)
         tokens = len(found) * chain.namespace.layout.chunk_tokens

@@ -136,7 +136,7 @@ def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
 
 
 def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoot) -> None:
-    with Acting(root, limits=quick(behind_give_up_s=0.6)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.6, write_deadline_s=5.0, stall_s=5.0)) as node:
         node.put(1, 4, write=WriteMode.AROUND)
         node.lose(1, 4)
         assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"

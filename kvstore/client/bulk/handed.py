@@ -85,12 +85,15 @@ def in_groups(
     work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
     lanes: Lanes,
     deadline: Deadline,
+    *,
+    helps: bool = True,
 ) -> int:
     """Does ``work(start, stop, borrowed)`` on ``count`` chunks, several lanes at once; how many leading ones are right.
 
-    What it says is not right is not tried again.
+    What it says is not right is not tried again. ``helps`` is as for ``Reading``.
     """
-    return _leading(each_in_groups(chain.namespace.layout.chunk_bytes, count, work, lanes, deadline), count)
+    size_bytes = chain.namespace.layout.chunk_bytes
+    return _leading(each_in_groups(size_bytes, count, work, lanes, deadline, helps=helps), count)
 
 
 def each_in_groups(
@@ -101,10 +104,12 @@ def each_in_groups(
     deadline: Deadline,
     *,
     stop_at_miss: bool = True,
+    helps: bool = True,
 ) -> bytearray:
     """The same of anything, of ``size_bytes`` each: a byte for each, 1 where it is right."""
     size = group_size(count, size_bytes, lanes.width)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, stop_at_miss, Groups(size, count, work))
+    groups = Groups(size, count, work)
+    reading = Reading(lanes, Counters(), count, lambda *_: False, stop_at_miss, groups, helps=helps)
     try:
         return reading.wait(deadline)
     finally:

@@ -42,7 +42,7 @@ class Absorbing:
         if first >= stop:
             return
         if self._rest is None:
-            self._stop += self._node.absorb(self._chain, first, stop - first, source, self._hints)
+            self._stop += self._node.puts.absorb(self._chain, first, stop - first, source, self._hints)
             if self._stop == stop:
                 return
             self._rest = self._node.begin_put(self._chain, self._stop, deadline_s, self._hints)
@@ -55,7 +55,7 @@ class Absorbing:
         """Waits for what is on its way to the root, and says what was done. Raises what the root raised."""
         layout, taken = self._chain.namespace.layout, self._stop - self._first
         if self._rest is None:
-            self._node.found_by_put(self._chain, min(self._first, len(self._chain)), self._hints)
+            self._node.puts.found(self._chain, min(self._first, len(self._chain)), self._hints)
             return PutResult(self._stop * layout.chunk_tokens, taken, 0, taken * layout.chunk_bytes)
         rest = self._rest.finish(deadline_s)
         return PutResult(

@@ -20,6 +20,8 @@ from kvstore.worker.threads import DaemonThreads
 log = logging.getLogger(__name__)
 
 WRITERS = 2
+ACKNOWLEDGE_S = 0.05
+"""How long writing waits for the acknowledgement to be sent."""
 
 
 class Deferred:
@@ -37,14 +39,18 @@ class Deferred:
         """Chunks that are being written behind, or wait for it."""
         return self._pending.total()
 
-    def submit(self, addresses: Sequence[Address], write: Callable[[], None]) -> None:
-        """Has ``write`` store the chunks of these addresses, soon; it also lets go of their memory."""
+    def submit(self, addresses: Sequence[Address], write: Callable[[], None], acknowledged: threading.Event) -> None:
+        """Has ``write`` store the chunks of these addresses, soon; it also lets go of their memory.
+
+        It begins when ``acknowledged`` is set, or a little later: a thread that writes would make the one that
+        acknowledges wait for the interpreter, up to 5 ms.
+        """
         with self._changed:
             self._pending.update(addresses)
             self._jobs += 1
         self._calls.add("puts_deferred")
         try:
-            self._writers.submit(self._run, addresses, write)
+            self._writers.submit(self._run, addresses, write, acknowledged)
         except BaseException:
             self._done(addresses)
             raise
@@ -68,8 +74,9 @@ class Deferred:
             log.warning("worker.deferred_lost chunks=%d", self.chunks_count)
         self._writers.shutdown(timeout_s=max(0.0, ends_s - time.monotonic()))
 
-    def _run(self, addresses: Sequence[Address], write: Callable[[], None]) -> None:
+    def _run(self, addresses: Sequence[Address], write: Callable[[], None], acknowledged: threading.Event) -> None:
         try:
+            acknowledged.wait(ACKNOWLEDGE_S)
             write()
         except KVStoreError as error:
             self._calls.add("puts_deferred_lost")

@@ -4,6 +4,7 @@ or, deferred, when they are here.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 import numpy as np
@@ -61,6 +62,7 @@ class BulkPuts:
         write_s = seconds_left(context, node.limits.write_deadline_s)
         putting = begin_writing(node, chain, first, matched, hints, write, write_s)
         count = 0 if putting.refused else len(chain) - first
+        acknowledged = threading.Event()
         with ExitStack() as reserved:
             size_bytes = count * chain.namespace.layout.chunk_bytes
             is_deferred = bool(flag) and count > 0 and self._arriving.may_defer(connection, size_bytes, reserved)
@@ -76,13 +78,15 @@ class BulkPuts:
                 putting.abandon()
                 raise
             if is_deferred:
-                result = self._write_behind(connection, number, putting, chain, first, runs, reserved.pop_all())
+                kept = reserved.pop_all()
+                result = self._write_behind(connection, number, putting, chain, first, runs, kept, acknowledged)
             else:
                 result = putting.finish(seconds_left(context, node.limits.write_deadline_s))
                 self._arriving.let_go(*runs)
                 if connection.ledger is not None:
                     connection.ledger.released(number, count)
         channel.send(Kind.STORED, number, [_answer(result)])
+        acknowledged.set()
 
     def _write_behind(
         self,
@@ -93,6 +97,7 @@ class BulkPuts:
         first: int,
         runs: list[Arrived],
         reserved: ExitStack,
+        acknowledged: threading.Event,
     ) -> PutResult:
         """Has the chunks written soon, or copied into memory from where they are; the answer says what will be so."""
         ledger, write_s, count = connection.ledger, self._node.limits.write_deadline_s, len(chain) - first
@@ -114,7 +119,7 @@ class BulkPuts:
                     ledger.released(number, count)
 
         try:
-            self._deferred.submit(chain.addresses[first:], write)
+            self._deferred.submit(chain.addresses[first:], write, acknowledged)
         except BaseException:
             putting.abandon()
             reserved.close()

@@ -5,6 +5,7 @@ Apart from puts of prompts, because blocks have no parents: none waits for anoth
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from itertools import accumulate
 
@@ -43,15 +44,15 @@ class BlockPuts:
         # Before the bytes come: a root that is full takes none of them.
         self._node.gc_view.check_room()
         count, cargo = len(wanted), _cargo(wanted)
+        acknowledged = threading.Event()
         with ExitStack() as reserved:
             size_bytes = cargo.size_bytes(0, count)
             is_deferred = bool(flag) and count > 0 and self._arriving.may_defer(connection, size_bytes, reserved)
             channel.send(Kind.READY, number, [encode_span(0, count)])
             arriving = self._arriving.runs(connection, cargo, 0, reserved, is_deferred=is_deferred)
             if is_deferred:
-                stored = self._write_behind(
-                    connection, number, wanted, list(arriving), hints, write, reserved.pop_all()
-                )
+                runs, kept = list(arriving), reserved.pop_all()
+                stored = self._write_behind(connection, number, wanted, runs, hints, write, kept, acknowledged)
             else:
                 stored = []
                 for run in arriving:
@@ -60,6 +61,7 @@ class BlockPuts:
                     if connection.ledger is not None:
                         connection.ledger.released(number, run.first + run.count)
         channel.send(Kind.STORED, number, [pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()])
+        acknowledged.set()
 
     def _store(self, wanted: Keyed, run: Arrived, hints: Hints, write: WriteMode | None, left_s: float) -> list[bool]:
         """Stores one run, whose memory is free then; for each of its blocks whether it is in the store now."""
@@ -80,6 +82,7 @@ class BlockPuts:
         hints: Hints,
         write: WriteMode | None,
         reserved: ExitStack,
+        acknowledged: threading.Event,
     ) -> list[bool]:
         """Has the blocks stored soon, from where they are; the answer says what will be so."""
         ledger, write_s, count = connection.ledger, self._node.limits.write_deadline_s, len(wanted)
@@ -95,7 +98,7 @@ class BlockPuts:
                     ledger.released(number, count)
 
         try:
-            self._deferred.submit(wanted.addresses, store)
+            self._deferred.submit(wanted.addresses, store, acknowledged)
         except BaseException:
             reserved.close()
             raise

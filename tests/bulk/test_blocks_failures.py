@@ -1,0 +1,345 @@
+"""Whatever breaks while engine-hashed blocks are on their way costs misses, never wrong bytes, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.address import Address, block_address
+from kvstore.client.bulk.given import Giving
+from kvstore.client.cache import Cache
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import Unavailable
+from kvstore.format import places
+from kvstore.meta.interface import NO_LEASE, Event, KeyValue
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.node.handed_blocks import keyed
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.wire.bulk.channel import LinkLate
+from kvstore.worker.limits import WorkerLimits
+from tests.bulk.memories import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
+from tests.bulk.test_blocks import blocks_of, buffers_for, counted, keys_of, same
+from tests.bulk.ways import MEDIUM, bulk_files_of
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+
+pytestmark = pytest.mark.slow
+BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
+HASTY = ClientLimits(read_s=1.0, write_s=1.0, match_s=1.0, probe_s=0.5)
+COUNT = 100
+SIZES = (100_000, 70_000)
+KEYS, BLOCKS = keys_of(1, COUNT), blocks_of(1, COUNT, SIZES)
+
+
+def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
+    address = block_address(cache.namespace, KEYS[at])
+    return root / places.chunk(address, cache.namespace.id, served.member.node.identity.shard_bits)
+
+
+def got(cache: Cache) -> list[bool]:
+    """Which of all blocks are there; those have their bytes."""
+    buffers = buffers_for(BLOCKS)
+    hits = cache.blocks.get(KEYS, buffers)
+    assert all(np.array_equal(buffers[at], BLOCKS[at]) for at in range(COUNT) if hits[at])
+    return hits
+
+
+def in_memory(served: Served, cache: Cache) -> list[bool]:
+    memory = memory_of(served)
+    with memory.refer(keyed(cache.namespace, KEYS, [len(each) for each in BLOCKS]), 0, COUNT) as slots:
+        return [entry is not None for entry in slots.entries]
+
+
+def lose(served: Served, cache: Cache, lost: range) -> None:
+    """Takes blocks out of memory."""
+    memory = memory_of(served)
+    wanted = keyed(cache.namespace, KEYS, [len(each) for each in BLOCKS])
+    with memory.refer(wanted, 0, COUNT) as slots, memory._lock:
+        for at in lost:
+            entry = slots.entries[at]
+            assert entry is not None
+            memory._inventory.drop(entry)
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving(tmp_root) as found:
+        yield found
+
+
+@pytest.fixture
+def hot(tmp_root: Path) -> Iterator[Served]:
+    with serving_memory(tmp_root) as found:
+        yield found
+        all_let_go(found)
+
+
+@BOTH
+@pytest.mark.parametrize("damage", ["flipped", "header", "truncated", "removed", "another"])
+def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: Path, way: str, damage: str) -> None:
+    """The worker finds it over gRPC and sets it aside, and the next put repairs it."""
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS)
+        victim = file_of(served, cache, tmp_root, 70)
+        content = bytearray(victim.read_bytes())
+        if damage == "flipped":
+            content[4096 + 50_000] ^= 1
+        elif damage == "header":
+            content[50] ^= 1
+        elif damage == "truncated":
+            del content[-5000:]
+        elif damage == "another":
+            content[:] = file_of(served, cache, tmp_root, 72).read_bytes()
+        if damage == "removed":
+            victim.unlink()
+        else:
+            victim.write_bytes(content)
+        assert got(cache) == [at != 70 for at in range(COUNT)]
+        if damage != "removed":
+            assert store.stats()["miss_damaged"] == 1
+            assert not victim.exists()
+        assert cache.blocks.put(KEYS, BLOCKS) == [True] * COUNT
+        assert got(cache) == [True] * COUNT
+    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no file is open")
+
+
+@BOTH
+@pytest.mark.parametrize("place", [60, 4096 + 50_000])
+def test_a_damaged_image_is_never_used(hot: Served, way: str, place: int) -> None:
+    """I1: the client finds it, the worker hears of it over gRPC, and gives what the root has."""
+    with connected(hot, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS, write="through")
+        memory = memory_of(hot)
+        with memory.refer(keyed(cache.namespace, KEYS[80:81], [len(BLOCKS[80])]), 0, 1) as slots:
+            assert slots.entries[0] is not None
+            memory.arena.memory[slots.entries[0].offset + place] ^= 1
+        assert got(cache) == [True] * COUNT
+        assert got(cache) == [True] * COUNT
+        stats = store.stats()
+        assert stats["client_bulk_damaged"] == 1
+        assert stats["client_gets_grpc"] == 1
+        assert stats["memory_damaged"] == 1
+
+
+@BOTH
+def test_what_memory_lacks_comes_from_the_root_in_between(hot: Served, way: str) -> None:
+    with connected(hot, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS, write="through")
+        lose(hot, cache, range(10, 80, 7))
+        assert got(cache) == [True] * COUNT
+        assert counted(store, "gets") == {way: 1}
+
+
+def test_what_memory_has_is_given_without_the_root(hot: Served, tmp_root: Path) -> None:
+    """And what only the root had, and has no more, is a miss of it alone."""
+    with connected(hot, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS, write="through")
+        lose(hot, cache, range(40, 50))
+        for file in (tmp_root / "chunks").glob("*/*"):
+            file.unlink()
+        assert got(cache) == [at not in range(40, 50) for at in range(COUNT)]
+
+
+@pytest.mark.parametrize("root", ["files", "no files"])
+def test_what_only_memory_has_and_cannot_be_leased_is_sent(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    """L1: beyond what may be leased blocks are read as if they were not in memory, or come as bytes."""
+    with serving_memory(tmp_root if root == "files" else MemoryRoot(MemoryFiles())) as hot:
+        with connected(hot, bulk="shared") as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.blocks.put(KEYS, BLOCKS, write="through")
+            for file in (tmp_root / "chunks").glob("*/*"):
+                file.unlink()
+            monkeypatch.setattr(hot.worker.service.bulk_requests.leases, "_leases_max", 0)
+            assert got(cache) == [True] * COUNT
+            assert counted(store, "gets") == {"shared": 1}
+
+
+def test_a_get_larger_than_what_may_be_leased_is_whole(tmp_root: Path) -> None:
+    """L1: half of the memory is leased by this very get; the rest are files."""
+    size = 1 << 20
+    keys, blocks = keys_of(3, 48), blocks_of(3, 48, (size,))
+    with serving_memory(tmp_root, 64 << 20) as hot, connected(hot, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM).blocks
+        cache.put(keys, blocks, write="through")
+        buffers = buffers_for(blocks)
+        assert cache.get(keys, buffers) == [True] * 48
+        assert same(buffers, blocks)
+        assert counted(store, "gets") == {"shared": 1}
+        leases_end(hot)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
+def test_h1_what_a_sweep_condemned_counts_as_absent(hot: Served, way: str) -> None:
+    """Whether it is in memory or on the root: a client holds no blocks."""
+    with connected(hot, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS, write="through")
+        assert all(in_memory(hot, cache))
+        condemn(hot, [block_address(cache.namespace, KEYS[at]) for at in (3, 65)])
+        assert got(cache) == [at not in (3, 65) for at in range(COUNT)]
+        assert counted(store, "gets") == {way: 1}
+
+
+def condemn(served: Served, victims: list[Address]) -> None:
+    """As a collector's sweeps of their shards."""
+    node = served.member.node
+    keys, bits, revision = Keys(node.identity.root), node.identity.shard_bits, node.gc_view.revision + 1
+    said = [(keys.gc_seq, Seq(bytes(15) + b"1", NO_NONCE).to_json())]
+    for victim in victims:
+        shard = (victim[0] << 8 | victim[1]) >> (16 - bits)
+        value = Condemned.of_victims(SweepId(bytes(16)), bytes(16), [victim]).to_bytes()
+        said.append((keys.condemned_in(shard), value))
+    with node.gc_view.lock:
+        node.gc_view.apply(
+            [Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision) for key, value in said]
+        )
+    assert all(map(node.gc_view.condemns, victims))
+
+
+@BOTH
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
+    tmp_root: Path, way: str, number: signal.Signals
+) -> None:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS)
+        stopped = threading.Timer(0.1, worker.send, (number,))
+        stopped.start()
+        hits, began_s, took_s = [True], time.monotonic(), 0.0
+        while all(hits) and time.monotonic() < began_s + WAIT_S:
+            call_s = time.monotonic()
+            hits = got(cache)
+            took_s = time.monotonic() - call_s
+        assert not all(hits)
+        assert took_s < 10
+        with pytest.raises(Unavailable):
+            cache.blocks.put(keys_of(2, COUNT), BLOCKS)
+        stopped.join()
+        if number is signal.SIGSTOP:
+            worker.send(signal.SIGCONT)
+            eventually(lambda: all(got(cache)), "the client comes back to the worker")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_worker_with_memory_that_is_killed_within_calls_leaves_right_bytes_or_none(
+    tmp_root: Path, deferred: bool
+) -> None:
+    with worker_with_memory(tmp_root) as worker:
+        with connected(worker.said, bulk="shared", limits=HASTY, deferred=deferred) as store:
+            cache = store.namespace("m", MEDIUM)
+            killed = threading.Timer(0.3, worker.kill)
+            killed.start()
+            with pytest.raises(Unavailable):
+                while True:
+                    cache.blocks.put(KEYS, BLOCKS)
+                    got(cache)
+                    cache.clear()
+            killed.join()
+    with serving(tmp_root) as served, connected(served) as store:
+        got(store.namespace("m", MEDIUM))
+
+
+_CLIENT = """
+import sys
+import kvstore
+from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of
+from tests.bulk.ways import MEDIUM
+keys, blocks = keys_of(1, 100), blocks_of(1, 100, (100_000, 70_000))
+with kvstore.connect(sys.argv[1], bulk="shared") as store:
+    cache = store.namespace("m", MEDIUM).blocks
+    cache.put(keys, blocks)
+    print("ready", flush=True)
+    buffers = buffers_for(blocks)
+    while True:
+        cache.get(keys, buffers)
+        cache.put(keys, blocks)
+"""
+
+
+def test_clients_that_are_killed_within_calls_leak_nothing(hot: Served) -> None:
+    """A2: their leases, connections, arenas and open files end with them."""
+    before = sorted(bulk_files_of(os.getpid()))
+    for delay_s in (0.0, 0.05, 0.2):
+        client = Process(_CLIENT, hot.address)
+        threading.Event().wait(delay_s)
+        client.kill()
+    all_let_go(hot)
+    eventually(lambda: hot.worker.service.bulk.connections_count == 0, "their connections end")  # type: ignore[union-attr]
+    eventually(lambda: hot.worker.service.gate.inside_count == 0, "no call inside")
+    assert sorted(bulk_files_of(os.getpid())) == before
+    with connected(hot) as store:
+        assert all(got(store.namespace("m", MEDIUM)))
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_connection_that_breaks_goes_on_over_grpc_from_what_is_there(
+    served: Served, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    with connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.blocks.put(KEYS, BLOCKS)
+        steps, answers = 0, Giving._answers
+
+        def answer_or_break(self: Giving) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == after:
+                raise self._link.channel.break_off("it is gone")
+            return answers(self)
+
+        monkeypatch.setattr(Giving, "_answers", answer_or_break)
+        sent = served.worker.service.counters()["wire_bytes_out"]
+        assert got(cache) == [True] * COUNT
+        assert counted(store, "gets") == {"shared": 1, "grpc": 1}
+        assert store.stats()["client_bulk_broken"] == 1
+        over_grpc = served.worker.service.counters()["wire_bytes_out"] - sent
+        assert over_grpc == sum(map(len, BLOCKS[64 * (after - 1) :]))
+
+
+def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_root) as one, serving(tmp_root) as other:
+        with connected(one, other, bulk="shared", limits=HASTY) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.blocks.put(KEYS, BLOCKS)
+            steps, answers = 0, Giving._answers
+
+            def answer_or_freeze(self: Giving) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps == 2:
+                    raise LinkLate("nothing came for as long as a read may wait")
+                return answers(self)
+
+            monkeypatch.setattr(Giving, "_answers", answer_or_freeze)
+            sent = sum(each.worker.service.counters()["wire_bytes_out"] for each in (one, other))
+            assert got(cache) == [True] * COUNT
+            assert store.stats()["client_retries"] == 1
+            sent = sum(each.worker.service.counters()["wire_bytes_out"] for each in (one, other)) - sent
+            assert sent == sum(map(len, BLOCKS[64:]))
+
+
+def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:
+    """The first has no room for what comes as bytes; nothing of it is lost."""
+    limits = WorkerLimits(bytes_in_flight_max=1)
+    with serving(tmp_root, worker_limits=limits) as busy, serving(tmp_root) as other:
+        with busy.worker.service.in_flight.reserved(1), connected(busy, other, bulk="tcp") as store:
+            cache = store.namespace("m", MEDIUM)
+            for at in range(0, COUNT, 10):
+                assert all(cache.blocks.put(KEYS[at : at + 10], BLOCKS[at : at + 10]))
+            assert all(got(cache))
+            assert store.stats()["client_retries"] > 0
