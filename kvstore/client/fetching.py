@@ -145,7 +145,7 @@ class ChunkFetch:
         number, count, timeout_s = self._begin_bulk(link, mode)
         chain, first, is_right = self._hashed(), self.good, True
         assert self._sections is not None
-        lanes, deadline = self._tools.lanes.get(), Deadline(self._tools.lanes.clock, timeout_s)
+        lanes, deadline = self._tools.lanes, Deadline(self._tools.lanes.clock, timeout_s)
         with Giving(link, number, mode) as giving:
             if first >= count:
                 giving.finish(first)

@@ -419,6 +419,7 @@ class RemotePort:
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self.limits.write_s,
                     timeout_s=timeout_s,
+                    lanes=self._tools.lanes,
                 )
             except (LinkBroken, InvalidRequest):
                 link.channel.alive = False

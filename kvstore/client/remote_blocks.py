@@ -85,6 +85,7 @@ class RemoteBlocks:
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self._tools.limits.write_s,
                     timeout_s=timeout_s,
+                    lanes=self._tools.lanes,
                 )
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False

@@ -15,26 +15,38 @@ from kvstore.wire.watch import Watch
 
 
 class FileLanes:
-    """The threads that read files which workers handed over; made when the first one comes. Thread-safe."""
+    """The threads that read files which workers handed over, and others that copy within memory; made when they are
+    needed. Thread-safe.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._lock = threading.Lock()
         self._lanes: Lanes | None = None
+        self._copiers: Lanes | None = None
 
     def get(self) -> Lanes:
-        """The lanes."""
+        """Those for files."""
         with self._lock:
-            if self._lanes is None:
-                limits = Limits()
-                self._lanes = Lanes(2 * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+            self._lanes = self._lanes or self._made(2)
             return self._lanes
+
+    def copiers(self) -> Lanes:
+        """Those that never wait for a device: so memory is read while the root hangs."""
+        with self._lock:
+            self._copiers = self._copiers or self._made(1)
+            return self._copiers
+
+    def _made(self, requests: int) -> Lanes:
+        limits = Limits()
+        return Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
 
     def close(self) -> None:
         """Ends them. Idempotent."""
         with self._lock:
-            if self._lanes is not None:
-                self._lanes.close()
+            for lanes in (self._lanes, self._copiers):
+                if lanes is not None:
+                    lanes.close()
 
 
 @dataclass(frozen=True, slots=True)

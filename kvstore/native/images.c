@@ -40,13 +40,18 @@ static void finish(void) {
 #endif
 }
 
+/* Has what comes after `from` fetched into the cache. */
+static inline void ahead(const uint8_t *from, uint64_t size) {
+    for (uint64_t line = 0; line < size; line += LINE) __builtin_prefetch(from + line + IMAGE_AHEAD);
+}
+
 /* The hash of one section at `from`, copied to `to` unless that is NULL. */
 static uint64_t pass(uint8_t *to, const uint8_t *from, uint64_t size) {
     kv_hash hash;
     kv_hash_begin(&hash);
     for (uint64_t done = 0;;) {
         uint64_t length = size - done < STEP ? size - done : STEP;
-        for (uint64_t line = 0; line < length; line += LINE) __builtin_prefetch(from + done + line + IMAGE_AHEAD);
+        ahead(from + done, length);
         if (to) copy(to + done, from + done, length);
         done += length;
         if (done == size) return kv_hash_end(&hash, from, size);
@@ -85,6 +90,20 @@ static void check_all(const kv_run *run, kv_chunk *chunks, int64_t count, const 
         chunks[at].status = right ? KV_DONE : KV_OTHER;
     }
     free(header);
+}
+
+/* Copies `size` bytes of each of `count` rows, from `start` on. */
+KV_PUBLIC void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t count, uint64_t start, uint64_t size) {
+    for (int64_t at = 0; at < count; at++) {
+        const uint8_t *source = (const uint8_t *)(uintptr_t)from[at] + start;
+        uint8_t *target = (uint8_t *)(uintptr_t)to[at] + start;
+        for (uint64_t done = 0, length; done < size; done += length) {
+            length = size - done < STEP ? size - done : STEP;
+            ahead(source + done, length);
+            copy(target + done, source + done, length);
+        }
+    }
+    finish();
 }
 
 /* In all three `images` has the address of each chunk's image, which has the chunk's size and begins at a multiple of 8;

@@ -96,6 +96,8 @@ def _describe(found: Any) -> None:
     for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None
+    found.kv_copy_rows.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64)
+    found.kv_copy_rows.restype = None
     found.kv_close.argtypes, found.kv_close.restype = (pointer, ctypes.c_int64), None
     found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
     found.kv_read_cold.restype = ctypes.c_int64

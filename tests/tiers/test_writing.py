@@ -141,7 +141,7 @@ def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoo
         node.lose(1, 4)
         assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"
         node.put(1, 4, write=WriteMode.AROUND)
-        with held(root):
+        with held(root, "stat"):  # before it is looked whether the parents are there
             assert node.put(1, 6, first=4).tokens_present == 6 * node.size
             for index in range(4):
                 root.inner.remove(node.name(1, index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.memory.arena import populate
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, PUTS_MAX, entry_of, released_count
 
 ARENA_BYTES_MIN = 16 << 20
@@ -63,7 +65,12 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
-        self._bytes.fill(0)  # every page is there before the first put, which would pay for them otherwise
+        # Pages are taken while the first put is copied, ahead of it: nobody else has to wait for them then.
+        self._closing = threading.Event()
+        pages = memoryview(mapped)
+        threading.Thread(
+            target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True
+        ).start()
         self._regions: deque[_Region] = deque()
 
     @property
@@ -94,6 +101,7 @@ class Arena:
 
     def close(self) -> None:
         """Closes the file; memory that the worker still needs lives on there. Idempotent."""
+        self._closing.set()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

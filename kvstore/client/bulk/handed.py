@@ -15,6 +15,7 @@ from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.port import Sections
+from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.native import is_available
@@ -39,7 +40,7 @@ def read_given(
     first: int,
     count: int,
     sections: Sections,
-    lanes: Lanes,
+    lanes: FileLanes,
     deadline: Deadline,
 ) -> Iterator[tuple[int, bool]]:
     """Copies chunks ``first`` to ``count - 1`` into ``sections``.
@@ -51,9 +52,9 @@ def read_given(
     for given in giving.each(first, count):
         given_count = given.count  # of files only until they are taken
         if isinstance(given, GivenSlots):
-            read = _take(link, chain, given, sections, lanes, deadline)
+            read = _take(link, chain, given, sections, lanes.copiers(), deadline)
         else:
-            read = read_files(link, chain, given, sections, lanes, deadline)
+            read = read_files(link, chain, given, sections, lanes.get(), deadline)
         good = given.first + read
         yield good, read == given_count
         if read < given_count:

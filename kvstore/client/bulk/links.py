@@ -200,10 +200,12 @@ class Links:
             return  # they are our parent's
         with self._lock:
             self._closed = True
-            self._memory = None
+            memory, self._memory = self._memory, None
             idle, self._idle = self._idle, []
             busy = self._open - set(idle)
             self._open.clear()
+        if memory is not None:
+            memory.close()
         for link in idle:
             link.close()
         for link in busy:
@@ -340,6 +342,10 @@ class Links:
             return None
         with self._lock:
             # Another connection may have been made at the same time: one mapping is enough.
+            left = memory
             if self._memory is None or self._memory.id != answer.memory:
-                self._memory = memory
-            return self._memory
+                left, self._memory = self._memory, memory
+            used = self._memory
+        if left is not None:
+            left.close()
+        return used

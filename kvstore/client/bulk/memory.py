@@ -7,6 +7,7 @@ mapping outlives the worker.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import PAGE_BYTES
-from kvstore.memory.arena import map_arena
+from kvstore.memory.arena import follow, map_arena
 from kvstore.node.images import ImagesIn
 
 
@@ -27,10 +28,16 @@ class WorkerMemory:
         """Maps the file and closes ``fd``. Raises Unavailable where it cannot be mapped, or could shrink."""
         self.id = id
         self.leases: set[int] = set()
+        self._closing = threading.Event()
         try:
             self._bytes = map_arena(fd, size_bytes)
+            follow(self._bytes, fd, self._closing)
         finally:
             os.close(fd)
+
+    def close(self) -> None:
+        """Nothing is done for it in the background any more; what refers to it keeps it mapped. Idempotent."""
+        self._closing.set()
 
     def images(self, offsets: Sequence[int], size_bytes: int) -> ImagesIn:
         """Images of ``size_bytes`` at these offsets. Raises InvalidRequest where one is not all in the memory."""

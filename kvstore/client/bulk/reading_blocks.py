@@ -96,7 +96,7 @@ class BlockReading:
             return take_images(asked, indexes, images[start:stop], lambda index: [buffers[index]], borrowed)
 
         size_bytes = sum(sizes) // count
-        return each_in_groups(size_bytes, count, take, self._lanes.get(), deadline, stop_at_miss=False)
+        return each_in_groups(size_bytes, count, take, self._lanes.copiers(), deadline, stop_at_miss=False)
 
     def _receive(self, indexes: Sequence[int]) -> None:
         """Reads whole images that come as bytes, each at most once, in whatever order."""

@@ -10,9 +10,12 @@ from contextlib import suppress
 import numpy as np
 
 from kvstore.client.bulk.arena import Arena
+from kvstore.client.bulk.copying import copy_rows
 from kvstore.client.bulk.links import Link
+from kvstore.client.tools import FileLanes
 from kvstore.errors import Unavailable
 from kvstore.layout import Layout
+from kvstore.node.deadline import Deadline
 from kvstore.planes import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
@@ -47,6 +50,7 @@ def send_put(
     reserve: Callable[[int], int],
     idle_s: float,
     timeout_s: float,
+    lanes: FileLanes,
 ) -> tuple[int, pb.PutResponse]:
     """The first chunk that had to be sent, and the worker's answer. ``count``: the full chunks of the prompt.
 
@@ -81,7 +85,7 @@ def send_put(
             if at > first and not channel.is_quiet():
                 break  # it has something to say: that it refuses
             if arena is not None:
-                _place(link, arena, layout, number, planes, first, at, size, ends_s)
+                _place(link, arena, layout, number, planes, first, at, size, ends_s, lanes)
             else:
                 _send(link, layout, number, planes, at, size)
         _, answer = link.receive(Kind.STORED)
@@ -101,14 +105,19 @@ def _place(
     at: int,
     count: int,
     ends_s: float,
+    lanes: FileLanes,
 ) -> None:
+    assert planes.covers(at, count) and planes.is_contiguous
     size_bytes = count * layout.chunk_bytes
     while (offset := arena.take(size_bytes, number, at + count - first)) is None:
         if not link.channel.is_quiet():
             return  # what it says is read by the caller
         pause(ends_s)
-    target = arena.bytes_at(offset, size_bytes).reshape(layout.layers, 2, -1)
-    np.copyto(target, planes.strided(at, count))
+    start: int = arena.bytes_at(offset, size_bytes).__array_interface__["data"][0]
+    to = np.arange(start, start + size_bytes, size_bytes // layout.section_count, dtype=np.uint64)
+    source = planes.addresses() + np.uint64(planes.offset(at))
+    deadline = Deadline(lanes.clock, ends_s - time.monotonic())
+    copy_rows(to, source, size_bytes // layout.section_count, lanes.copiers(), deadline)
     link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, count, offset))])
 
 

@@ -13,8 +13,11 @@ import numpy as np
 
 from kvstore.buffers import Pieces, byte_length
 from kvstore.client.bulk.arena import Arena
+from kvstore.client.bulk.copying import copy_rows
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.sending import RUNS_MIN, hear_why, pause
+from kvstore.client.tools import FileLanes
+from kvstore.node.deadline import Deadline
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import (
@@ -40,6 +43,7 @@ def send_blocks(
     reserve: Callable[[int], int],
     idle_s: float,
     timeout_s: float,
+    lanes: FileLanes,
 ) -> list[bool]:
     """For each block whether it is in the store now. ``start`` says which they are.
 
@@ -64,12 +68,14 @@ def send_blocks(
         raise channel.break_off(f"the worker does not want the {len(buffers)} blocks that it was told of")
     if not in_arena and arena is not None and arena.size_bytes < RUNS_MIN * largest_bytes:
         arena = None  # so small that the worker would wait for the next run, and we for it to release one
+    if arena is not None and deferred:
+        runs = [(0, len(buffers))]
     try:
         for at, stop in runs:
             if at and not channel.is_quiet():
                 break  # it has something to say: that it refuses
             if arena is not None:
-                _place(link, arena, number, at, buffers[at:stop], ends_s)
+                _place(link, arena, number, at, buffers[at:stop], ends_s, lanes)
             else:
                 _send(link, number, at, buffers[at:stop])
         _, answer = link.receive(Kind.STORED)
@@ -93,16 +99,21 @@ def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise([*ends, len(sizes)])
 
 
-def _place(link: Link, arena: Arena, number: int, at: int, blocks: Pieces, ends_s: float) -> None:
+def _place(link: Link, arena: Arena, number: int, at: int, blocks: Pieces, ends_s: float, lanes: FileLanes) -> None:
     size_bytes = byte_length(blocks)
     while (offset := arena.take(size_bytes, number, at + len(blocks))) is None:
         if not link.channel.is_quiet():
             return  # what it says is read by the caller
         pause(ends_s)
-    target, start = arena.bytes_at(offset, size_bytes), 0
-    for block in blocks:
-        np.copyto(target[start : start + len(block)], np.frombuffer(block, np.uint8))
-        start += len(block)
+    sizes = np.fromiter(map(len, blocks), np.uint64, len(blocks))
+    first: int = arena.bytes_at(offset, size_bytes).__array_interface__["data"][0]
+    to = np.uint64(first) + np.cumsum(sizes) - sizes
+    arrays = [np.frombuffer(block, np.uint8) for block in blocks]
+    source = np.fromiter((each.__array_interface__["data"][0] for each in arrays), np.uint64, len(blocks))
+    deadline = Deadline(lanes.clock, ends_s - time.monotonic())
+    for size in np.unique(sizes):
+        same = sizes == size
+        copy_rows(to[same], source[same], int(size), lanes.copiers(), deadline)
     link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, len(blocks), offset))])
 
 

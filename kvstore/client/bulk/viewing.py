@@ -19,6 +19,7 @@ from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.handed import images_of, in_groups, read_files
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
+from kvstore.client.tools import FileLanes
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
@@ -61,7 +62,7 @@ class Views:
 
 
 def view_given(
-    giving: Giving, link: Link, chain: Chain, first: int, count: int, views: Views, lanes: Lanes, deadline: Deadline
+    giving: Giving, link: Link, chain: Chain, first: int, count: int, views: Views, lanes: FileLanes, deadline: Deadline
 ) -> Iterator[tuple[int, bool]]:
     """As ``read_given``, but the chunks stay where they are where that can be."""
     good, keeps = first, False
@@ -69,11 +70,11 @@ def view_given(
         given_count = given.count  # of files only until they are taken
         if isinstance(given, GivenSlots):
             keeps = True
-            read = _view_slots(link, chain, given, views, lanes, deadline)
+            read = _view_slots(link, chain, given, views, lanes.copiers(), deadline)
         elif views.may_map(given_count):
-            read = _map_files(chain, given, views, lanes, deadline)
+            read = _map_files(chain, given, views, lanes.get(), deadline)
         else:
-            read = read_files(link, chain, given, views.sections, lanes, deadline)
+            read = read_files(link, chain, given, views.sections, lanes.get(), deadline)
         good = given.first + read
         yield good, read == given_count
         if read < given_count:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.memory.arena import follow
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
 
@@ -42,6 +44,7 @@ class Connection:
         self.channel = channel
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
+        self._closing = threading.Event()
 
     @property
     def has_arena(self) -> bool:
@@ -65,12 +68,14 @@ class Connection:
                 raise InvalidRequest("an arena must have its size, and be sealed against shrinking (F_SEAL_SHRINK)")
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise InvalidRequest("an arena must be of ordinary pages: huge ones can run out under who reads it")
-            populate = getattr(mmap, "MAP_POPULATE", 0)
             try:
-                mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
+                mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             except (OSError, ValueError) as cause:
                 raise InvalidRequest(f"the arena could not be mapped: {cause}") from cause
             self._arena = memoryview(mapped)
+            self._closing.set()
+            self._closing = threading.Event()
+            follow(self._arena, fd, self._closing)
         finally:
             os.close(fd)
 
@@ -83,6 +88,7 @@ class Connection:
 
     def close(self) -> None:
         """Idempotent. The arena stays mapped as long as a put that is written behind needs it."""
+        self._closing.set()
         self.channel.close()
         self._arena = memoryview(b"")
         if self.ledger is not None:
