@@ -10,7 +10,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.options import access_options, json_option
 from kvstore.cli.output import console, print_json, print_pairs, size
 from kvstore.cli.rooted import open_existing
-from kvstore.node.counters import COUNTERS
+from kvstore.node.counters import COUNTERS, GAUGES
 
 GROUPS = (
     ("requests", ("requests_", "tokens_")),
@@ -18,6 +18,10 @@ GROUPS = (
     ("misses", ("miss_", "damage_")),
     ("set aside as damaged", ("quarantine",)),
     ("recency", ("refresh",)),
+    ("memory", ("memory_", "leases")),
+    ("written behind", ("behind_",)),
+    ("peers' memory", ("peers_",)),
+    ("local disk", ("disk_",)),
     ("trouble", ("put_failed", "holds_expired", "sessions_lost", "root_hangs")),
 )
 """Counters by what their names begin with; any other is listed under "now"."""
@@ -55,13 +59,16 @@ def stats(access: Access, as_json: bool) -> None:
 def _print_group(title: str, counts: dict[str, int | float]) -> None:
     if not counts:
         return
+    from kvstore.worker.calls import WORKER_COUNTERS, WORKER_GAUGES  # gRPC, which the statistics of a root do without
+
+    said = {**COUNTERS, **GAUGES, **WORKER_COUNTERS, **WORKER_GAUGES}
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
     table.add_column(min_width=24)
     table.add_column(justify="right", min_width=14)
     table.add_column()
     for name, value in sorted(counts.items()):
-        shown = size(value) if name.startswith("bytes_") else f"{value:,}"
-        table.add_row(f"  {name}", shown, COUNTERS.get(name, ""))
+        shown = size(value) if "bytes" in name.split("_") else f"{value:,}"
+        table.add_row(f"  {name}", shown, said.get(name, ""))
     console().print(table)
 
 

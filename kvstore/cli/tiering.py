@@ -44,7 +44,8 @@ def tier_options(command: F) -> F:
         "--disk",
         type=FolderSize(),
         metavar="FOLDER:SIZE",
-        help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once.",
+        help="A local disk below the memory of each worker, such as /nvme/kv:200GiB: what memory drops and was used more "
+        "than once. The folder is this worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
     )
     @click.option(
         "--write",
@@ -59,7 +60,7 @@ def tier_options(command: F) -> F:
         type=click.IntRange(0, 100),
         default=0,
         show_default=True,
-        help="Chunks put with a lower priority stay in memory and on the local disk.",
+        help="With --memory: chunks put with a lower priority stay in memory and on the local disk.",
     )
     @click.option(
         "--sync-interval",
@@ -78,7 +79,7 @@ def tier_options(command: F) -> F:
         sync_interval: float,
         **kwargs: Any,
     ) -> Any:
-        tiers = TierSettings(memory, *(disk or ("", 0)), WriteMode.of(write), root_priority_min, sync_interval)
+        tiers = TierSettings.of(memory, disk, write, root_priority_min, sync_interval)
         return command(*args, tiers=tiers, **kwargs)
 
     return wrapped  # type: ignore[return-value]

@@ -25,6 +25,7 @@ from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import tier_arguments, tier_options
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.memory.host import memory_most_bytes
 from kvstore.node.settings import TierSettings
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ def up(
     """
     if no_gc and (max_bytes is not None or ttl_s is not None):
         raise InvalidRequest("--max-bytes and --ttl are for garbage collection, --no-gc does without: give one of them")
+    if workers * tiers.memory_bytes > memory_most_bytes():
+        raise InvalidRequest(
+            f"--memory is for each worker: {workers} * {tiers.memory_bytes} bytes, and this host or container has at most "
+            f"{memory_most_bytes()} for it; give less, or fewer --workers"
+        )
     logs.configure(log_level)
     programs: list[Program] = []
     with ExitStack() as undo:
@@ -129,8 +135,6 @@ def up(
             common += ["--root-options", root_options_file]
         undo.callback(lambda: stop_all(programs, drain_s + STOP_S))
         serving = ["--durability", durability, "--shard-bits", str(shard_bits), "--drain", f"{drain_s}s"]
-        if tiers.disk_folder:
-            Path(tiers.disk_folder).mkdir(exist_ok=True)
         cluster = _Cluster([*common, *serving], tiers, listen, metrics, stopper)
         try:
             cluster.start(workers, programs)

@@ -11,7 +11,7 @@ from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
 from kvstore.client.bulk.handed import read_given
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import receive_chunk
+from kvstore.client.bulk.receiving import receive_chunks
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.port import Sections
@@ -160,15 +160,12 @@ class ChunkFetch:
 
     def _receive_stream(self, link: Link) -> bool:
         """The same of whole files that come as bytes."""
-        _, count, _ = self._begin_bulk(link, Mode.STREAM)
+        number, count, _ = self._begin_bulk(link, Mode.STREAM)
         chain = self._hashed()
         assert self._sections is not None
         try:
-            while self.good < count:
-                if not receive_chunk(link, chain, self.good, self._sections(self.good)):
-                    return True
-                self.good += 1
-            link.receive(Kind.END)
+            for good in receive_chunks(link, number, chain, self.good, count, self._sections):
+                self.good = good
         except Damaged:
             return False
         return True

@@ -211,9 +211,8 @@ class RemotePort:
             if answer.tokens_present >= begin * size or answer.tokens_present < first * size:
                 break
             # What the worker believed to be there is not: begin at the first chunk that is missing.
-            begin, answer = self._put(
-                namespace, start, max(first, answer.tokens_present // size), count, sections, tokens
-            )
+            missing = max(first, answer.tokens_present // size)
+            begin, answer = self._put(namespace, start, missing, count, sections, tokens, looks=False)
         found_before = begin - first if answer.tokens_present >= begin * size else 0
         return PutResult(
             answer.tokens_present, answer.chunks_written, answer.chunks_found + found_before, answer.bytes_written
@@ -366,9 +365,17 @@ class RemotePort:
             return 0
 
     def _put(
-        self, namespace: Namespace, start: pb.PutStart, first: int, count: int, sections: Sections, tokens: TokenArray
+        self,
+        namespace: Namespace,
+        start: pb.PutStart,
+        first: int,
+        count: int,
+        sections: Sections,
+        tokens: TokenArray,
+        *,
+        looks: bool = True,
     ) -> tuple[int, pb.PutResponse]:
-        """Sends the chunks from ``first`` on that are not there: the first that was sent, and the answer."""
+        """Sends the chunks from ``first`` on, if it ``looks`` only what is missing: the first sent, and the answer."""
         start.first = first
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
@@ -376,7 +383,7 @@ class RemotePort:
             sent = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
             if sent is not None:
                 return sent
-            begin = max(first, self._present(endpoint, start))
+            begin = max(first, self._present(endpoint, start)) if looks else first
             opening = pb.PutStart()
             opening.CopyFrom(start)
             opening.first = begin

@@ -127,7 +127,7 @@ def open(
         root_options=root_options,
         create=create,
         shard_bits=shard_bits,
-        settings=TierSettings(memory, *(disk or ("", 0)), WriteMode.of(write), root_priority_min),
+        settings=TierSettings.of(memory, disk, write, root_priority_min),
     )
     return Store(LocalPort(member))
 

@@ -10,11 +10,15 @@ from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.node.limits import Limits
+from kvstore.node.settings import TierSettings
 
-PLACE_KEYS = frozenset({"root", "etcd", "connect", "durability", "root_options"})
+PLACE_KEYS = frozenset({"root", "etcd", "connect", "durability", "root_options", "memory", "write"})
 """Keys that say where the store is; an engine may add its own."""
 
-_WITH_ROOT = ("etcd", "durability", "root_options")
+MEMORY_KEYS = frozenset({"memory", "write"})
+"""What a store that only looks has no use for."""
+
+_WITH_ROOT = ("etcd", "durability", "root_options", "memory", "write")
 """What a worker has settings of its own for."""
 
 _EITHER = 'give {"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
@@ -47,6 +51,12 @@ def check_keys(settings: Mapping[str, Any], known: frozenset[str], where: str) -
     options = settings.get("root_options")
     if options is not None and not isinstance(options, Mapping):
         raise InvalidRequest(f"{where}: root_options={options!r}: expected a mapping, as fsspec takes it")
+    if settings.get("write") and not settings.get("memory"):
+        raise InvalidRequest(f"{where} has write without memory: it says when memory is enough for a put; give memory")
+    try:
+        TierSettings.of(**_memory(settings))
+    except InvalidRequest as wrong:
+        raise InvalidRequest(f"{where}: {wrong}") from wrong
 
 
 def open_store(settings: Mapping[str, Any], *, match_s: float, read_s: float, write_s: float) -> Store:
@@ -68,6 +78,11 @@ def open_store(settings: Mapping[str, Any], *, match_s: float, read_s: float, wr
             durability=settings.get("durability", "none"),
             root_options=settings.get("root_options"),
             limits=limits,
+            **_memory(settings),
         )
     workers = [connect] if isinstance(connect, str) else list(connect or ())
     return kvstore.connect(*workers, limits=ClientLimits(match_s=match_s, read_s=read_s, write_s=write_s))
+
+
+def _memory(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in MEMORY_KEYS if settings.get(key) is not None}

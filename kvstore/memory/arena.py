@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -16,6 +17,9 @@ from contextlib import suppress
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.memory.host import memory_free_bytes, memory_most_bytes
+
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
@@ -32,7 +36,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F
 class Arena:
     """``size_bytes`` of memory, a multiple of 4 KiB, that only this process can write.
 
-    Its pages are taken from the system in the background as soon as it is open, and kept until it is closed.  They are
+    Its pages are taken from the system in the background as soon as it is open, where it has as many free, else as they
+    are written, and kept until it is closed.  They are
     pages of a memfd: a container without ``/dev/shm``, or with a small one, has as much of it as any other.  They count
     as the worker's memory in its cgroup, whose limit needs room for the whole arena; past it the system kills the
     process that writes, as for any other memory.
@@ -51,7 +56,15 @@ class Arena:
         self._filling: threading.Thread | None = None
 
     def open(self) -> Arena:
-        """Makes and maps it. Raises Unavailable where the system gives no such memory."""
+        """Makes and maps it.
+
+        Raises InvalidRequest where this host or container never has so much, Unavailable where it gives no such memory.
+        """
+        most = memory_most_bytes()
+        if self.size_bytes > most:
+            raise InvalidRequest(
+                f"memory of {self.size_bytes} bytes: this host or container has at most {most} bytes for it; give less"
+            )
         try:
             self.fd = os.memfd_create("kvstore-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.size_bytes)
@@ -67,6 +80,14 @@ class Arena:
             # Only where the system's administrator lets shared memory have huge pages.
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(mapped)
+        free = memory_free_bytes()
+        if free is not None and self.size_bytes > free:
+            # Taken now they would cost some process its life, this one or another; later there may be room.
+            log.warning(
+                "memory.scarce asked_bytes=%d free_bytes=%d: the system may kill a process when it fills; give less",
+                self.size_bytes, free,
+            )  # fmt: skip
+            return self
         self._filling = threading.Thread(target=populate, args=(self.memory, True, self._closing), daemon=True)
         self._filling.start()
         return self
@@ -98,8 +119,9 @@ def populate(memory: memoryview, writing: bool, closing: threading.Event) -> Non
 
 
 def follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
-    """Has the page tables of a mapping of ``fd`` made as soon as whoever made that file has taken its pages, in a thread
-    that ends with ``closing``; ``fd`` stays the caller's.
+    """Has the page tables of a mapping of ``fd`` made as soon as whoever made that file has taken its pages.
+
+    In a thread that ends with ``closing``; ``fd`` stays the caller's.
 
     The first reading of a page costs more than twice what copying it does otherwise.  Not before: pages count as memory
     of whoever takes them, and these are the other's.

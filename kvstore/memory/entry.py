@@ -107,7 +107,8 @@ class Entry(Chunk):
 
     @property
     def place(self) -> Place:
-        """Which chunk it is; also when it is gone."""
+        """Which chunk it is; also when it is gone. Its tokens lie in a run that others split and join: to be asked for
+        only while the inventory stands still."""
         run = self.run
         return Place(run.space.namespace, self.address, self.parent, run.tokens_of(self))
 

@@ -26,6 +26,9 @@ __all__ = ["Entry", "Inventory", "Place", "Room", "place_of"]
 EVICTED_TIMES_MAX = 4
 """Where room is in pieces: how many times the bytes asked for may be evicted before a claim gives up."""
 
+DROP_COUNT = 64
+"""Entries of a cleared namespace that are dropped under a lock at once: look-ups wait for no more than that."""
+
 
 class Room(Protocol):
     """What the bytes of entries lie in; bounded."""
@@ -225,16 +228,10 @@ class Inventory:
             self._queues.put_back(entry)
         return found
 
-    def drop_namespace(self, namespace: NamespaceDigest) -> int:
-        """Drops every entry of a namespace, claimed and dirty ones too; how many."""
-        entries = self.of_namespace(namespace)
-        for entry in entries:
-            self.drop(entry)
-        return len(entries)
-
     def of_namespace(self, namespace: NamespaceDigest) -> list[Entry]:
-        """The entries of a namespace, claimed ones too. Looks at every entry there is."""
-        return [entry for entry in self._tree if entry.namespace == namespace]
+        """The entries of a namespace, claimed ones too, the latest first. Looks at every entry there is."""
+        # So most children come before their parents: a run is shortened then, where else it would be split.
+        return [entry for entry in self._tree if entry.namespace == namespace][::-1]
 
     def changes(self) -> set[int]:
         """Shards (0 to 63) in which entries became ready or went since this was last asked."""

@@ -22,7 +22,6 @@ from kvstore.namespace import Namespace
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.publish import StillRight, always
 from kvstore.node.reading import Groups, group_size, read_chunks, remembered
@@ -31,7 +30,7 @@ from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, payload_of
 from kvstore.root.interface import Stat
 from kvstore.writes import WriteMode
 
@@ -87,42 +86,50 @@ class Blocks:
 
     def publish(self, keyed: Keyed, slots: Slots, hints: Hints, deadline: Deadline, durable: bool) -> int:
         """Writes blocks from memory to the root; returns how many leading ones are there, or in memory no more."""
-        there = [index for index, entry in enumerate(slots.entries, slots.first) if entry is not None]
-        images = [slots.images(index, index + 1)[0] for index in there]
+        assert self._tiers is not None
+        memory, stop = self._tiers.memory, slots.first + len(slots.entries)
         payloads = {
-            index: image[len(image) - keyed.sizes_bytes[index] :]
-            for index, image, right in zip(there, images, verify_images(keyed, there, images), strict=True)
-            if right
+            index: payload_of(keyed, index, slots.images(index, index + 1)[0])
+            for index in range(slots.first, stop)
+            if memory.still_right(slots, index)
         }
+        if not payloads:
+            return stop
         keys = [keyed.keys[index] for index in payloads]
         indexes = [*payloads]
         stored = self._put_on_root(
             keyed.namespace, keys, [*payloads.values()], deadline, durable, hints,
-            lambda at: bool(verify_images(keyed, [indexes[at]], slots.images(indexes[at], indexes[at] + 1)).all()),
+            lambda at: memory.still_right(slots, indexes[at]),
         )  # fmt: skip
         left = (index for index, done in zip(payloads, stored, strict=True) if not done)
-        return next(left, slots.first + len(slots.entries))
+        return next(left, stop)
 
     def _put_behind(
         self, tiers: TierStack, keyed: Keyed, buffers: Sequence[memoryview], deadline: Deadline, hints: Hints
     ) -> list[bool]:
-        """Into memory, from where they are written later; what the root is known to have is only used."""
+        """Into memory, from where they are written later; what is there, or known to be on the root, is only used."""
         known, quantum = self._chunks.known, self._chunks.quantum()
         condemned = [self._view.condemns(address) for address in keyed.addresses]
-        stored = [
-            known.is_present(address, quantum) and not gone
-            for address, gone in zip(keyed.addresses, condemned, strict=True)
-        ]
+        with tiers.memory.refer(keyed, 0, len(keyed)) as slots:
+            stored = [
+                not gone and (entry is not None or known.is_present(address, quantum))
+                for address, entry, gone in zip(keyed.addresses, slots.entries, condemned, strict=True)
+            ]
+        found = [at for at, there in enumerate(stored) if there]
         new = [at for at, there in enumerate(stored) if not there and not condemned[at]]
         if new:
             wanted = keyed.picked(new)
             kept = tiers.absorb(wanted, 0, len(new), lambda index: [buffers[new[index]]], hints, deadline)
             for at, there in zip(new, kept.there, strict=True):
                 stored[at] = there
-        lacking = frozenset(range(len(stored))) if hints != DEFAULT else frozenset[int]()
-        self._refresher.used(
-            keyed.namespace.id, tuple(keyed.addresses), chained=False, hints=hints, lacking=lacking - frozenset(new)
-        )
+        if found:
+            raised = hints if hints != DEFAULT else None
+            wanted = keyed.picked(found)
+            lacking = frozenset(range(len(found))) if raised else frozenset[int]()
+            tiers.memory.used(wanted, len(found), raised)
+            self._refresher.used(
+                keyed.namespace.id, tuple(wanted.addresses), chained=False, hints=hints, lacking=lacking
+            )
         return stored
 
     def _put_on_root(

@@ -10,6 +10,8 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
@@ -47,6 +49,7 @@ class DiskFolder:
         Raises InvalidRequest where another node has it, or where it is a root or holds anything else;
         PermissionDenied, Overloaded, Unavailable.
         """
+        self._refuse_inside()
         try:
             os.makedirs(self.path, exist_ok=True)
         except OSError as cause:
@@ -62,6 +65,16 @@ class DiskFolder:
             self.unlock()
             raise
         return root
+
+    def _refuse_inside(self) -> None:
+        """A folder within a root, or within another disk tier, would be foreign there. Raises InvalidRequest."""
+        for above in Path(self.path).parents:
+            with suppress(OSError), open(above / places.FORMAT, "rb") as file:
+                if b'"format": "kvstore' in file.read(FORMAT_BYTES_MAX):
+                    raise InvalidRequest(
+                        f"disk tier {self.path} lies within {above}, which is a root or another disk tier: "
+                        "give a folder outside of it"
+                    )
 
     def unlock(self) -> None:
         """From now on another node may have the folder. Idempotent."""

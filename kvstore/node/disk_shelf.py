@@ -18,7 +18,7 @@ from kvstore.format import places
 from kvstore.format.header import Header, Kind
 from kvstore.format.places import Name
 from kvstore.hints import Hints
-from kvstore.memory.inventory import Entry, Inventory, Place
+from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place
 from kvstore.memory.policy import Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
@@ -28,8 +28,6 @@ from kvstore.sources import Clock
 
 QUANTUM_S = 60
 """A file's mtime is renewed once in this time, for the order after the next start."""
-DROP_COUNT = 64
-"""Entries dropped under the lock at once: look-ups wait for no more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Leaving:
     @property
     def names(self) -> tuple[Name, ...]:
         """Of the files."""
-        return self.other_names or (name_of(self.entry.place),)
+        return self.other_names or (name_of(self.entry),)
 
 
 class DiskShelf:
@@ -280,6 +278,6 @@ class DiskShelf:
         self._leaving_bytes += self._room.charge(entry.size_bytes)
 
 
-def name_of(place: Place) -> Name:
-    """Where its file lies."""
-    return places.chunk(place.address, NamespaceId(place.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
+def name_of(chunk: Place | Entry) -> Name:
+    """Where its file lies; of an entry not by its ``place``, which is to be looked at under the lock alone."""
+    return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)

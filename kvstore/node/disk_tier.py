@@ -210,7 +210,7 @@ class DiskTier:
         whole, stays = False, entry.size_bytes != len(image)
         try:
             if not stays:
-                whole = stays = self._read(name_of(entry.place), image)
+                whole = stays = self._read(name_of(entry), image)
                 self._reads.succeeded()
         except Overloaded as error:
             self._failed(self._reads, error)

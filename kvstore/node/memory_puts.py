@@ -57,11 +57,21 @@ class MemoryPuts:
 
         Of a chain nothing behind the first that finds none. Raises DeadlinePassed.
         """
-        slots: list[tuple[int, Slot]] = []
-        own: set[Address] = set()  # a block that is given twice is there with the first of them
         with self._memory.refer(wanted, first, count) as found:
             there = [entry is not None for entry in found.entries]
-            for at in range(count):
+            slots = self._claimed(wanted, first, there, hints, dirty=dirty)
+            self._copy(wanted, slots, source, deadline)
+            self._memory.ready([slot for _, slot in slots])
+        return Kept(there, [index - first for index, _ in slots])
+
+    def _claimed(
+        self, wanted: Wanted, first: int, there: list[bool], hints: Hints, *, dirty: bool
+    ) -> list[tuple[int, Slot]]:
+        """Room for those that are not ``there``, with their indexes; updates ``there``."""
+        slots: list[tuple[int, Slot]] = []
+        own: set[Address] = set()  # a block that is given twice is there with the first of them
+        try:
+            for at in range(len(there)):
                 if there[at]:
                     continue
                 slot = self._memory.claim(wanted, first + at, hints=hints, dirty=dirty)
@@ -70,13 +80,15 @@ class MemoryPuts:
                     slots.append((first + at, slot))
                     own.add(slot.entry.address)
                 elif isinstance(wanted, Chain):
-                    there[at:] = [False] * (count - at)
+                    there[at:] = [False] * (len(there) - at)
                     break
                 else:
                     there[at] = wanted.addresses[first + at] in own
-            self._copy(wanted, slots, source, deadline)
-            self._memory.ready([slot for _, slot in slots])
-        return Kept(there, [index - first for index, _ in slots])
+        except BaseException:
+            # Interrupted (Ctrl-C): what is claimed and never filled could not be claimed by anybody again.
+            self._memory.drop([slot for _, slot in slots])
+            raise
+        return slots
 
     def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Source, deadline: Deadline) -> None:
         """Copies, or drops the slots and raises."""
@@ -94,7 +106,8 @@ class MemoryPuts:
             if len(slots) <= size:
                 copy(0)  # less than another thread is worth
             else:
-                batch = self._lanes.start(-(-len(slots) // size), copy)
+                batch = self._lanes.start(-(-len(slots) // size), copy, helped=True)
+                batch.help(deadline)
                 batch.wait(deadline)
         except BaseException:
             # Copying never waits for a device, so this is short. Where it is not, the room is lost: given back, it

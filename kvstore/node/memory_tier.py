@@ -19,7 +19,7 @@ from kvstore.buffers import Borrowed
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
 from kvstore.memory.extents import Extents
-from kvstore.memory.inventory import Entry, Inventory
+from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, Admission, Policy
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
@@ -221,6 +221,11 @@ class MemoryTier:
                 self._inventory.refer(entry)
             return Victims(self._readable, entries, self._let_go)
 
+    def place(self, entry: Entry) -> Place:
+        """Which chunk an entry is."""
+        with self._lock:
+            return entry.place
+
     def evict(self, entries: Sequence[Entry]) -> None:
         """Evicts victims before their release, but for those that somebody came to need meanwhile (rule E2)."""
         evicted_count = 0
@@ -234,9 +239,14 @@ class MemoryTier:
         self._counters.add("memory_evicted", evicted_count)
 
     def drop_namespace(self, digest: bytes) -> int:
-        """Drops all chunks of a namespace; returns how many."""
+        """Drops all chunks that there are of a namespace, those that are being brought too; returns how many."""
         with self._lock:
-            return self._inventory.drop_namespace(NamespaceDigest(digest))
+            entries = self._inventory.of_namespace(NamespaceDigest(digest))
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._lock:
+                for entry in entries[start : start + DROP_COUNT]:
+                    self._inventory.drop(entry)
+        return len(entries)
 
     def lease(self, slots: Slots) -> bool:
         """Whether others may have these chunks mapped until ``slots`` is released (rule L1), which was not; idempotent.

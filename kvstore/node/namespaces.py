@@ -53,10 +53,11 @@ class NamespaceRecords:
     def find(self, digest: NamespaceDigest) -> Namespace | None:
         """The namespace with this digest, if it was ever recorded here."""
         raw = self._read(places.namespace_record(digest))
-        if raw is None:
-            return None
-        namespace = Namespace.from_json(raw)
-        return namespace if namespace.digest == digest else None
+        try:
+            namespace = None if raw is None else Namespace.from_json(raw)
+        except InvalidRequest:
+            return None  # damaged, which fsck says: whoever uses the namespace tells us what it is
+        return namespace if namespace is not None and namespace.digest == digest else None
 
     def list(self) -> list[Namespace]:
         """All namespaces recorded on this root; unreadable records are left out (``fsck`` names them)."""

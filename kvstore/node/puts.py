@@ -119,7 +119,18 @@ class Puts:
         self.counters.add("chunks_found", start - first + kept.count - kept.written)
         self.found(chain, start, hints)
         found = max(0, stop - first - kept.written)
-        return PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
+        done = PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
+        memory = tiers.memory
+        if stop < len(chain) and (memory.is_coming(chain, stop) or memory.leading(chain, stop)):
+            # Not for want of room: another put of the same prompt is bringing it. So what is behind it is not shed.
+            rest = self._put_on_root(chain, stop, source, deadline, hints)
+            done = PutResult(
+                rest.tokens_present,
+                done.chunks_written + rest.chunks_written,
+                done.chunks_found + rest.chunks_found,
+                done.bytes_written + rest.bytes_written,
+            )
+        return done
 
     def found(self, chain: Chain, count: int, hints: Hints) -> None:
         """Notes that a put behind found the first ``count`` chunks there: a use of them, which raises their hints.

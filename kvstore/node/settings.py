@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from os import PathLike
 
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
@@ -33,6 +35,11 @@ class TierSettings:
             raise InvalidRequest(
                 f"memory={self.memory_bytes}: expected 0, or at least {MEMORY_BYTES_MIN} bytes (16 MiB)"
             )
+        if self.root_priority_min and not self.memory_bytes:
+            raise InvalidRequest(
+                f"root_priority_min={self.root_priority_min} without memory: there is nothing but the root for chunks "
+                "of a lower priority; give memory as well"
+            )
         if self.disk_folder and not self.memory_bytes:
             raise InvalidRequest("disk without memory: chunks of a local disk are read through memory; give both")
         if self.disk_folder and self.disk_bytes < DISK_BYTES_MIN:
@@ -41,6 +48,33 @@ class TierSettings:
             raise InvalidRequest(f"root_priority_min={self.root_priority_min}: expected 0 to {PRIORITY_MAX}")
         if not 0.05 <= self.sync_interval_s <= 3600:
             raise InvalidRequest(f"sync_interval={self.sync_interval_s}: expected 0.05 to 3600 seconds")
+
+
+    @classmethod
+    def of(
+        cls,
+        memory: int = 0,
+        disk: tuple[str, int] | None = None,
+        write: WriteMode | str = WriteMode.BEHIND,
+        root_priority_min: int = 0,
+        sync_interval_s: float = 1.0,
+    ) -> TierSettings:
+        """From what callers give, whatever its type. Raises InvalidRequest."""
+        for name, value in (("memory", memory), ("root_priority_min", root_priority_min)):
+            if not _is_whole(value):
+                raise InvalidRequest(f"{name}={value!r}: expected a whole number{' of bytes' * (name == 'memory')}")
+        folder, size_bytes = "", 0
+        if disk is not None:
+            match disk:
+                case (str() | PathLike() as path, size) if os.fspath(path) and _is_whole(size):
+                    folder, size_bytes = os.fspath(path), size
+                case _:
+                    raise InvalidRequest(f'disk={disk!r}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)')
+        return cls(memory, folder, size_bytes, WriteMode.of(write), root_priority_min, sync_interval_s)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 NO_TIERS = TierSettings()

@@ -190,7 +190,7 @@ class TierStack:
     def demote(self, entry: Entry, image: memoryview) -> None:
         """Writes a chunk that memory is about to give up to the local disk, if it was used more than once."""
         assert self.disk is not None
-        if entry.uses >= 1 and self.disk.add(entry.place, image, entry.hints):
+        if entry.uses >= 1 and self.disk.add(self.memory.place(entry), image, entry.hints):
             self._counters.add("memory_demoted")
             if entry.is_gone:
                 # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.

@@ -116,6 +116,7 @@ class TieredReads:
 
         size_bytes = sum(image_bytes(wanted, index) for index in (first, first + count - 1)) // 2
         groups = Groups(group_size(count, size_bytes, lanes.width), count, read_group)
+        # The caller does no share: what proves wrong in memory is fetched from devices, which may hang.
         return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
 
     def _leading(self, wanted: Wanted, first: int) -> int:

@@ -74,12 +74,13 @@ class Views:
             return True
 
         with suppress(KVStoreError):  # too late: what is verified by then is good
-            self._copiers.each(-(-len(leased) // size), verify, deadline)
+            self._copiers.share(-(-len(leased) // size), verify, deadline)
         self._counters.add("memory_hits", int(right.sum()))
         found: dict[int, npt.NDArray[np.uint8]] = {}
         for (index, slots), is_right in zip(leased, right.copy().tolist(), strict=True):
-            # What is wrong is looked at once more by the tier itself, which drops it (rule I1).
-            if is_right or memory.view(slots, index) is not None:
+            # What is wrong is looked at once more by the tier itself, which drops it (rule I1). Not past the deadline:
+            # all that was not verified by then would be here, by one thread.
+            if is_right or (not deadline.passed and memory.view(slots, index) is not None):
                 payload = payload_of(chain, index, slots.images(index, index + 1)[0])
                 found[index] = _leased(payload, slots.release)
             else:

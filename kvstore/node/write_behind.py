@@ -217,8 +217,11 @@ class WriteBehind:
                 return True
             written = max(0, min(job.count, present - job.first))
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None], on_root=True)
+            gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
-            self._counters.add("behind_written", job.count)
+            # Of blocks those that proved wrong were left out, or are gone since the job was queued.
+            self._counters.add("behind_written", job.count - gone)
+            self._counters.add("behind_lost", gone)
             return True
         if self._clock.monotonic_s() < job.ends_s:
             return False

@@ -37,6 +37,16 @@ WORKER_COUNTERS = {
 }
 """Every counter of the worker itself, beside those of its node."""
 
+WORKER_GAUGES = {
+    "calls_in_flight": "calls under way",
+    "bytes_in_flight": "payload bytes of calls under way",
+    "client_holds": "holds of clients that have not ended",
+    "bulk_connections_open": "bulk connections of clients that are open",
+    "deferred_chunks": "chunks received that wait to be written",
+    "draining": "1 while the worker finishes what it accepted and takes no more",
+}
+"""How things stand now with the worker itself, beside the gauges of its node."""
+
 
 class CallContext(Protocol):
     """What a call knows of its client: gRPC's context, or that of the bulk protocol."""

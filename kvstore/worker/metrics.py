@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.node.counters import COUNTERS
-from kvstore.worker.calls import LATENCY_BUCKETS_S, WORKER_COUNTERS
+from kvstore.node.counters import COUNTERS, GAUGES
+from kvstore.worker.calls import LATENCY_BUCKETS_S, WORKER_COUNTERS, WORKER_GAUGES
 from kvstore.worker.worker import Worker
 
-_HELP = {**COUNTERS, **WORKER_COUNTERS}
+_HELP = {**COUNTERS, **WORKER_COUNTERS, **GAUGES, **WORKER_GAUGES}
 
 
 class MetricsServer:
@@ -64,7 +64,7 @@ class _Collector:
         for name, value in service.counters().items():
             yield CounterMetricFamily(f"kvstore_{name}", _HELP.get(name, "damaged chunks of this kind"), value)
         for name, gauge in service.gauges().items():
-            yield GaugeMetricFamily(f"kvstore_{name}", name.replace("_", " "), gauge)
+            yield GaugeMetricFamily(f"kvstore_{name}", _HELP[name], gauge)
         yield GaugeMetricFamily("kvstore_serving", "whether health says SERVING", float(self._worker.is_serving))
         calls = CounterMetricFamily("kvstore_calls", "calls that ended", labels=("method", "code"))
         for (method, code), count in service.calls.ended().items():

@@ -45,14 +45,23 @@ Writing = Putting | Absorbing | Keeping
 
 
 def begin_writing(
-    node: Node, chain: Chain, first: int, matched: int, hints: Hints, write: WriteMode | None, deadline_s: float
+    node: Node,
+    chain: Chain,
+    first: int,
+    matched: int,
+    hints: Hints,
+    write: WriteMode | None,
+    deadline_s: float,
+    *,
+    sheds: bool = True,
 ) -> Writing:
     """Begins to put the chunks from ``first`` on, of a prompt of which ``matched`` are there.
 
-    What is put behind must begin where the store ends, or it is put on the root. Raises what the root raised.
+    What is put behind must begin where the store ends, or it is put on the root; so is what memory has no room for
+    unless it ``sheds``. Raises what the root raised.
     """
     mode = node.puts.mode(write, hints)
     if mode is WriteMode.BEHIND and first == matched:
-        return Absorbing(node, chain, first, hints)
+        return Absorbing(node, chain, first, hints, sheds=sheds)
     putting = node.begin_put(chain, first, deadline_s, hints)
     return Keeping(node, chain, hints, putting) if mode is WriteMode.THROUGH else putting

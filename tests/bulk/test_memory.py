@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from kvstore.format.places import Name
 from kvstore.node.deadline import Deadline
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import (
     MEMORY_BYTES,
@@ -355,6 +358,43 @@ def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: st
         assert count == len(TOKENS)
         assert same(array, KV)
         assert store.stats()["client_gets_grpc"] == 0
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
+@pytest.mark.parametrize("write", ["through", "around"])
+def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(served: Served, way: str, write: str) -> None:
+    """Acknowledged when the root has it: that a peer or the local disk does is not enough."""
+    chain = filled(served, TOKENS, KV, MEDIUM)
+    node = served.member.node
+    assert node.tiers is not None
+    with memory_of(served).refer(chain, 0, COUNT) as slots:
+        below = Below(chain, [bytes(image) for image in slots.images(0, COUNT)])
+    lose(served, chain, 0, COUNT)
+    node.tiers.below.append(below)
+    node.on_root(lambda: [node.root.remove(name) for name in names_of(served, chain)])
+    node.forget()
+    with connected(served, bulk=way) as store:
+        result = store.namespace(chain.namespace.name, MEDIUM).put(TOKENS, KV, write=write)
+        assert result.tokens_present == len(TOKENS)
+    assert all(node.on_root(lambda: [node.root.stat(name) for name in names_of(served, chain)]))
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
+def test_w1_a_put_behind_that_finds_the_queue_full_is_shed_and_waits_for_nothing(way: str) -> None:
+    hang = Hang()
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with serving_memory(root, 16 << 20) as served, connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        root.set_rules([Rule("stage", hang)])
+        try:
+            began_s = time.monotonic()
+            results = [cache.put(*tokens_and_kv(60, seed=90 + seed)).tokens_present // SIZE for seed in range(4)]
+            assert time.monotonic() - began_s < 5.0
+            assert results[0] > 0 and results[-1] == 0
+            assert cache.get(tokens_and_kv(60, seed=90)[0])[0] == results[0] * SIZE
+        finally:
+            root.set_rules([])
+            hang.release.set()
 
 
 def names_of(served: Served, chain: Chain) -> list[Name]:

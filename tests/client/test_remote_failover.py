@@ -23,6 +23,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.port import Sections
 from kvstore.client.remote import RemotePort
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
+from kvstore.format import places
 from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.node.stores import SMALL, kv_of, same
@@ -319,6 +320,25 @@ def test_a_worker_with_a_new_root_is_told_the_namespace_again(tmp_root: Path) ->
         assert cache.put(TOKENS, KV).chunks_written == 4
         assert same(cache.get(TOKENS)[1], KV)
         assert store.stats()["client_namespaces_reopened"] == 1
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path, damage: str) -> None:
+    """A worker that never heard of the namespace cannot read what the root says of it, and is told by the client."""
+    address = f"unix:{tmp_root}/socket"
+    with kvstore.connect(address, bulk="auto") as store:
+        with serving(tmp_root / "root", listen=address):
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, KV)
+        record = tmp_root / "root" / places.namespace_record(cache.namespace.digest)
+        content = record.read_bytes()
+        record.write_bytes(content.replace(b"fingerprint", b"finGerprint") if damage == "flipped" else content[:20])
+        with serving(tmp_root / "root", listen=address):
+            eventually(
+                lambda: endpoints_of(store).every()[0].aside is None or cache.match(TOKENS), "the worker is back"
+            )
+            assert cache.match(TOKENS) == len(TOKENS)
+            assert same(cache.get(TOKENS)[1], KV)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors import fingerprints, weights
-from kvstore.connectors.settings import LateStore, StoreSettings
+from kvstore.connectors.settings import OPAQUE_LAYOUT, LateStore, StoreSettings
 from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
@@ -23,6 +23,11 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"root": "/x", "root_options": "x"}, "root_options"),
     ({"connect": "h:1", "etcd": "e:1"}, "etcd beside connect"),
     ({"connect": "h:1", "durability": "fsync", "root_options": {"a": 1}}, "durability and root_options beside connect"),
+    ({"connect": "h:1", "memory": 1 << 30}, "memory beside connect: .* workers have their own"),
+    ({"root": "/x", "memory": "8GiB"}, "test: memory='8GiB': expected a whole number of bytes"),
+    ({"root": "/x", "memory": 1024}, "test: memory=1024: expected 0, or at least"),
+    ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes': expected one of"),
+    ({"root": "/x", "write": "behind"}, "write without memory"),
     ({"root": "/x", "load_timeout_s": 301}, "at most 300"),
     ({"root": "/x", "tenant": "x" * 300}, "tenant"),
     ({"root": "/x", "tenant": "\ud800"}, "tenant"),
@@ -145,3 +150,13 @@ def test_hashing_goes_on_without_a_home_or_a_lock(model: Path, monkeypatch: pyte
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     assert weights.weights_fingerprint(model) == expected
+
+
+def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> None:
+    place = {"root": str(tmp_root), "memory": 16 << 20, "write": "through"}
+    with StoreSettings.of(place, "test").open() as store:
+        blocks = store.namespace("m", OPAQUE_LAYOUT).blocks
+        assert blocks.put([b"k" * 16], [b"block"]) == [True]
+        out = bytearray(5)
+        assert blocks.get([b"k" * 16], [out]) == [True] and out == b"block"
+        assert (store.stats()["memory_hits"], store.stats()["memory_size_bytes"]) == (1, 16 << 20)

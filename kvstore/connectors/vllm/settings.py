@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvstore.connectors.opening import PLACE_KEYS, check_keys
+from kvstore.connectors.opening import MEMORY_KEYS, PLACE_KEYS, check_keys
 from kvstore.errors import InvalidRequest
 
 LOADS = ("async", "sync")
@@ -63,6 +63,10 @@ class Settings:
                 raise InvalidRequest(f"kv_connector_extra_config {each.name}={value!r}: expected {wanted}")
         if self.load not in LOADS:
             raise InvalidRequest(f"kv_connector_extra_config load={self.load!r}: expected one of {', '.join(LOADS)}")
+
+    def looking_only(self) -> Settings:
+        """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
+        return replace(self, place={key: value for key, value in self.place.items() if key not in MEMORY_KEYS})
 
     def check_loads(self, *, batches: int, drafts: bool) -> None:
         """Raises InvalidRequest for synchronous loads where vLLM could not make up for one that failed.

@@ -58,6 +58,7 @@ class Channel:
         self._idle_s = idle_s
         self._ends_s = float("inf")
         self._files: list[int] = []
+        self._returned = memoryview(b"")
         self._poll = select.poll()
         self.alive = True
         """False once it is closed, or failed: then it is of no use any more."""
@@ -78,7 +79,7 @@ class Channel:
 
     def is_quiet(self) -> bool:
         """Whether nothing came and the peer is there: between requests it has nothing to say."""
-        if not self.alive:
+        if not self.alive or self._returned:
             return False
         self._poll.register(self._socket, select.POLLIN)
         return not self._poll.poll(0)
@@ -144,6 +145,8 @@ class Channel:
 
     def receive_some(self, pieces: Pieces) -> int:
         """Writes what came, at most STEP_BYTES, into ``pieces``; returns the count, at least 1."""
+        if self._returned:
+            return self._again(pieces[0])
         while True:
             try:
                 count = self._socket.recvmsg_into(_step(pieces))[0]
@@ -155,6 +158,10 @@ class Channel:
             if not count:
                 raise self._broken("the peer closed the connection")
             return count
+
+    def give_back(self, came: memoryview) -> None:
+        """Has bytes that came by ``receive_some``, behind what was wanted, come again; ``came`` must not change."""
+        self._returned = came
 
     def receive_into(self, pieces: Pieces) -> None:
         """Fills ``pieces``."""
@@ -193,6 +200,8 @@ class Channel:
     def _receive_small(self, view: memoryview) -> None:
         """Fills ``view``, taking in the files that come along."""
         room = socket.CMSG_SPACE(self._files_max * _FD) if self._is_unix else 0
+        while self._returned and len(view):
+            view = view[self._again(view) :]
         while len(view):
             try:
                 count, ancillary, flags, _ = self._socket.recvmsg_into(
@@ -211,6 +220,12 @@ class Channel:
             if not count:
                 raise self._broken("the peer closed the connection")
             view = view[count:]
+
+    def _again(self, view: memoryview) -> int:
+        count = min(len(view), len(self._returned))
+        view[:count] = self._returned[:count]
+        self._returned = self._returned[count:]
+        return count
 
     def _wait(self, event: int) -> None:
         left_s = min(self._idle_s, self._ends_s - time.monotonic())

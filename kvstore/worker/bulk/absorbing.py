@@ -17,13 +17,13 @@ from kvstore.results import PutResult
 class Absorbing:
     """The chunks from ``first`` on, whose parents are there.
 
-    From the first on that memory does not take they are put on the root: it is full, or owes the root as much as it
-    may, or the node does not write behind.
+    The first that memory has no room for and those behind it are shed (rule W1): it is full, or owes the root as much
+    as it may.  Unless it ``sheds``, or where somebody else is bringing that one, they are put on the root.
     """
 
     refused = False
 
-    def __init__(self, node: Node, chain: Chain, first: int, hints: Hints) -> None:
+    def __init__(self, node: Node, chain: Chain, first: int, hints: Hints, *, sheds: bool = True) -> None:
         """Raises Overloaded where the root has no room for new chunks."""
         node.gc_view.check_room()
         self._node = node
@@ -31,7 +31,9 @@ class Absorbing:
         self._chain = chain.leading(node.gc_view.leading(chain.addresses))
         self._first = first
         self._hints = hints
+        self._sheds = sheds
         self._stop = first
+        self._is_shed = False
         self._rest: Putting | None = None
 
     def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
@@ -39,11 +41,14 @@ class Absorbing:
         the root: then as ``Putting.add_run``.  Raises what the root raised, or Unavailable.
         """
         stop = min(first + count, len(self._chain))
-        if first >= stop:
+        if first >= stop or self._is_shed:
             return
         if self._rest is None:
             self._stop += self._node.puts.absorb(self._chain, first, stop - first, source, self._hints)
             if self._stop == stop:
+                return
+            if self._sheds and not self._is_coming():
+                self._is_shed = True
                 return
             self._rest = self._node.begin_put(self._chain, self._stop, deadline_s, self._hints)
             if self._rest.refused:
@@ -69,3 +74,10 @@ class Absorbing:
         """Puts nothing more on the root. What memory took stays there. Idempotent."""
         if self._rest is not None:
             self._rest.abandon()
+
+    def _is_coming(self) -> bool:
+        memory = self._node.memory
+        # In this order: it may have come since.
+        return memory is not None and (
+            memory.is_coming(self._chain, self._stop) or memory.leading(self._chain, self._stop) > 0
+        )

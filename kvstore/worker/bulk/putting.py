@@ -60,7 +60,13 @@ class BulkPuts:
         first = max(start.first, matched)
         write = write_of(start.write) or (WriteMode.BEHIND if flag else None)
         write_s = seconds_left(context, node.limits.write_deadline_s)
-        putting = begin_writing(node, chain, first, matched, hints, write, write_s)
+        sheds = not flag  # who does not wait for it wants it stored, however long that takes
+        putting = begin_writing(node, chain, first, matched, hints, write, write_s, sheds=sheds)
+        if putting.refused and first > start.first:
+            # Peers or the local disk have what was matched, and neither the root nor memory: all of it has to come.
+            putting.abandon()
+            first = start.first
+            putting = begin_writing(node, chain, first, matched, hints, write, write_s, sheds=sheds)
         count = 0 if putting.refused else len(chain) - first
         acknowledged = threading.Event()
         with ExitStack() as reserved:

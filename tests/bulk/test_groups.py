@@ -1,0 +1,109 @@
+"""Small chunks of a stream come several at a time: what ends the stream in between is found where it is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.client.bulk import receiving
+from kvstore.client.bulk.links import BulkRefused, Link
+from kvstore.client.bulk.receiving import receive_chunks
+from kvstore.format.header import Damaged
+from kvstore.namespace import Namespace
+from kvstore.node.images import make_images
+from kvstore.node.wanted import image_bytes
+from kvstore.planes import Planes
+from kvstore.sources import RandomIds
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel, LinkBroken
+from kvstore.wire.bulk.frames import Kind, encode_head, encode_index
+from tests.bulk.ways import MEDIUM, same, tokens_and_kv
+
+COUNT, NUMBER, FIRST = 20, 3, 2
+TOKENS, KV = tokens_and_kv(COUNT)
+CHAIN = Chain.of(Namespace("m", MEDIUM), TOKENS.astype(np.uint32))
+END = encode_head(Kind.END, NUMBER, 0)
+REASON = pb.BulkRefusal(code=14, message="x" * 40_000).SerializeToString()
+REFUSED = encode_head(Kind.REFUSED, NUMBER, len(REASON)) + REASON
+
+
+def file(index: int, said: int | None = None) -> bytes:
+    image = memoryview(bytearray(image_bytes(CHAIN, index)))
+    make_images(CHAIN, [index], Planes(KV, MEDIUM.section_bytes), [image], RandomIds())
+    head = encode_head(Kind.FILE, NUMBER, 8 + len(image))
+    return head + encode_index(index if said is None else said) + bytes(image)
+
+
+@contextmanager
+def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
+    """A worker that sends these bytes, so many at a time, and closes."""
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with theirs:
+            content = b"".join(frames)
+            for at in range(0, len(content), step_bytes):
+                try:
+                    theirs.sendall(content[at : at + step_bytes])
+                except OSError:
+                    return
+
+    sender = threading.Thread(target=send)
+    channel = Channel(ours, 10)
+    channel.limit(10, 10)
+    sender.start()
+    try:
+        yield Link(channel, False, None, None, "worker:1")
+    finally:
+        channel.close()
+        sender.join()
+
+
+@pytest.mark.parametrize("group_bytes", [0, 300_000, receiving.GROUP_BYTES])
+@pytest.mark.parametrize("step_bytes", [9_999, 1 << 20])
+@pytest.mark.parametrize("case", ["whole", "end", "refused", "another", "damaged", "closed"])
+def test_chunks_before_what_ends_a_stream_are_good(
+    monkeypatch: pytest.MonkeyPatch, case: str, step_bytes: int, group_bytes: int
+) -> None:
+    monkeypatch.setattr(receiving, "GROUP_BYTES", group_bytes)
+    broken, files = 9, [file(index) for index in range(FIRST, COUNT)]
+    if case == "damaged":
+        files[broken - FIRST] = files[broken - FIRST][:-1] + bytes([files[broken - FIRST][-1] ^ 1])
+    elif case == "another":
+        files[broken - FIRST] = file(broken, said=broken + 1)
+    elif case != "whole":
+        files[broken - FIRST :] = [{"end": END, "refused": REFUSED, "closed": b""}[case]]
+    expected: dict[str, type[Exception]] = {
+        "refused": BulkRefused,
+        "another": LinkBroken,
+        "damaged": Damaged,
+        "closed": LinkBroken,
+    }
+    out, good = np.zeros_like(KV), FIRST
+    failed: Exception | None = None
+    with stream_of([*files, b"" if case == "closed" else END], step_bytes) as link:
+        try:
+            for good in receive_chunks(link, NUMBER, CHAIN, FIRST, COUNT, Planes(out, MEDIUM.section_bytes)):
+                pass
+        except (BulkRefused, LinkBroken, Damaged) as error:
+            failed = error
+        is_alive = link.channel.alive
+    assert type(failed) is expected.get(case, type(None))
+    assert is_alive is (failed is None), "after an error nobody knows what comes next on the connection"
+    size = MEDIUM.chunk_tokens
+    assert FIRST <= good <= (COUNT if case == "whole" else broken)
+    # Of a group that was cut off by the connection's end nothing counts; else all that came before.
+    assert good == (COUNT if case == "whole" else broken) or case == "closed"
+    assert same(out[:, :, FIRST * size : good * size], KV[:, :, FIRST * size : good * size])
+
+
+def test_nothing_to_receive_is_only_the_end() -> None:
+    with stream_of([END], 16) as link:
+        assert list(receive_chunks(link, NUMBER, CHAIN, 5, 5, Planes(KV, MEDIUM.section_bytes))) == []
+        assert link.channel.alive

@@ -1,0 +1,51 @@
+"""What a node is told of its tiers: everything that makes no sense is refused before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.errors import InvalidRequest
+from kvstore.node.settings import TierSettings
+
+MIB = 1 << 20
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"memory": 1024}, "memory=1024: expected 0, or at least 16777216"),
+    ({"memory": -5}, "memory=-5: expected 0"),
+    ({"memory": "8GiB"}, "memory='8GiB': expected a whole number of bytes"),
+    ({"memory": True}, "memory=True"),
+    ({"memory": 1e9}, "memory=1000000000.0"),
+    ({"disk": ("/d", 64 * MIB)}, "disk without memory"),
+    ({"memory": 16 * MIB, "disk": ("/d", 1)}, "disk of 1 bytes: expected at least"),
+    ({"memory": 16 * MIB, "disk": "/d:1GiB"}, "disk='/d:1GiB': expected a folder and bytes, such as"),
+    ({"memory": 16 * MIB, "disk": ("/d", "1GiB")}, "expected a folder and bytes"),
+    ({"memory": 16 * MIB, "disk": ("", 64 * MIB)}, "expected a folder and bytes"),
+    ({"memory": 16 * MIB, "disk": (1, 64 * MIB)}, "expected a folder and bytes"),
+    ({"memory": 16 * MIB, "write": "sometimes"}, "write='sometimes': expected one of through, behind, around"),
+    ({"memory": 16 * MIB, "root_priority_min": 101}, "root_priority_min=101: expected 0 to 100"),
+    ({"memory": 16 * MIB, "root_priority_min": "5"}, "root_priority_min='5'"),
+    ({"root_priority_min": 10}, "root_priority_min=10 without memory"),
+)
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=str)
+def test_what_makes_no_sense_is_refused_with_its_name_and_makes_no_root(
+    tmp_root: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        kvstore.open(str(tmp_root / "root"), **given)
+    assert not (tmp_root / "root").exists()
+
+
+def test_how_often_peers_are_told_has_bounds() -> None:
+    for given in (0.0, -1.0, 3601.0, float("nan")):
+        with pytest.raises(InvalidRequest, match=r"sync_interval=.*: expected 0\.05 to 3600 seconds"):
+            TierSettings.of(16 * MIB, sync_interval_s=given)
+
+
+def test_a_disk_may_be_given_as_a_path(tmp_path: Path) -> None:
+    assert TierSettings.of(16 * MIB, (tmp_path, 64 * MIB)).disk_folder == str(tmp_path)  # type: ignore[arg-type]

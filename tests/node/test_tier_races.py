@@ -1,0 +1,215 @@
+"""Tiers while others use them: reads beside changes, and what is left of a call that was broken off."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from kvstore.buffers import Pieces
+from kvstore.hints import DEFAULT, Hints
+from kvstore.node.deadline import Deadline
+from kvstore.node.handed_blocks import keyed
+from kvstore.node.lanes import Lanes
+from kvstore.node.memory_puts import MemoryPuts
+from kvstore.sources import RandomIds, SystemClock
+from tests.node.test_disk_tier import CHUNKS, Disk, chain_of
+from tests.node.test_memory_tier import Case
+from tests.node.test_memory_tier import chain_of as small_chain
+from tests.tiers.acting import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
+
+
+@contextmanager
+def meanwhile(name: str, locked: Callable[[], bool], change: Callable[[], object]) -> Iterator[None]:
+    """Once a function of this name begins in this thread while nothing is ``locked``, something else happens first."""
+    left = [change]
+
+    def tracer(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == name and left and not locked():
+            sys.settrace(None)
+            left.pop()()
+            sys.settrace(tracer)
+
+    sys.settrace(tracer)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def test_d3_a_fetch_beside_a_split_of_its_run_is_a_hit(tmp_path: Path) -> None:
+    disk, chain = Disk(tmp_path / "disk"), chain_of()
+    disk.tier.open()
+    disk.wait_refilled()
+    assert all(disk.add(chain, *range(CHUNKS)))
+    with meanwhile("tokens_of", disk.tier._shelf._lock.locked, lambda: disk.tier.drop(chain.addresses[5])):
+        assert disk.has(chain, 7)
+    assert disk.tier._shelf._inventory.referenced_bytes == 0
+    disk.tier.close()
+
+
+def test_what_is_demoted_beside_a_split_of_its_run_is_found_on_the_disk(tmp_path: Path) -> None:
+    with Acting(faulty(), disk=tmp_path / "disk") as node:
+        eventually(lambda: not node.stat("disk_refilling"))
+        node.put(1, 8)
+        node.drain()
+        assert node.get(1, 8) == 8
+        chain = node.chain(1, 8)
+        with node.memory.victims(node.memory.size_bytes) as victims:
+            entries = list(victims.images())
+
+            def split() -> None:
+                with node.memory._lock:
+                    entry = node.memory._inventory.find(chain.addresses[3])
+                    assert entry is not None
+                    node.memory._inventory.drop(entry)
+
+            with meanwhile("tokens_of", node.memory._lock.locked, split):
+                for each in entries:
+                    node.tiers.demote(*each)
+        assert node.on_disk(1, 8) == [True] * 8
+        disk = node.tiers.disk
+        assert disk is not None
+        on_disk = [disk._shelf._inventory.find(address) for address in chain.addresses]
+        assert all(entry is not None and entry.place.tokens for entry in on_disk)
+
+
+@pytest.mark.parametrize("chunks", [1, 12])
+def test_a_damaged_chunk_in_memory_does_not_make_a_caller_wait_for_a_root_that_hangs(chunks: int) -> None:
+    """All of a prompt is in memory, so that the calling thread copies too: never from the root."""
+    root = faulty()
+    with Acting(root) as node:
+        node.put(1, chunks)
+        node.drain()
+        node.node.forget()
+        for index in range(chunks):
+            node.damage(1, index)
+        tokens = node.prompts.tokens(1, chunks)
+        with held(root, *ASKING):
+            counts: list[int] = []
+            assert timed(lambda: counts.append(node.cache.get(tokens)[0] // node.size)) < IN_TIME_S
+            assert counts == [0]
+        eventually(lambda: node.get(1, chunks) == chunks)
+        node.assert_settled()
+
+
+def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
+    """Past its deadline the calling thread does not verify the rest itself."""
+    with Acting(faulty()) as node:
+        node.put(1, 24)
+        node.drain()
+        hold = node.node.hold(node.chain(1, 24))
+        assert len(node.node.view(hold)) == 24
+        assert node.node.view(hold, deadline_s=0.0) == []
+        node.node.release(hold)
+        gc.collect()
+        node.assert_settled()
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C, where a test wants it."""
+
+
+class Interrupting(SystemClock):
+    """A clock whose look number ``at`` from now on is interrupted; None: none is."""
+
+    at: int | None = None
+
+    def monotonic_s(self) -> float:
+        if self.at is not None:
+            self.at -= 1
+            if self.at < 0:
+                self.at = None
+                raise Interrupted
+        return super().monotonic_s()
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back(at: int) -> None:
+    clock = Interrupting()
+    case = Case(8)
+    case.tier._clock = clock
+    lanes = Lanes(2, 2, 10, 10.0, SystemClock())
+    puts, chain = MemoryPuts(case.tier, lanes, RandomIds()), small_chain(1, 6)
+    payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
+
+    def source(_: int) -> Pieces:
+        return payload
+
+    def keep() -> list[bool]:
+        return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), dirty=True).there
+
+    clock.at = at
+    with suppress(Interrupted):
+        keep()
+    clock.at = None
+    assert case.stat("referenced_bytes") == 0
+    assert keep() == [True] * 6
+    lanes.close()
+    case.tier.close()
+
+
+def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> None:
+    """I1 and W2: it is counted as lost, not as written."""
+    root = faulty()
+    with Acting(root) as node:
+        keys = [bytes([number]) * 16 for number in (1, 2)]
+        with held(root) as hang:
+            for number in range(4):  # as many as there are writers: the blocks wait
+                node.put(number + 1, 1)
+            eventually(hang.reached.is_set)
+            assert node.cache.blocks.put(keys, [bytes([7]) * 300_000, bytes([8]) * 300_000]) == [True, True]
+            wanted = keyed(node.cache.namespace, keys, [300_000, 300_000])
+            with node.memory.refer(wanted, 0, 2) as slots:
+                node.memory.arena.memory[slots.referred[0].offset + 9_000] ^= 1
+        node.drain()
+        assert node.stat("behind_written") == 4 + 1
+        assert node.stat("behind_lost") == 1 and node.stat("memory_damaged") == 1
+        node.assert_settled()
+
+
+def test_blocks_that_memory_has_are_found_while_the_queue_is_full() -> None:
+    root = faulty()
+    with Acting(root) as node:
+        keys, blocks = [bytes([number]) * 16 for number in (1, 2)], [bytes([number]) * 300_000 for number in (1, 2)]
+        node.cache.blocks.put(keys, blocks)
+        node.drain()
+        node.node.forget()
+        with held(root):
+            for number in range(1, 9):
+                node.put(number, 4)
+            assert node.cache.blocks.put([*keys, bytes(16)], [*blocks, blocks[0]]) == [True, True, False]
+
+
+def test_a_put_behind_raises_the_hints_of_blocks_that_memory_has() -> None:
+    with Acting(faulty()) as node:
+        space, key, block = node.cache.namespace, bytes(16), memoryview(bytes(300_000))
+        for priority in (10, 60, 20):
+            deadline = Deadline(SystemClock(), 5.0)
+            assert node.node.blocks.put(space, [key], [block], deadline, False, Hints(priority)) == [True]
+        with node.memory.refer(keyed(space, [key], [len(block)]), 0, 1) as slots:
+            assert slots.referred[0].priority == 60
+
+
+def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
+    """A chunk that somebody else is bringing is no lack of room: nothing behind it is shed."""
+    with Acting(faulty()) as node:
+        for number in range(4):
+            present: list[int] = []
+
+            def put(chunks: int, number: int = number, present: list[int] = present) -> None:
+                present.append(node.put(number, chunks).tokens_present)
+
+            puts = [partial(put, chunks) for chunks in (20, 24)]
+            together(*puts, *puts)
+            assert sorted(present) == [20 * node.size] * 2 + [24 * node.size] * 2
+            node.drain()
+            assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
+            node.memory.drop_namespace(node.cache.namespace.digest)
+        node.assert_settled()
