@@ -35,12 +35,11 @@ from benchmarks.contents import (
 )
 from benchmarks.models import BLOCK_MODELS, LLAMA_8B, MODELS, QWEN_7B, Model
 from benchmarks.options import Options, names_of, told
-from benchmarks.paths import IN_PROCESS, PATHS, PROBE, Way, served
+from benchmarks.paths import IN_PROCESS, PATHS, Way, served
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import timed
 from kvstore.client.arrays import KvArray
 from kvstore.client.cache import Cache
-from kvstore.client.store import Store
 from kvstore.node.settings import MEMORY_BYTES_MIN
 
 HYPOTHESIS = (
@@ -131,7 +130,6 @@ def measure(
             worker = served(hot, hot / "root", memory_bytes=max(MEMORY_BYTES_MIN, MEMORY_SHARE * pool.source.nbytes))
             memory_address = undo.enter_context(worker).address
         caches: dict[str, Caches] = {}
-        without_blocks: set[str] = set()
         for path in paths:
             way = Way("shared", "", memory_address) if path == MEMORY else Way(path, str(root), address)
             if reason := way.why_not():
@@ -140,9 +138,6 @@ def measure(
             ways = [way, replace(way, deferred=True)] if path in DEFERRING else [way]
             stores = [undo.enter_context(each.open()) for each in ways]
             caches[path] = [store.namespace("memcpy", model.layout(BLOCK_TOKENS)) for store in stores]
-            if path in DEFERRING and not _carries_blocks(stores[0], way.path):
-                skipped.append(f"{path}: set and get, because blocks go over gRPC there")
-                without_blocks.add(path)
         clear = owner.namespace("memcpy", model.layout(BLOCK_TOKENS)).clear
         # What is in memory only its worker can clear.
         clears = {path: caches[path][0].clear if path == MEMORY else clear for path in caches}
@@ -152,7 +147,7 @@ def measure(
             pool.shuffle(number)
             copied_s = timed(pool.copy).wall_s
             for path in list(caches)[:: 1 if number % 2 else -1]:
-                found = one_round(pool, path, caches[path], clears[path], with_blocks=path not in without_blocks)
+                found = one_round(pool, path, caches[path], clears[path])
                 if number:
                     for name, taken_s in found.items():
                         ratios[path].setdefault(name, []).append(taken_s / copied_s)
@@ -200,9 +195,7 @@ class Pool:
         return rows.reshape(-1).view(self.layout.numpy_dtype).reshape(self.layout.shape(len(self.tokens)))
 
 
-def one_round(
-    pool: Pool, path: str, caches: Caches, clear: Callable[[], object], *, with_blocks: bool = True
-) -> dict[str, float]:
+def one_round(pool: Pool, path: str, caches: Caches, clear: Callable[[], object]) -> dict[str, float]:
     """Seconds of each operation that this path has, verified."""
     found: dict[str, float] = {}
     cache = caches[0]
@@ -216,13 +209,12 @@ def one_round(
         clear()
         poison(pool.target)
 
-    if with_blocks:
-        for kind, way in puts:
-            fresh()
-            take("set" + kind, partial(_set, pool, way))
-            _settle(lambda: cache.blocks.match(pool.keys) == pool.count)
-        take("get", partial(_get, pool, cache))
-        _check_scattered(pool)
+    for kind, way in puts:
+        fresh()
+        take("set" + kind, partial(_set, pool, way))
+        _settle(lambda: cache.blocks.match(pool.keys) == pool.count)
+    take("get", partial(_get, pool, cache))
+    _check_scattered(pool)
     kv, out = pool.as_prompt(pool.source), pool.as_prompt(pool.target)
     for kind, way in puts:
         fresh()
@@ -249,15 +241,6 @@ def one_round(
             views.clear()
     clear()
     return found
-
-
-def _carries_blocks(store: Store, path: str) -> bool:
-    """Whether blocks that an engine hashed go this way too."""
-    counter = f"client_puts_{path}"
-    before = store.stats()[counter]
-    blocks = store.namespace("probe", PROBE).blocks
-    blocks.put([bytes(16)], [bytes(64)])
-    return store.stats()[counter] > before
 
 
 def _set(pool: Pool, cache: Cache) -> None:

@@ -215,7 +215,7 @@ class SimulatedNode:
         while self._deferred and self._drainable >= 1:
             block, entry = self._deferred.popleft()
             self._write(block)
-            self._memory.inventory.clean(entry, True)
+            self._memory.inventory.clean(entry)
             self._drainable -= 1
         if not self._deferred:
             self._drainable = 0.0

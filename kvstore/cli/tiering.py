@@ -1,4 +1,4 @@
-"""The options that say what a worker has above its root: ``--memory``, ``--disk``, ``--write`` and what goes with them."""
+"""The options that say what a worker has above its root: ``--memory``, ``--disk``, ``--write`` and what goes along."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tier_options(command: F) -> F:
         "--disk",
         type=FolderSize(),
         metavar="FOLDER:SIZE",
-        help="A local disk below the memory of each worker, such as /nvme/kv:200GiB: what memory drops and was used more "
-        "than once. The folder is this worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
+        help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once. The "
+        "folder is one worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
     )
     @click.option(
         "--write",

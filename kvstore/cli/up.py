@@ -122,8 +122,8 @@ def up(
         raise InvalidRequest("--max-bytes and --ttl are for garbage collection, --no-gc does without: give one of them")
     if workers * tiers.memory_bytes > memory_most_bytes():
         raise InvalidRequest(
-            f"--memory is for each worker: {workers} * {tiers.memory_bytes} bytes, and this host or container has at most "
-            f"{memory_most_bytes()} for it; give less, or fewer --workers"
+            f"--memory is for each worker: {workers} * {tiers.memory_bytes} bytes, and this host or container has at "
+            f"most {memory_most_bytes()} for it; give less, or fewer --workers"
         )
     logs.configure(log_level)
     programs: list[Program] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.client.port import Sections
-from kvstore.errors import HoldBroken
+from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
@@ -66,8 +67,22 @@ class LocalPort:
     """A member of the cluster, or a node alone, in this process."""
 
     def __init__(self, member: Member) -> None:
-        self._member = member
-        self._node = member.node
+        self._opened = member
+        self._pid = os.getpid()
+
+    @property
+    def _member(self) -> Member:
+        # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
+        # what the child wrote into the arena, of which it thinks that it is its own, would change the parent's images.
+        if self._pid != os.getpid():
+            raise InvalidRequest(
+                "this store was opened before a fork, and its threads are not here: open it in the child"
+            )
+        return self._opened
+
+    @property
+    def _node(self) -> Node:
+        return self._member.node
 
     def open_namespace(self, namespace: Namespace) -> None:
         self._member.claim_namespace(namespace)
@@ -156,4 +171,4 @@ class LocalPort:
         return self._member.stats()
 
     def close(self) -> None:
-        self._member.close()
+        self._opened.close()

@@ -70,7 +70,6 @@ class Entry(Chunk):
         "hints",
         "is_dirty",
         "is_gone",
-        "is_on_root",
         "is_replica",
         "is_retired",
         "offset",
@@ -96,7 +95,6 @@ class Entry(Chunk):
         self.references = 1
         self.is_dirty = False
         self.is_replica = False
-        self.is_on_root = False
         self.is_gone = False
         self.is_retired = False
         """Said not to be needed soon: it goes before all others, until it is used again."""

@@ -190,9 +190,8 @@ class Inventory:
         """Whether a pin keeps what is here of this address."""
         return address in self._pins
 
-    def clean(self, entry: Entry, on_root: bool) -> None:
-        """Says that an entry need not reach the root any more (E3), and whether it is there."""
-        entry.is_on_root = on_root
+    def clean(self, entry: Entry) -> None:
+        """Says that an entry need not reach the root any more (E3)."""
         if entry.is_dirty:
             entry.is_dirty = False
             if not entry.is_gone:

@@ -34,7 +34,7 @@ COUNTERS = {
     "announcements": "revisions announced to collectors",
     "watches_lost": "times that what is condemned was read afresh",
     "sessions_lost": "sessions in etcd that ended without being closed",
-    "memory_hits": "chunks served from memory, also those that a peer or the disk just gave; verified by whoever got them",
+    "memory_hits": "chunks served from memory, those that a peer or the disk has just given included",
     "memory_bytes": "bytes of chunks served from memory that this node copied or mapped itself, headers included",
     "memory_misses": "chunks that were in memory when looked for, and gone or wrong when read",
     "memory_evicted": "chunks that left memory because their room was needed",

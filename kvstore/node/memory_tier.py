@@ -206,11 +206,11 @@ class MemoryTier:
             for address in addresses:
                 self._inventory.unpin(address)
 
-    def clean(self, entries: Sequence[Entry], on_root: bool) -> None:
+    def clean(self, entries: Sequence[Entry]) -> None:
         """They need not be kept for the root any more (rule E3): it has them, or will not get them."""
         with self._lock:
             for entry in entries:
-                self._inventory.clean(entry, on_root)
+                self._inventory.clean(entry)
 
     def victims(self, bytes_wanted: int) -> Victims:
         """What would be evicted next, at least so many bytes if there are; kept until it is released."""

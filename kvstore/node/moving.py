@@ -222,7 +222,7 @@ class Moving:
                 return 0
             job = Job(chain, first, slots.leading_count, slots.entries[0].hints, 0, 0.0)
             written = max(0, self._publish(job, slots) - first)
-            memory.clean(slots.referred[:written], on_root=True)
+            memory.clean(slots.referred[:written])
         return written
 
     def _evict(self, chain: Chain, count: int) -> None:

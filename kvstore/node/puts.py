@@ -7,8 +7,10 @@ to W5 of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvstore.address import Chain
+from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node.chunks import Chunks
@@ -121,15 +123,17 @@ class Puts:
         found = max(0, stop - first - kept.written)
         done = PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
         memory = tiers.memory
-        if stop < len(chain) and (memory.is_coming(chain, stop) or memory.leading(chain, stop)):
+        is_brought = stop < len(chain) and (memory.is_coming(chain, stop) or memory.leading(chain, stop) > 0)
+        if is_brought and tiers.reaches_root(hints):
             # Not for want of room: another put of the same prompt is bringing it. So what is behind it is not shed.
-            rest = self._put_on_root(chain, stop, source, deadline, hints)
-            done = PutResult(
-                rest.tokens_present,
-                done.chunks_written + rest.chunks_written,
-                done.chunks_found + rest.chunks_found,
-                done.bytes_written + rest.bytes_written,
-            )
+            with suppress(KVStoreError):  # as much as memory took is put, whatever the root does
+                rest = self._put_on_root(chain, stop, source, deadline, hints)
+                done = PutResult(
+                    max(done.tokens_present, rest.tokens_present),
+                    done.chunks_written + rest.chunks_written,
+                    done.chunks_found + rest.chunks_found,
+                    done.bytes_written + rest.bytes_written,
+                )
         return done
 
     def found(self, chain: Chain, count: int, hints: Hints) -> None:

@@ -49,7 +49,6 @@ class TierSettings:
         if not 0.05 <= self.sync_interval_s <= 3600:
             raise InvalidRequest(f"sync_interval={self.sync_interval_s}: expected 0.05 to 3600 seconds")
 
-
     @classmethod
     def of(
         cls,

@@ -92,10 +92,14 @@ class TierStack:
 
     def mode(self, asked: WriteMode | None, hints: Hints) -> WriteMode:
         """How a put is done here."""
-        if hints.priority < self.settings.root_priority_min:
+        if not self.reaches_root(hints):
             return WriteMode.BEHIND  # whatever was asked for, memory is all that it gets (rule W4)
         mode = asked or self.settings.write
         return WriteMode.THROUGH if self._durable and mode is WriteMode.BEHIND else mode
+
+    def reaches_root(self, hints: Hints) -> bool:
+        """Whether chunks with such hints may be written to the root at all (rule W4)."""
+        return hints.priority >= self.settings.root_priority_min
 
     def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
@@ -108,7 +112,7 @@ class TierStack:
     def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
         self.filling()
-        if hints.priority < self.settings.root_priority_min:
+        if not self.reaches_root(hints):
             return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
         granted = self.behind.reserve([image_bytes(wanted, index) for index in range(first, first + count)])
         try:

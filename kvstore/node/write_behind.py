@@ -216,7 +216,7 @@ class WriteBehind:
                 self._lost(job, str(error))
                 return True
             written = max(0, min(job.count, present - job.first))
-            self._memory.clean([entry for entry in slots.entries[:written] if entry is not None], on_root=True)
+            self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
             # Of blocks those that proved wrong were left out, or are gone since the job was queued.
@@ -231,7 +231,7 @@ class WriteBehind:
     def _lost(self, job: Job, why: str) -> None:
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             dirty = [entry for entry in slots.entries if entry is not None and entry.is_dirty]
-            self._memory.clean(dirty, on_root=False)
+            self._memory.clean(dirty)
         self._counters.add("behind_lost", job.count)
         log.info("behind.lost chunks=%d why=%s", job.count, why)
 

@@ -281,7 +281,7 @@ def test_clients_that_are_killed_within_calls_leak_nothing(hot: Served) -> None:
     all_let_go(hot)
     eventually(lambda: hot.worker.service.bulk.connections_count == 0, "their connections end")  # type: ignore[union-attr]
     eventually(lambda: hot.worker.service.gate.inside_count == 0, "no call inside")
-    assert sorted(bulk_files_of(os.getpid())) == before
+    eventually(lambda: sorted(bulk_files_of(os.getpid())) == before, "their files are closed")
     with connected(hot) as store:
         assert all(got(store.namespace("m", MEDIUM)))
 
@@ -331,6 +331,19 @@ def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypat
             assert store.stats()["client_retries"] == 1
             sent = sum(each.worker.service.counters()["wire_bytes_out"] for each in (one, other)) - sent
             assert sent == sum(map(len, BLOCKS[64:]))
+
+
+@BOTH
+def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path, way: str) -> None:
+    """What was acknowledged is not shed: what memory has no room for goes to the root."""
+    keys, blocks = keys_of(4, 300), blocks_of(4, 300, SIZES)
+    with serving_memory(tmp_root, 16 << 20) as hot, connected(hot, bulk=way, deferred=True) as store:
+        cache = store.namespace("m", MEDIUM).blocks
+        assert cache.put(keys, blocks) == [True] * 300
+        buffers = buffers_for(blocks)
+        eventually(lambda: cache.get(keys, buffers) == [True] * 300, "all is there")
+        assert same(buffers, blocks)
+        assert store.stats()["puts_deferred_lost"] == 0
 
 
 def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import numpy as np
 import pytest
 
+from kvstore.client.bulk import copying
 from kvstore.client.bulk.copying import copy_rows
 from kvstore.native import library as native
 from kvstore.node.deadline import Deadline
@@ -28,11 +32,28 @@ def test_rows_are_copied_and_nothing_beside_them(
     clock = SystemClock()
     lanes = Lanes(2, 2, 8, 5, clock)
     try:
-        copy_rows(to, origin, row_bytes, lanes, Deadline(clock, 30))
+        copy_rows(to, origin, row_bytes, (source, target), lanes, Deadline(clock, 30))
     finally:
         lanes.close()
     assert (target[:, shift : shift + row_bytes] == source[:, shift:]).all()
     assert not target[:, :shift].any() and not target[:, shift + row_bytes :].any()
+
+
+def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
+    """A lane that is late writes into memory that is still there, whoever closed the arena meanwhile."""
+    clock, alive = SystemClock(), np.zeros(8, np.uint8)
+    kept = weakref.ref(alive)
+    lanes = Lanes(1, 2, 8, 5, clock)
+    at = np.array([alive.ctypes.data], np.uint64)
+    try:
+        batch = lanes.start(1, partial(copying._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        del alive
+        assert kept() is not None
+        batch.help(Deadline(clock, 30))
+        batch.wait(Deadline(clock, 30))
+        assert kept() is None
+    finally:
+        lanes.close()
 
 
 def test_nothing_is_begun_after_the_deadline() -> None:
@@ -42,7 +63,7 @@ def test_nothing_is_begun_after_the_deadline() -> None:
     try:
         with pytest.raises(DeadlinePassed):
             to, origin = (np.array([each.ctypes.data], np.uint64) for each in (target, source))
-            copy_rows(to, origin, 8, lanes, Deadline(clock, 0))
+            copy_rows(to, origin, 8, (source, target), lanes, Deadline(clock, 0))
     finally:
         lanes.close()
     assert not target.any()

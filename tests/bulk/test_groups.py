@@ -89,8 +89,8 @@ def test_chunks_before_what_ends_a_stream_are_good(
     failed: Exception | None = None
     with stream_of([*files, b"" if case == "closed" else END], step_bytes) as link:
         try:
-            for good in receive_chunks(link, NUMBER, CHAIN, FIRST, COUNT, Planes(out, MEDIUM.section_bytes)):
-                pass
+            for reached in receive_chunks(link, NUMBER, CHAIN, FIRST, COUNT, Planes(out, MEDIUM.section_bytes)):
+                good = reached
         except (BulkRefused, LinkBroken, Damaged) as error:
             failed = error
         is_alive = link.channel.alive

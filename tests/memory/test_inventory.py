@@ -94,8 +94,8 @@ def test_e2_what_is_referenced_pinned_or_dirty_stays() -> None:
     assert inventory.victims(1_000) == [plain]
     inventory.unrefer(referenced)
     inventory.unpin(pinned.address)
-    inventory.clean(dirty, on_root=True)
-    assert dirty.is_on_root and not dirty.is_dirty
+    inventory.clean(dirty)
+    assert not dirty.is_dirty
     assert set(inventory.victims(1_000)) == {referenced, pinned, plain, dirty}
     assert inventory.claim(block(10), 40, 1.0) is not None
 
@@ -163,7 +163,7 @@ def test_a_claim_that_is_given_up_leaves_nothing() -> None:
     assert not inventory.ready(entry), "as when its namespace was cleared while it was being written"
     inventory.unrefer(entry)
     assert room.free_bytes == 10 and inventory.dirty_bytes == inventory.entries_count == 0
-    inventory.clean(entry, on_root=False)
+    inventory.clean(entry)
     assert inventory.dirty_bytes == 0
 
 
@@ -187,11 +187,10 @@ def test_clearing_a_namespace_takes_all_of_it_and_nothing_else() -> None:
     other = fill(inventory, chain(3, namespace=NAMESPACES[1]))
     claimed = inventory.claim(block(0), 10, 0.0, dirty=True)
     assert claimed is not None
-    assert set(inventory.of_namespace(NAMESPACES[0])) == {*mine, claimed}
     found = inventory.of_namespace(NAMESPACES[0])
-    assert len(found) == 4
-    for each in found:
-        inventory.drop(each)
+    assert found == [claimed, *reversed(mine)], "the latest first: children before parents"
+    for entry in found:
+        inventory.drop(entry)
     assert inventory.entries_count == 3 and inventory.held_bytes == 40, "the claimant still writes"
     assert not any(entry.is_gone for entry in other)
 

@@ -141,7 +141,7 @@ class Model:
     def do_clean(self) -> None:
         dirty = [entry for entry in self.entries if entry.is_dirty]
         if dirty:
-            self.inventory.clean(self.choose.choice(dirty), on_root=True)
+            self.inventory.clean(self.choose.choice(dirty))
 
     def do_used(self) -> None:
         found = [self.inventory.find(place.address) for place in self.choose.sample(self.places, 5)]
@@ -168,7 +168,10 @@ class Model:
     def do_clear(self) -> None:
         namespace = self.choose.choice(NAMESPACES)
         expected = [entry for entry in self.there().values() if entry.place.namespace == namespace]
-        assert self.inventory.drop_namespace(namespace) == len(expected)
+        found = self.inventory.of_namespace(namespace)
+        assert len(found) == len(expected)
+        for entry in found:
+            self.inventory.drop(entry)
 
     def holding(self) -> list[Entry]:
         """Entries whose room is not given back."""

@@ -248,7 +248,7 @@ def test_e2_what_is_needed_is_never_evicted(case: Case, why: str) -> None:
         case.tier.unpin(chain.addresses)
     else:
         with case.tier.refer(chain, 0, 6) as there:
-            case.tier.clean(there.referred, on_root=True)
+            case.tier.clean(there.referred)
     assert case.fill(others, 2, 2) == 2
     assert case.get(chain) == [True] * 4 + [False] * 2
 
@@ -419,7 +419,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
                         case.tier.lease(slots)
                         for right in case.read(chain, slots, first, len(chain)):
                             outcomes[right] += 1
-                        case.tier.clean(slots.referred, on_root=True)
+                        case.tier.clean(slots.referred)
                 elif choice == 10:
                     with case.tier.refer(chain, first, 1) as slots:
                         for entry in slots.referred:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,12 +14,16 @@ from types import FrameType
 import pytest
 
 from kvstore.buffers import Pieces
+from kvstore.client.arrays import KvMemory
 from kvstore.hints import DEFAULT, Hints
+from kvstore.node import memory_tier
 from kvstore.node.deadline import Deadline
 from kvstore.node.handed_blocks import keyed
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_puts import MemoryPuts
 from kvstore.sources import RandomIds, SystemClock
+from kvstore.worker.bulk.absorbing import Absorbing
+from kvstore.writes import WriteMode
 from tests.node.test_disk_tier import CHUNKS, Disk, chain_of
 from tests.node.test_memory_tier import Case
 from tests.node.test_memory_tier import chain_of as small_chain
@@ -212,4 +217,69 @@ def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
             node.drain()
             assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
             node.memory.drop_namespace(node.cache.namespace.digest)
+        node.assert_settled()
+
+
+class CountingLock:
+    """A lock that counts how often it was taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_clearing_lets_look_ups_through() -> None:
+    """All of a large memory under one lock would keep every read waiting for seconds."""
+    case = Case(40)
+    tier, chain = case.tier, small_chain(1, 40)
+    assert case.fill(chain, 0, 40) == 40
+    lock = CountingLock()
+    tier._lock = lock  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_tier, "DROP_COUNT", 8)
+        assert tier.drop_namespace(chain.namespace.digest) == 40
+    assert lock.taken == 1 + 40 / 8
+    tier._lock = threading.Lock()
+    assert case.stat("held_bytes") == 0
+
+
+@pytest.mark.parametrize("sheds", [False, True])
+def test_w4_what_memory_has_no_room_for_does_not_reach_the_root_instead(sheds: bool) -> None:
+    """Chunks of a low priority as a worker takes them, when memory is full or another put brings the same ones."""
+    with Acting(faulty(), priority_min=30) as node:
+        node.put(1, 60, write=WriteMode.THROUGH)
+        hold = node.node.hold(node.chain(1, 60))
+        chain = node.chain(2, 6)
+        sections = KvMemory(node.prompts.kv(2, 6), node.cache.layout).sections
+        absorbing = Absorbing(node.node, chain, 0, Hints(5), sheds=sheds)
+        absorbing.add_run(sections, 0, 6, 5.0)
+        assert absorbing.finish(5.0).tokens_present < 6 * node.size
+        node.node.release(hold)
+        node.drain()
+        slot = node.memory.claim(chain, 4)
+        assert slot is not None and node.put(2, 6, hints=Hints(5)).tokens_present == 4 * node.size
+        node.memory.drop([slot])
+        node.drain()
+        assert not any(node.on_root(2, 6))
+
+
+def test_w1_a_put_of_what_another_brings_says_what_memory_took_where_the_root_hangs() -> None:
+    root = faulty()
+    with Acting(root) as node:
+        slot = node.memory.claim(node.chain(1, 6), 4)
+        assert slot is not None
+        with held(root, *ASKING):
+            present: list[int] = []
+            assert timed(lambda: present.append(node.put(1, 6).tokens_present)) < IN_TIME_S
+            assert present == [4 * node.size]
+        node.memory.drop([slot])
+        node.drain()
+        assert node.on_root(1, 6) == [True] * 4 + [False] * 2
         node.assert_settled()

@@ -7,6 +7,8 @@ another.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +24,13 @@ PAGE_BYTES = 4096
 Addresses = npt.NDArray[np.uint64]
 
 
-def copy_rows(to: Addresses, source: Addresses, row_bytes: int, lanes: Lanes, deadline: Deadline) -> None:
+def copy_rows(
+    to: Addresses, source: Addresses, row_bytes: int, alive: object, lanes: Lanes, deadline: Deadline
+) -> None:
     """Copies ``row_bytes`` bytes from each address in ``source`` to the one in ``to``, shape ``(rows,)`` both.
 
-    The caller keeps alive what they point into. Raises DeadlinePassed, Overloaded, Unavailable.
+    ``alive`` owns what they point into: a lane that is in the middle of it keeps that past the deadline.
+    Raises DeadlinePassed, Overloaded, Unavailable.
     """
     rows = len(to)
     if not rows or not row_bytes:
@@ -33,14 +38,15 @@ def copy_rows(to: Addresses, source: Addresses, row_bytes: int, lanes: Lanes, de
     # Each step takes a part of every row, at whole pages: so it does not matter how many rows there are.
     pages = -(-row_bytes // PAGE_BYTES)
     steps = max(1, min(pages, rows * row_bytes // STEP_BYTES))
+    starts = [step * pages // steps * PAGE_BYTES for step in range(steps)]
+    spans = list(pairwise([*starts, row_bytes]))
+    lanes.share(steps, partial(_copy_step, alive, to, source, spans), deadline)
 
-    def copy(step: int) -> bool:
-        start = step * pages // steps * PAGE_BYTES
-        stop = min(row_bytes, (step + 1) * pages // steps * PAGE_BYTES)
-        _copy(to, source, start, stop - start)
-        return True
 
-    lanes.share(steps, copy, deadline)
+def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[int, int]], step: int) -> bool:
+    start, stop = spans[step]
+    _copy(to, source, start, stop - start)
+    return True
 
 
 def _copy(to: Addresses, source: Addresses, start: int, size_bytes: int) -> None:

@@ -1,4 +1,6 @@
-"""Chunks that arrive bit by bit, straight in the caller's memory, verified while they are in the cache."""
+"""Chunks that arrive bit by bit, verified while they are in the cache: straight in the caller's memory, or, small ones,
+several at a time in a buffer from which they are copied on.
+"""
 
 from __future__ import annotations
 

@@ -113,11 +113,12 @@ def _place(
         if not link.channel.is_quiet():
             return  # what it says is read by the caller
         pause(ends_s)
-    start: int = arena.bytes_at(offset, size_bytes).__array_interface__["data"][0]
+    target = arena.bytes_at(offset, size_bytes)
+    start: int = target.__array_interface__["data"][0]
     to = np.arange(start, start + size_bytes, size_bytes // layout.section_count, dtype=np.uint64)
     source = planes.addresses() + np.uint64(planes.offset(at))
     deadline = Deadline(lanes.clock, ends_s - time.monotonic())
-    copy_rows(to, source, size_bytes // layout.section_count, lanes.copiers(), deadline)
+    copy_rows(to, source, size_bytes // layout.section_count, (target, planes), lanes.copiers(), deadline)
     link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, count, offset))])
 
 

@@ -112,14 +112,15 @@ def _place(link: Link, arena: Arena, number: int, at: int, blocks: Pieces, ends_
             return  # what it says is read by the caller
         pause(ends_s)
     sizes = np.fromiter(map(len, blocks), np.uint64, len(blocks))
-    first: int = arena.bytes_at(offset, size_bytes).__array_interface__["data"][0]
+    target = arena.bytes_at(offset, size_bytes)
+    first: int = target.__array_interface__["data"][0]
     to = np.uint64(first) + np.cumsum(sizes) - sizes
     arrays = [np.frombuffer(block, np.uint8) for block in blocks]
     source = np.fromiter((each.__array_interface__["data"][0] for each in arrays), np.uint64, len(blocks))
     deadline = Deadline(lanes.clock, ends_s - time.monotonic())
     for size in np.unique(sizes):
         same = sizes == size
-        copy_rows(to[same], source[same], int(size), lanes.copiers(), deadline)
+        copy_rows(to[same], source[same], int(size), (target, arrays), lanes.copiers(), deadline)
     link.channel.send(Kind.PLACED, number, [encode_placed(Placed(at, len(blocks), offset))])
 
 

@@ -47,7 +47,7 @@ class Absorbing:
             self._stop += self._node.puts.absorb(self._chain, first, stop - first, source, self._hints)
             if self._stop == stop:
                 return
-            if self._sheds and not self._is_coming():
+            if (self._sheds and not self._is_coming()) or not self._reaches_root():
                 self._is_shed = True
                 return
             self._rest = self._node.begin_put(self._chain, self._stop, deadline_s, self._hints)
@@ -81,3 +81,7 @@ class Absorbing:
         return memory is not None and (
             memory.is_coming(self._chain, self._stop) or memory.leading(self._chain, self._stop) > 0
         )
+
+    def _reaches_root(self) -> bool:
+        tiers = self._node.tiers
+        return tiers is None or tiers.reaches_root(self._hints)

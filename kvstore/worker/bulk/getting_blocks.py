@@ -6,17 +6,19 @@ Apart from gets of prompts, because nothing is held, a block that is missing end
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
+from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, encode_index, encode_span
+from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, encode_head, encode_index, encode_span
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.handing import HandingOver
@@ -28,6 +30,8 @@ from kvstore.worker.prompts import Prompts
 
 WINDOW_BLOCKS = 64
 """Blocks that are looked for at once, as many as one WANT may ask for."""
+WINDOWS = 2
+"""On their way at once: one is sent while the next is read."""
 
 
 class BlockGets:
@@ -146,8 +150,30 @@ class BlockHanding:
         return seconds_left(self._context, self._node.limits.read_deadline_s)
 
 
+class Window:
+    """Some blocks on their way: images in memory, which are sent first, and others that are read into a buffer."""
+
+    __slots__ = ("buffer", "hot", "images", "indexes", "reading", "slots")
+
+    def __init__(self) -> None:
+        self.slots: Slots | None = None
+        self.hot: dict[int, memoryview] = {}
+        self.indexes: list[int] = []
+        """Those that are read."""
+        self.images: dict[int, memoryview] = {}
+        self.buffer: bytearray | None = None
+        self.reading: Reading | None = None
+
+    def close(self) -> None:
+        """Nobody writes into the buffer any more, and the memory may be given away. Idempotent."""
+        if self.reading is not None:
+            self.reading.withdraw()
+        if self.slots is not None:
+            self.slots.release()
+
+
 class BlockStream:
-    """One GET_BLOCKS of mode STREAM: the images of those that are there, as they lie in memory or were read."""
+    """One GET_BLOCKS of mode STREAM: the images of those that are there, some sent while the next are read."""
 
     def __init__(
         self,
@@ -168,64 +194,75 @@ class BlockStream:
         self._calls = calls
         self._buffers = buffers
         self._sizes = [image_bytes(wanted, index) for index in range(len(wanted))]
-        self._windows = list(windows(self._sizes, 2 * limits.window_bytes))
+        self._cuts = list(windows(self._sizes, 2 * limits.window_bytes))
+        self._most_bytes = max((sum(self._sizes[cut]) for cut in self._cuts), default=0)
+        self._is_reserved = False
 
     def send(self, context: CallContext) -> None:
-        """Sends them, in order, and END."""
-        # Of one size, so that they are used again.
-        most = max((sum(self._sizes[window]) for window in self._windows), default=0)
-        for window in self._windows:
-            indexes = range(len(self._wanted))[window]
-            deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
-            self._send_window(indexes, most, deadline)
+        """Sends them, and END."""
+        begun: list[Window] = []
+        with ExitStack() as reserved:
+            try:
+                for cut in self._cuts:
+                    begun.append(Window())
+                    self._begin(begun[-1], range(len(self._wanted))[cut], reserved, self._deadline(context))
+                    if len(begun) == WINDOWS:
+                        self._finish(begun[0], self._deadline(context))
+                        begun.pop(0)
+                while begun:
+                    self._finish(begun[0], self._deadline(context))
+                    begun.pop(0)
+            finally:
+                for window in begun:
+                    window.close()
         self._channel.send(Kind.END, self._number)
 
-    def _send_window(self, indexes: range, most_bytes: int, deadline: Deadline) -> None:
-        blocks, sent = self._node.handed_blocks, list[int]()
+    def _begin(self, window: Window, indexes: range, reserved: ExitStack, deadline: Deadline) -> None:
+        blocks = self._node.handed_blocks
         allowed = blocks.allowed(self._wanted, indexes)
-        slots = blocks.in_memory(self._wanted, allowed, deadline) if allowed else None
-        try:
-            there = _there(allowed, slots)
-            left = [index for index in allowed if index not in there]
-            if slots is not None and there:
-                self._node.counters.add("memory_hits", len(there))
-                for index in there:
-                    at = allowed.index(index)
-                    self._send_image(index, slots.images(at, at + 1)[0])
-                sent += there
-        finally:
-            if slots is not None:
-                slots.release()
-        if left:
-            sent += self._send_from_root(left, most_bytes, deadline)
-        blocks.used(self._wanted, sorted(sent))
+        window.slots = slots = blocks.in_memory(self._wanted, allowed, deadline) if allowed else None
+        if slots is not None:
+            there = [at for at, entry in enumerate(slots.entries) if entry is not None]
+            window.hot = {allowed[at]: slots.images(at, at + 1)[0] for at in there}
+        window.indexes = [index for index in allowed if index not in window.hot]
+        if not window.indexes:
+            return
+        if not self._is_reserved:
+            reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
+            self._is_reserved = True
+        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
+        at, memory = 0, memoryview(window.buffer)
+        for index in window.indexes:
+            window.images[index] = memory[at : at + self._sizes[index]]
+            at += self._sizes[index]
+        window.reading = blocks.begin_copy(self._wanted, window.indexes, window.images.__getitem__)
 
-    def _send_from_root(self, indexes: Sequence[int], most_bytes: int, deadline: Deadline) -> list[int]:
-        """Reads them into memory of ours and sends what came; which did."""
-        with self._in_flight.reserved(most_bytes):
-            buffer = self._buffers.take(most_bytes)
-            images: dict[int, memoryview] = {}
-            at, memory = 0, memoryview(buffer)
-            for index in indexes:
-                images[index] = memory[at : at + self._sizes[index]]
-                at += self._sizes[index]
-            reading = self._node.handed_blocks.begin_copy(self._wanted, indexes, images.__getitem__)
-            try:
-                done = reading.wait(deadline)
-                came = [index for index, whole in zip(indexes, done, strict=True) if whole]
-                for index in came:
-                    self._send_image(index, images[index])
-            finally:
-                reading.withdraw()
-        if len(came) == len(indexes):
-            # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
-            self._buffers.give(buffer)
-        return came
+    def _finish(self, window: Window, deadline: Deadline) -> None:
+        self._send(window.hot)
+        sent = [*window.hot]
+        if window.reading is not None and window.buffer is not None:
+            done = window.reading.wait(deadline)
+            came = [index for index, whole in zip(window.indexes, done, strict=True) if whole]
+            self._send({index: window.images[index] for index in came})
+            sent += came
+            if len(came) == len(window.indexes):
+                # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
+                self._buffers.give(window.buffer)
+        self._node.counters.add("memory_hits", len(window.hot))
+        self._node.handed_blocks.used(self._wanted, sorted(sent))
+        window.close()
 
-    def _send_image(self, index: int, image: memoryview) -> None:
-        self._channel.send_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
-        self._channel.send_bytes([memoryview(encode_index(index)), image])
-        self._calls.add("wire_bytes_out", self._wanted.sizes_bytes[index])
+    def _send(self, images: dict[int, memoryview]) -> None:
+        # In as few system calls as they take together: the heads of small blocks would cost more than their bytes.
+        pieces: list[memoryview] = []
+        for index, image in images.items():
+            head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
+            pieces += (memoryview(head + encode_index(index)), image)
+            self._calls.add("wire_bytes_out", self._wanted.sizes_bytes[index])
+        self._channel.send_bytes(pieces)
+
+    def _deadline(self, context: CallContext) -> Deadline:
+        return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
 
 
 def windows(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:

@@ -63,13 +63,22 @@ class BlockPuts:
         channel.send(Kind.STORED, number, [pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()])
         acknowledged.set()
 
-    def _store(self, wanted: Keyed, run: Arrived, hints: Hints, write: WriteMode | None, left_s: float) -> list[bool]:
+    def _store(
+        self, wanted: Keyed, run: Arrived, hints: Hints, write: WriteMode | None, left_s: float, *, sheds: bool = True
+    ) -> list[bool]:
         """Stores one run, whose memory is free then; for each of its blocks whether it is in the store now."""
-        node, stop = self._node, run.first + run.count
-        buffers = _verified(wanted, run)
-        deadline = Deadline(node.clock, left_s)
-        keys = wanted.keys[run.first : stop]
-        stored = node.blocks.put(wanted.namespace, keys, buffers, deadline, node.durable, hints, write)
+        node, buffers = self._node, _verified(wanted, run)
+
+        def put(places: list[int], mode: WriteMode | None) -> list[bool]:
+            keys = [wanted.keys[run.first + at] for at in places]
+            deadline, part = Deadline(node.clock, left_s), [buffers[at] for at in places]
+            return node.blocks.put(wanted.namespace, keys, part, deadline, node.durable, hints, mode)
+
+        stored = put([*range(run.count)], write)
+        left = [at for at, there in enumerate(stored) if not there]
+        if left and not sheds:
+            # Who does not wait for it wants it stored: on the root, where memory has no room for it.
+            put(left, WriteMode.AROUND)
         self._arriving.let_go(run)
         return stored
 
@@ -91,7 +100,7 @@ class BlockPuts:
             try:
                 with reserved:
                     for run in runs:
-                        self._store(wanted, run, hints, write, write_s)
+                        self._store(wanted, run, hints, write, write_s, sheds=False)
             finally:
                 runs.clear()
                 if ledger is not None:
