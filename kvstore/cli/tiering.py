@@ -44,16 +44,16 @@ def tier_options(command: F) -> F:
         "--disk",
         type=FolderSize(),
         metavar="FOLDER:SIZE",
-        help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once. The "
-        "folder is one worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
+        help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once. "
+        "The folder is one worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
     )
     @click.option(
         "--write",
         type=click.Choice([mode.value for mode in WriteMode]),
         default=WriteMode.BEHIND.value,
         show_default=True,
-        help="With --memory, when a put is acknowledged: behind, when memory has it (a killed worker loses what is not on "
-        "the root yet); through and around, when the root has it. --durability fsync never waits for less.",
+        help="With --memory, when a put is acknowledged: behind, when memory has it (a killed worker loses what is not "
+        "on the root yet); through and around, when the root has it. --durability fsync never waits for less.",
     )
     @click.option(
         "--root-priority-min",

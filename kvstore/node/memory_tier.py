@@ -190,6 +190,11 @@ class MemoryTier:
         with self._lock:
             return wanted.addresses[index] in self._filling
 
+    def is_taken(self, wanted: Wanted, index: int) -> bool:
+        """Whether a chunk is here, or somebody is bringing it: a claim of it fails then, though there may be room."""
+        with self._lock:
+            return wanted.addresses[index] in self._filling or self._inventory.find(wanted.addresses[index]) is not None
+
     def admits(self, wanted: Wanted, index: int) -> bool:
         """Whether a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); remembers it."""
         with self._lock:

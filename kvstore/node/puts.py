@@ -122,9 +122,7 @@ class Puts:
         self.found(chain, start, hints)
         found = max(0, stop - first - kept.written)
         done = PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
-        memory = tiers.memory
-        is_brought = stop < len(chain) and (memory.is_coming(chain, stop) or memory.leading(chain, stop) > 0)
-        if is_brought and tiers.reaches_root(hints):
+        if stop < len(chain) and tiers.memory.is_taken(chain, stop) and tiers.reaches_root(hints):
             # Not for want of room: another put of the same prompt is bringing it. So what is behind it is not shed.
             with suppress(KVStoreError):  # as much as memory took is put, whatever the root does
                 rest = self._put_on_root(chain, stop, source, deadline, hints)

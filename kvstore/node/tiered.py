@@ -224,7 +224,7 @@ class TieredReads:
             if slot is not None:
                 slots.append(slot)
                 claimed.append(index)
-            elif isinstance(wanted, Chain) and not memory.is_coming(wanted, index) and not memory.leading(wanted, index):
+            elif isinstance(wanted, Chain) and not memory.is_taken(wanted, index):
                 break  # no room: what comes behind would only take that of those before it
         came = [False] * len(slots)
         try:

@@ -1,4 +1,4 @@
-"""The thread that drops cleared namespaces here: it may have to wait for a disk, which whoever hears of them must not."""
+"""The thread that drops cleared namespaces here: it may wait for a disk, which whoever hears of them must not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Clearing:
-    """Calls ``drop`` for each namespace that it is given, one at a time, each once where it is given again meanwhile."""
+    """Calls ``drop`` for each namespace that it is given, one at a time; once where it is given again meanwhile."""
 
     def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
         self._drop = drop

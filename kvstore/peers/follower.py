@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvstore.errors import KVStoreError
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 BATCHES_MAX = 256
 """Of news that are taken in before the directory is made: a flood must not keep it from being shown."""
+OWN_MARKS_MAX = 1024
+"""Clears that this node told of and may still hear of."""
 REST = 4
 """Times as long as making the directory took the next one waits: with many peers there is always news."""
 
@@ -62,6 +65,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._watch: Watch | None = None
         self._marks: dict[NamespaceDigest, bytes] = {}
+        self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
         # What follows is the thread's alone.
         self._followed: Session | None = None
         self._told = Told(own, limits.prints_max)
@@ -87,10 +91,10 @@ class Follower:
         if watch is not None:
             watch.close()  # wakes the thread
 
-    def expect_cleared(self, namespace: NamespaceDigest, mark: bytes) -> None:
+    def expect_cleared(self, mark: bytes) -> None:
         """This node is about to tell of a clear itself, and need not hear of it."""
         with self._changed:
-            self._marks[namespace] = mark
+            self._own_marks.append(mark)
 
     def step(self, wait_s: float) -> bool:
         """Takes in what was told, waiting up to ``wait_s`` for it; False where nothing can be heard at the moment."""
@@ -156,7 +160,7 @@ class Follower:
 
     def _hear_cleared(self, news: ClearedTold) -> None:
         with self._changed:
-            is_new = self._marks.get(news.namespace) != news.mark
+            is_new = self._marks.get(news.namespace) != news.mark and news.mark not in self._own_marks
             self._marks[news.namespace] = news.mark
         if is_new:
             self._on_cleared(news.namespace)

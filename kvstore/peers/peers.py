@@ -138,7 +138,7 @@ class Peers:
         """
         mark = os.urandom(16)
         if self._follower is not None:
-            self._follower.expect_cleared(namespace, mark)
+            self._follower.expect_cleared(mark)
         try:
             self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
         finally:

@@ -64,7 +64,7 @@ class _Collector:
         for name, value in service.counters().items():
             yield CounterMetricFamily(f"kvstore_{name}", _HELP.get(name, "damaged chunks of this kind"), value)
         for name, gauge in service.gauges().items():
-            yield GaugeMetricFamily(f"kvstore_{name}", _HELP[name], gauge)
+            yield GaugeMetricFamily(f"kvstore_{name}", _HELP.get(name, name.replace("_", " ")), gauge)
         yield GaugeMetricFamily("kvstore_serving", "whether health says SERVING", float(self._worker.is_serving))
         calls = CounterMetricFamily("kvstore_calls", "calls that ended", labels=("method", "code"))
         for (method, code), count in service.calls.ended().items():

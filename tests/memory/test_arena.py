@@ -207,7 +207,7 @@ def test_pages_are_not_taken_ahead_where_the_system_has_not_as_many_free(
     try:
         assert arena._filling is None and "memory.scarce" in caplog.text
         arena.memory[:5] = b"first"
-        assert arena.memory[:5] == b"first"
+        assert bytes(arena.memory[:5]) == b"first"
     finally:
         arena.close()
 

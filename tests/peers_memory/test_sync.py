@@ -193,7 +193,7 @@ def test_a_worker_that_stops_is_asked_no_more() -> None:
 def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
     cluster = Cluster(3)
     a, b, c = cluster.nodes
-    a.follower.expect_cleared(NAMESPACE, b"mark 1")
+    a.follower.expect_cleared(b"mark 1")
     a.digests.mark_cleared(NAMESPACE, b"mark 1", 1.0)
     cluster.sync()
     cluster.sync()
@@ -201,10 +201,22 @@ def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
     b.join()
     cluster.sync()
     assert [node.cleared for node in cluster.nodes] == [[], [NAMESPACE], [NAMESPACE]]
-    c.follower.expect_cleared(NAMESPACE, b"mark 2")
+    c.follower.expect_cleared(b"mark 2")
     c.digests.mark_cleared(NAMESPACE, b"mark 2", 1.0)
     cluster.sync()
     assert [len(node.cleared) for node in cluster.nodes] == [1, 2, 1]
+
+
+def test_two_clears_by_one_node_before_it_hears_of_the_first_are_its_own() -> None:
+    """Else it would drop what was put between them."""
+    cluster = Cluster(2)
+    a, b = cluster.nodes
+    for mark in (b"mark 1", b"mark 2"):
+        a.follower.expect_cleared(mark)
+    for mark in (b"mark 1", b"mark 2"):
+        a.digests.mark_cleared(NAMESPACE, mark, 1.0)
+        cluster.sync()
+    assert not a.cleared and len(b.cleared) == 2
 
 
 def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:

@@ -30,7 +30,7 @@ def asked_in_child(store: kvstore.client.store.Store, cache: kvstore.client.cach
 
 
 def test_i2_a_forked_child_is_refused_at_once_and_changes_nothing(tmp_root: Path) -> None:
-    """With a lock of the memory held at the fork, as by a thread that writes behind: nobody in the child gives it back."""
+    """With a lock of the memory held at the fork, as by a thread that writes behind: nobody gives it back there."""
     kv = np.arange(LAYOUT.shape(len(TOKENS))[2] * 16, dtype=np.float16).reshape(LAYOUT.shape(len(TOKENS)))
     with kvstore.open(str(tmp_root), memory=16 << 20) as store:
         cache = store.namespace("m", LAYOUT)

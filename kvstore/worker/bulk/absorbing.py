@@ -47,7 +47,7 @@ class Absorbing:
             self._stop += self._node.puts.absorb(self._chain, first, stop - first, source, self._hints)
             if self._stop == stop:
                 return
-            if (self._sheds and not self._is_coming()) or not self._reaches_root():
+            if (self._sheds and not self._is_taken()) or not self._reaches_root():
                 self._is_shed = True
                 return
             self._rest = self._node.begin_put(self._chain, self._stop, deadline_s, self._hints)
@@ -75,12 +75,9 @@ class Absorbing:
         if self._rest is not None:
             self._rest.abandon()
 
-    def _is_coming(self) -> bool:
+    def _is_taken(self) -> bool:
         memory = self._node.memory
-        # In this order: it may have come since.
-        return memory is not None and (
-            memory.is_coming(self._chain, self._stop) or memory.leading(self._chain, self._stop) > 0
-        )
+        return memory is not None and memory.is_taken(self._chain, self._stop)
 
     def _reaches_root(self) -> bool:
         tiers = self._node.tiers
