@@ -42,6 +42,8 @@ SIZE_BYTES = 64 * MIB
 CHUNK_BYTES = 2 * MIB
 BLOCK_BYTES = 64 << 10
 MATCH_TOKENS = 1 << 17
+MEMORY_SHARE = 6
+"""Memory in the sizes of what is moved: its pages are taken before the first round ends."""
 COPY, HASH = "memory copy", "hashing"
 
 
@@ -110,7 +112,25 @@ def measure(options: Options, size_bytes: int) -> dict[str, float]:
             with way.open() as store:
                 ratios = _chunk_ratios(store, local, path, size_bytes, options.rounds)
             found |= {f"{path} {name}": ratio for name, ratio in ratios.items()}
-        return found
+        return found | _memory_ratios(folder, size_bytes, options.rounds)
+
+
+def _memory_ratios(folder: Path, size_bytes: int, rounds: int) -> dict[str, float]:
+    """The same of chunks in memory: this process's own, and a worker's that it maps."""
+    found: dict[str, float] = {}
+    hot = folder / "hot"
+    hot.mkdir()
+    memory_bytes = MEMORY_SHARE * size_bytes
+    with kvstore.open(str(hot / "own"), memory=memory_bytes) as own:
+        found |= {f"memory {name}": ratio for name, ratio in _chunk_ratios(own, own, "own", size_bytes, rounds).items()}
+    with served(hot, hot / "root", memory_bytes=memory_bytes) as worker:
+        way = Way("shared", str(hot / "root"), worker.address)
+        if reason := way.why_not():
+            print(f"not measured: {reason}", file=sys.stderr)
+            return found
+        with way.open() as store:
+            ratios = _chunk_ratios(store, store, "mapped", size_bytes, rounds)
+        return found | {f"memory of a worker {name}": ratio for name, ratio in ratios.items()}
 
 
 def _chunk_ratios(store: Store, local: Store, path: str, size_bytes: int, rounds: int) -> dict[str, float]:
@@ -152,7 +172,7 @@ def _chunk_ratios(store: Store, local: Store, path: str, size_bytes: int, rounds
 
     works: dict[str, Callable[[], float]] = {COPY: lambda: timed(lambda: np.copyto(out, kv)).wall_s}
     works |= {"put": put, "get": get}
-    if path == IN_PROCESS:
+    if path in (IN_PROCESS, "own", "mapped"):
         works["view"] = view
     return _ratios(works, COPY, rounds)
 

@@ -254,5 +254,5 @@ def test_e_random_operations_against_a_model(policy: str, in_pieces: bool, seed:
         model.step()
         if number % 10 == 0:
             model.check()
-    assert model.inventory.evicted_count > 100
+    assert model.inventory.evicted_count > 20  # or it was no test of evicting
     model.finish()

