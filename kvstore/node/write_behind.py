@@ -24,6 +24,8 @@ from kvstore.sources import Clock
 log = logging.getLogger(__name__)
 
 WRITERS = 4
+AFTER_S = 0.05
+"""How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 PAUSE_S = 0.5
 """After the root refused or did not answer."""
 
@@ -40,7 +42,7 @@ class Job:
     ends_s: float
     """Monotonic: when it is given up."""
     begins_s: float = 0.0
-    """Not before this time: the root refused it just now."""
+    """Not before this time: its put is still going on, or the root refused it just now."""
 
     def continues(self, other: Job) -> bool:
         """Whether some of its chunks have parents in ``other``, or are the same."""
@@ -109,7 +111,8 @@ class WriteBehind:
 
     def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
-        job = Job(wanted, first, count, hints, size_bytes, self._clock.monotonic_s() + self._give_up_s)
+        now_s = self._clock.monotonic_s()
+        job = Job(wanted, first, count, hints, size_bytes, now_s + self._give_up_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
             if not self._closed:
@@ -199,8 +202,13 @@ class WriteBehind:
                         self._writing.append(job)
                         return job
                     before.append(job)
-                self._changed.wait(PAUSE_S if self._waiting else None)
+                self._changed.wait(self._pause_s(now_s))
         return None
+
+    def _pause_s(self, now_s: float) -> float | None:
+        """Until the next job may begin; what waits for another one is told when that has ended."""
+        later_s = [job.begins_s - now_s for job in self._waiting if job.begins_s > now_s]
+        return min(later_s) if later_s else None
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False where it should be tried again."""
