@@ -118,9 +118,10 @@ class Puts:
         start = max(there, min(first, len(chain)))
         kept = tiers.absorb(chain, start, len(chain) - start, source, hints, deadline)
         stop = start + kept.count
-        self.counters.add("chunks_found", start - first + kept.count - kept.written)
-        self.found(chain, start, hints)
+        # A sweep may have cut the prompt before its first chunk: a counter never falls.
         found = max(0, stop - first - kept.written)
+        self.counters.add("chunks_found", found)
+        self.found(chain, start, hints)
         done = PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
         if stop < len(chain) and tiers.memory.is_taken(chain, stop) and tiers.reaches_root(hints):
             # Not for want of room: another put of the same prompt is bringing it. So what is behind it is not shed.
