@@ -3,46 +3,20 @@
  * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. Copied first: room
  * that was given to another chunk meanwhile never gets these bytes back, so what is right when it is hashed was right when
  * it was copied. What is written goes past the caches, which it would only push others out of (benchmarks/NOTES.md). */
+#include "copying.h"
 #include "native.h"
 
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
 
-enum { LINE = 64, STEP = 1024 };
+enum { STEP = 1024 };
 #ifndef IMAGE_AHEAD
 #define IMAGE_AHEAD (8 << 10) /* across sections and pages, where the processor's own prefetching stops */
 #endif
 
-static void copy(uint8_t *to, const uint8_t *from, uint64_t size) {
-#if defined(__x86_64__)
-    if (!((uintptr_t)to % sizeof(__m128i))) {
-        for (; size >= LINE; size -= LINE, to += LINE, from += LINE) {
-            const __m128i *line = (const __m128i *)from;
-            __m128i one = _mm_loadu_si128(line), two = _mm_loadu_si128(line + 1);
-            __m128i three = _mm_loadu_si128(line + 2), four = _mm_loadu_si128(line + 3);
-            _mm_stream_si128((__m128i *)to, one);
-            _mm_stream_si128((__m128i *)to + 1, two);
-            _mm_stream_si128((__m128i *)to + 2, three);
-            _mm_stream_si128((__m128i *)to + 3, four);
-        }
-    }
-#endif
-    memcpy(to, from, size);
-}
-
-/* Nobody may hear of what was written past the caches before this. */
-static void finish(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
-
 /* Has what comes after `from` fetched into the cache. */
 static inline void ahead(const uint8_t *from, uint64_t size) {
-    for (uint64_t line = 0; line < size; line += LINE) __builtin_prefetch(from + line + IMAGE_AHEAD);
+    for (uint64_t line = 0; line < size; line += KV_LINE) __builtin_prefetch(from + line + IMAGE_AHEAD);
 }
 
 /* The hash of one section at `from`, copied to `to` unless that is NULL. */
@@ -52,7 +26,7 @@ static uint64_t pass(uint8_t *to, const uint8_t *from, uint64_t size) {
     for (uint64_t done = 0;;) {
         uint64_t length = size - done < STEP ? size - done : STEP;
         ahead(from + done, length);
-        if (to) copy(to + done, from + done, length);
+        if (to) kv_copy(to + done, from + done, length);
         done += length;
         if (done == size) return kv_hash_end(&hash, from, size);
         kv_hash_absorb(&hash, from, size, done);
@@ -100,10 +74,10 @@ KV_PUBLIC void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t co
         for (uint64_t done = 0, length; done < size; done += length) {
             length = size - done < STEP ? size - done : STEP;
             ahead(source + done, length);
-            copy(target + done, source + done, length);
+            kv_copy(target + done, source + done, length);
         }
     }
-    finish();
+    kv_copied();
 }
 
 /* In all three `images` has the address of each chunk's image, which has the chunk's size and begins at a multiple of 8;
@@ -113,13 +87,13 @@ KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count
         if (images[at]) make_one(run, &chunks[at], (uint8_t *)(uintptr_t)images[at]);
         chunks[at].status = images[at] ? KV_DONE : KV_OTHER;
     }
-    finish();
+    kv_copied();
 }
 
 /* Copies what each has into its sections: KV_DONE where it is whole and the chunk wanted. */
 KV_PUBLIC void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
     check_all(run, chunks, count, images, 1);
-    finish();
+    kv_copied();
 }
 
 /* The same, without copying anything. */

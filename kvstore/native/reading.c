@@ -3,6 +3,7 @@
  * Opening may block on a dead mount, so it is a call of its own, before anybody holds a permission to write into the
  * caller's memory. `kv_read` never waits for a device, `kv_read_cold` does, into memory of ours. */
 #define _GNU_SOURCE
+#include "copying.h"
 #include "native.h"
 
 #include <errno.h>
@@ -17,8 +18,9 @@
 #define RWF_NOWAIT 8
 #endif
 #ifndef PIECE_BYTES
-#define PIECE_BYTES (256 << 10) /* one read: what is hashed after it is still in L2; benchmarks/NOTES.md */
+#define PIECE_BYTES (256 << 10) /* one read: what is hashed and copied on after it is still in L2; benchmarks/NOTES.md */
 #endif
+#define PIECE_TAIL 2048 /* the end of a hash looks back a little: a section's last piece is no smaller */
 
 static uint64_t payload_bytes(const kv_chunk *chunk) { return chunk->section_count * chunk->section_bytes; }
 
@@ -56,61 +58,104 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
     }
 }
 
-/* The next pieces of a file from `at` on, up to about PIECE_BYTES; returns how many vectors were set. */
-static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
-    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
-    int count = 0;
-    if (at < chunk->header_bytes) {
-        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
-        at = chunk->header_bytes;
+/* One piece of a file. Aligned as the file is, which is what makes the kernel's copying fast; the caller's memory often is
+ * not (benchmarks/NOTES.md). Each thread keeps its own, or the kernel would have to clear one for each call. */
+static _Thread_local uint8_t piece[PIECE_BYTES + PIECE_TAIL] __attribute__((aligned(4096)));
+
+/* Bytes of the piece that begins `at` in the payload: whole sections, or a part of one. */
+static uint64_t piece_bytes(const kv_chunk *chunk, uint64_t at) {
+    uint64_t size = chunk->section_bytes, left = payload_bytes(chunk) - at;
+    if (size >= PIECE_BYTES) {
+        left = size - at % size;
+        return left < PIECE_BYTES + PIECE_TAIL ? left : PIECE_BYTES;
     }
-    at -= chunk->header_bytes;
-    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
-        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
-        if (!room || count == KV_IOV_MAX) break;
-        if (length > room) length = room;
-        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
-        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
-            parts[count - 1].iov_len += length;
-        else
-            parts[count++] = (struct iovec){bytes, length};
-        room -= length;
-    }
-    return count;
+    uint64_t whole = size ? PIECE_BYTES / size * size : 0;
+    return left < whole ? left : whole;
 }
 
-static int read_one(const kv_run *run, kv_chunk *chunk, uint8_t *header) {
-    if (run->direct && !run->may_wait) {
-        /* Asked for one page: what is asked for and not there, the kernel begins to read into the cache. */
-        struct iovec page = {header, 4096};
-        posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_RANDOM);
-        if (preadv2(chunk->fd, &page, 1, 0, RWF_NOWAIT) < 4096) return KV_BLOCKED;
-    }
-    uint64_t done = 0, wanted = chunk->header_bytes + payload_bytes(chunk);
-    kv_verified verified = {.section = 0};
-    struct iovec parts[KV_IOV_MAX];
-    while (done < wanted) {
-        int count = vectors(chunk, header, done, parts);
-        ssize_t got = preadv2(chunk->fd, parts, count, (off_t)done, run->may_wait ? 0 : RWF_NOWAIT);
+/* `size` bytes of the file from `offset` on into the piece, before them the header unless that is NULL; or why not. */
+static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t offset, int flags) {
+    uint64_t before = header ? chunk->header_bytes : 0;
+    for (uint64_t done = 0; done < before + size;) {
+        uint64_t into = done > before ? done - before : 0;
+        struct iovec parts[2] = {{header + done, before - done}, {piece + into, size - into}};
+        int skipped = done >= before;
+        ssize_t got = preadv2(chunk->fd, parts + skipped, 2 - skipped, (off_t)(offset + done), flags);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ? KV_BLOCKED : KV_OTHER;
         if (!got) return KV_OTHER;
-        int began = done < chunk->header_bytes;
         done += (uint64_t)got;
-        if (done < chunk->header_bytes) continue;
-        if (began && !kv_header_fits(run, chunk, header)) return KV_OTHER;
-        if (!kv_verify(chunk, header, &verified, done - chunk->header_bytes)) return KV_OTHER;
     }
-    return verified.section == chunk->section_count ? KV_DONE : KV_OTHER;
+    return KV_DONE;
+}
+
+/* Verifies the piece, which begins `at` in the payload, and copies what is right into its sections if it is `taken`. Of a
+ * section in several pieces, those before the last are copied before all of it is known to be right. */
+static int pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_t at, uint64_t length, int taken) {
+    uint64_t size = chunk->section_bytes;
+    for (uint64_t done = 0, part; done < length; done += part) {
+        uint32_t section = (uint32_t)((at + done) / size);
+        uint64_t start = (at + done) % size, left = size - start;
+        part = left < length - done ? left : length - done;
+        const uint8_t *bytes = (const uint8_t *)((uintptr_t)piece + done - start);
+        if (!start) kv_hash_begin(hash);
+        if (part < left)
+            kv_hash_absorb(hash, bytes, size, start + part);
+        else if (kv_hash_end(hash, bytes, size) != table[section])
+            return 0;
+        if (taken) kv_copy(kv_section(chunk, section) + start, piece + done, part);
+    }
+    return 1;
+}
+
+/* Reads and verifies one file, piece by piece; into its sections if it is `taken`. */
+static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, int flags, int taken) {
+    uint64_t payload = payload_bytes(chunk), length = piece_bytes(chunk, 0);
+    int status = fill(chunk, header, length, 0, flags);
+    if (status == KV_DONE && !kv_header_fits(run, chunk, header)) status = KV_OTHER;
+    kv_hash hash;
+    for (uint64_t at = 0; status == KV_DONE && at < payload;) {
+        if (!pass(chunk, kv_table(chunk, header), &hash, at, length, taken)) return KV_OTHER;
+        at += length;
+        length = piece_bytes(chunk, at);
+        if (at < payload) status = fill(chunk, NULL, length, chunk->header_bytes + at, flags);
+    }
+    return status;
+}
+
+/* Whether the file may be read without waiting: where reads are direct, only if it is cached. Asked for one page: what is
+ * asked for and not there, the kernel begins to read into the cache. */
+static int may_read(const kv_run *run, const kv_chunk *chunk) {
+    if (!run->direct || run->may_wait) return 1;
+    posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_RANDOM);
+    return fill(chunk, NULL, 4096, 0, RWF_NOWAIT) == KV_DONE;
 }
 
 /* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. */
 KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
+    int flags = run->may_wait ? 0 : RWF_NOWAIT;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
-        chunk->status = header ? read_one(run, chunk, header) : KV_OTHER;
+        if (!header)
+            chunk->status = KV_OTHER;
+        else
+            chunk->status = may_read(run, chunk) ? read_file(run, chunk, header, flags, 1) : KV_BLOCKED;
         if (chunk->status != KV_BLOCKED) kv_close(chunk, 1);
+    }
+    kv_copied();
+    free(header);
+}
+
+/* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.
+ * Reading them into a little memory costs less than going through a mapping, page by page. */
+KV_PUBLIC void kv_verify_files(const kv_run *run, kv_chunk *chunks, int64_t count) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->fd < 0) continue;
+        posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
+        chunk->status = header ? read_file(run, chunk, header, 0, 0) : KV_OTHER;
+        if (chunk->status != KV_DONE) kv_close(chunk, 1);
     }
     free(header);
 }
@@ -135,6 +180,29 @@ KV_PUBLIC int kv_read_direct(int fd) {
     return flags >= 0 && !fcntl(fd, F_SETFL, flags | O_DIRECT);
 }
 
+/* Where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
+static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
+    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
+    int count = 0;
+    if (at < chunk->header_bytes) {
+        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
+        at = chunk->header_bytes;
+    }
+    at -= chunk->header_bytes;
+    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
+        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
+        if (!room || count == KV_IOV_MAX) break;
+        if (length > room) length = room;
+        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
+        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
+            parts[count - 1].iov_len += length;
+        else
+            parts[count++] = (struct iovec){bytes, length};
+        room -= length;
+    }
+    return count;
+}
+
 /* Takes `size` bytes of a file, from `offset` on, out of `memory`: the header into `header`, the rest into the
  * sections, verifying what is whole by then. Pieces must come in order. Returns a status: KV_DONE as far as it is right. */
 KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_verified *verified,
@@ -154,55 +222,4 @@ KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header,
         if (!kv_verify(chunk, header, verified, offset + done - chunk->header_bytes)) return KV_OTHER;
     }
     return KV_DONE;
-}
-
-static int read_all(int fd, uint8_t *memory, uint64_t size, uint64_t offset) {
-    return kv_read_cold(fd, memory, size, offset) == (int64_t)size;
-}
-
-/* Hashes one section that begins at `offset` of the file, in memory of PIECE_BYTES and a little more. */
-static int verify_section(int fd, uint8_t *memory, uint64_t size, uint64_t offset, uint64_t sum) {
-    kv_hash hash;
-    kv_hash_begin(&hash);
-    for (uint64_t done = 0;;) {
-        /* The end of a hash looks back a little: what is left for the last piece must not be less than that. */
-        uint64_t left = size - done, length = left < PIECE_BYTES + 2 * 1024 ? left : PIECE_BYTES;
-        if (!read_all(fd, memory, length, offset + done)) return 0;
-        const uint8_t *start = (const uint8_t *)((uintptr_t)memory - done);
-        if (length == left) return kv_hash_end(&hash, start, size) == sum;
-        done += length;
-        kv_hash_absorb(&hash, start, size, done);
-    }
-}
-
-static int verify_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, uint8_t *memory) {
-    uint64_t size = chunk->section_bytes, at = chunk->header_bytes;
-    if (!read_all(chunk->fd, header, at, 0) || !kv_header_fits(run, chunk, header)) return KV_OTHER;
-    const uint64_t *table = kv_table(chunk, header);
-    uint32_t together = size < PIECE_BYTES ? (uint32_t)(PIECE_BYTES / size) : 1;
-    for (uint32_t section = 0; section < chunk->section_count; section += together) {
-        if (size >= PIECE_BYTES) {
-            if (!verify_section(chunk->fd, memory, size, at + section * size, table[section])) return KV_OTHER;
-            continue;
-        }
-        uint32_t count = chunk->section_count - section < together ? chunk->section_count - section : together;
-        if (!read_all(chunk->fd, memory, count * size, at + section * size)) return KV_OTHER;
-        for (uint32_t one = 0; one < count; one++)
-            if (kv_checksum(memory + one * size, size) != table[section + one]) return KV_OTHER;
-    }
-    return KV_DONE;
-}
-
-/* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.
- * Reading them into a little memory costs less than going through a mapping, page by page. */
-KV_PUBLIC void kv_verify_files(const kv_run *run, kv_chunk *chunks, int64_t count) {
-    uint8_t *memory = malloc(PIECE_BYTES + 4096), *header = malloc(kv_largest_header(chunks, count));
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
-        if (chunk->fd < 0) continue;
-        posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
-        chunk->status = memory && header ? verify_file(run, chunk, header, memory) : KV_OTHER;
-        if (chunk->status != KV_DONE) kv_close(chunk, 1);
-    }
-    free(header);
-    free(memory);
 }

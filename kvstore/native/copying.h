@@ -1,0 +1,38 @@
+/* Copying past the caches, for bytes that their reader does not want soon, or not on this core: the copy neither fetches
+ * what it overwrites nor pushes anything out (benchmarks/NOTES.md). */
+#ifndef KVSTORE_COPYING_H
+#define KVSTORE_COPYING_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+enum { KV_LINE = 64 };
+
+static inline void kv_copy(uint8_t *to, const uint8_t *from, uint64_t size) {
+#if defined(__x86_64__)
+    if (!((uintptr_t)to % sizeof(__m128i))) {
+        for (; size >= KV_LINE; size -= KV_LINE, to += KV_LINE, from += KV_LINE) {
+            const __m128i *line = (const __m128i *)from;
+            __m128i one = _mm_loadu_si128(line), two = _mm_loadu_si128(line + 1);
+            __m128i three = _mm_loadu_si128(line + 2), four = _mm_loadu_si128(line + 3);
+            _mm_stream_si128((__m128i *)to, one);
+            _mm_stream_si128((__m128i *)to + 1, two);
+            _mm_stream_si128((__m128i *)to + 2, three);
+            _mm_stream_si128((__m128i *)to + 3, four);
+        }
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+/* Nobody may hear of what was copied before this. */
+static inline void kv_copied(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+#endif
