@@ -7,6 +7,7 @@ another's; input-addressed, so an address says nothing of the bytes (kernels dif
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NewType
@@ -115,8 +116,22 @@ def block_address(namespace: Namespace, key: bytes) -> Address:
 
     Raises InvalidRequest for a key of another type or size.
     """
-    if not isinstance(key, bytes):
-        raise InvalidRequest(f"block key is a {type(key).__name__}: expected bytes")
-    if not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
-        raise InvalidRequest(f"block key has {len(key)} bytes: expected {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}")
-    return hashed_block_address(namespace.digest, key)
+    return block_addresses(namespace, (key,))[0]
+
+
+def block_addresses(namespace: Namespace, keys: Iterable[bytes]) -> list[Address]:
+    """The same of many. Raises InvalidRequest for the first key of another type or size."""
+    addresses: list[Address] = []
+    # A copy of a state that has the namespace in it costs a third less than making one.
+    keyed = blake2b(digest_size=ADDRESS_BYTES, key=namespace.digest, person=_BLOCK_PERSON).copy
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise InvalidRequest(f"block key is a {type(key).__name__}: expected bytes")
+        if not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
+            raise InvalidRequest(
+                f"block key has {len(key)} bytes: expected {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}"
+            )
+        state = keyed()
+        state.update(key)
+        addresses.append(Address(state.digest()))
+    return addresses

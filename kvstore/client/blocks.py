@@ -130,18 +130,18 @@ def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Piec
 
 
 def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
-    """The buffer's bytes. numpy's bfloat16 and float8 have no buffer format, so arrays go through a byte view."""
+    """The buffer's bytes."""
     try:
-        if isinstance(buffer, np.ndarray):
-            if not buffer.flags.c_contiguous:
-                raise InvalidRequest(f"buffer {position} is not contiguous: give a contiguous array")
-            view = buffer.reshape(-1).view(np.uint8).data
-        else:
-            view = memoryview(buffer).cast("B")
+        view = memoryview(buffer).cast("B")
     except (TypeError, ValueError) as cause:
-        if isinstance(cause, InvalidRequest):
-            raise
-        raise InvalidRequest(f"buffer {position} is a {type(buffer).__name__}: expected contiguous bytes") from cause
+        if not isinstance(buffer, np.ndarray):
+            raise InvalidRequest(
+                f"buffer {position} is a {type(buffer).__name__}: expected contiguous bytes"
+            ) from cause
+        if not buffer.flags.c_contiguous:
+            raise InvalidRequest(f"buffer {position} is not contiguous: give a contiguous array") from cause
+        # numpy's bfloat16 and float8 have no buffer format.
+        view = buffer.reshape(-1).view(np.uint8).data
     if writable and view.readonly:
         raise InvalidRequest(f"buffer {position} is read-only: give a writable one")
     if not 1 <= len(view) <= BLOCK_BYTES_MAX:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, block_address
+from kvstore.address import block_addresses
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_block
@@ -76,7 +76,7 @@ class Blocks:
         mode = tiers.mode(write, hints) if tiers is not None and keys else WriteMode.AROUND
         if tiers is None or mode is WriteMode.AROUND:
             return self._put_on_root(namespace, keys, buffers, deadline, durable, hints)
-        keyed = Keyed(namespace, keys, _addresses(namespace, keys), [len(buffer) for buffer in buffers])
+        keyed = Keyed(namespace, keys, block_addresses(namespace, keys), [len(buffer) for buffer in buffers])
         if mode is WriteMode.THROUGH:
             stored = self._put_on_root(namespace, keys, buffers, deadline, durable, hints)
             if all(stored):
@@ -178,7 +178,7 @@ class Blocks:
                 raise
             return True
 
-        addresses = _addresses(namespace, keys)
+        addresses = block_addresses(namespace, keys)
         run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers) if self._chunks.runs.stages else None
 
         def work_on_group(number: int) -> bool:
@@ -220,12 +220,12 @@ class Blocks:
             # Past the deadline, or interrupted (Ctrl-C): lanes may still be at it.
             given_up.set()
             raise
-        self._refresher.used(namespace.id, addresses, chained=False, hints=hints, lacking=frozenset(lacking))
+        self._refresher.used(namespace.id, tuple(addresses), chained=False, hints=hints, lacking=frozenset(lacking))
         return stored
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """How many leading keys are in the store, whatever the size of their blocks."""
-        addresses = _addresses(namespace, keys)
+        addresses = block_addresses(namespace, keys)
         addresses = addresses[: self._view.leading(addresses)]
         quantum = self._chunks.quantum()
         known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
@@ -245,7 +245,7 @@ class Blocks:
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Which keys are in the store, each looked for by itself, whatever the size of its block."""
-        addresses = _addresses(namespace, keys)
+        addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
         above = self._reads.has(Keyed(namespace, keys, addresses, ()))
         present = [
@@ -288,7 +288,7 @@ class Blocks:
                 return False
             return self._chunks.read(expected, [buffers[index]], borrowed)
 
-        addresses = _addresses(namespace, keys)
+        addresses = block_addresses(namespace, keys)
         run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers, fills=True)
         groups = None
 
@@ -316,5 +316,3 @@ class Blocks:
         return [bool(each) for each in done]
 
 
-def _addresses(namespace: Namespace, keys: Sequence[bytes]) -> tuple[Address, ...]:
-    return tuple(block_address(namespace, key) for key in keys)

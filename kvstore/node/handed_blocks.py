@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvstore.address import block_address
+from kvstore.address import block_addresses
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.node.chunks import Chunks
@@ -29,7 +29,7 @@ from kvstore.root.posix import PosixReader
 
 def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:
     """The blocks of a request, with their addresses."""
-    return Keyed(namespace, keys, [block_address(namespace, key) for key in keys], sizes_bytes)
+    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes)
 
 
 class HandedBlocks:

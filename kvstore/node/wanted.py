@@ -118,5 +118,6 @@ def _describe_keyed(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any
     items["identity_bytes"] = sizes
     items["section_count"] = 1
     items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
-    items["header_bytes"] = [header_bytes(len(key), 1) for key in keys]
+    lengths, which = np.unique(sizes, return_inverse=True)
+    items["header_bytes"] = np.array([header_bytes(int(length), 1) for length in lengths], np.uint32)[which]
     return [joined]

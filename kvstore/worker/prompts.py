@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvstore.address import Chain, block_address
+from kvstore.address import Chain, block_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.handed_blocks import keyed
@@ -63,7 +63,7 @@ class Prompts:
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""
         if self._deferred.chunks_count:
-            self._deferred.settle([block_address(namespace, key) for key in keys], SETTLE_S)
+            self._deferred.settle(block_addresses(namespace, keys), SETTLE_S)
 
     def known_chain(self, request: pb.GetRequest) -> Chain:
         """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody
