@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes requirements.lock from pyproject.toml, and .ci/proto.lock from the versions below.
+# Writes requirements.lock from pyproject.toml, .ci/proto.lock and .ci/deploy.lock from what is below.
 #
 # One lock for Python 3.11 to 3.13, with hashes and without the address of any package index, so that each installs
 # from whichever index its pip is set up for. Needs .venv only for a Python; the resolver is pinned under .cache.
@@ -23,4 +23,6 @@ compile() {
 compile ${LOCK_FLAGS:-} --all-extras --group dev --output-file requirements.lock pyproject.toml
 printf '%s\n' 'grpcio-tools==1.72.1' 'grpcio==1.72.1' 'protobuf==6.30.0' >.cache/proto.in
 compile --output-file .ci/proto.lock .cache/proto.in
-echo "kvstore: wrote requirements.lock and .ci/proto.lock"
+printf '%s\n' 'helm-python-sdk>=0.2' 'kubernetes-validate>=1.31' 'pyyaml>=6' >.cache/deploy.in
+compile --output-file .ci/deploy.lock .cache/deploy.in
+echo "kvstore: wrote requirements.lock, .ci/proto.lock and .ci/deploy.lock"

@@ -1,0 +1,165 @@
+"""The manifests and the chart: valid, equal, hardened, and every command in them understood by kvstore.
+
+`make deploy-test`: needs kubectl, Helm or its library, and the schemas of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.deploy.commands import understood
+from tests.deploy.rendering import CHART, DEPLOY, OVERLAYS, Object, charted, kustomized, objects, pods
+
+pytestmark = pytest.mark.deploy
+KUBERNETES = ("1.28", "1.31", "1.34")
+
+
+def by_name(found: list[Object]) -> dict[tuple[str, str], Object]:
+    named = {(each["kind"], each["metadata"]["name"]): each for each in found}
+    assert len(named) == len(found)
+    return named
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_object_is_valid_by_the_schemas_of_kubernetes(overlay: str, version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: make deploy-test").validate
+    for each in kustomized(overlay):
+        validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["engine.yaml", "etcd-backup.yaml"])
+def test_the_examples_are_valid(name: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: make deploy-test").validate
+    for each in objects((DEPLOY / "examples" / name).read_text()):
+        validate(each, KUBERNETES[-1], strict=True)
+
+
+def test_a_wrong_field_is_found_by_the_schemas() -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate: make deploy-test"
+    )
+    each = kustomized("cluster")[0]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**each, "metdata": {}}, KUBERNETES[-1], strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_chart_gives_the_same_objects_as_kustomize(overlay: str) -> None:
+    ours, theirs = by_name(kustomized(overlay)), by_name(charted(OVERLAYS[overlay]))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"worker.kind": "StatefulSet"}, "worker"),
+        ({"worker.replicas": 0}, "replicas"),
+        ({"wroker.kind": "Deployment"}, "wroker"),
+        ({"etcd.deploy": False}, "etcd.endpoints must say where etcd is"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        charted(None, settings)
+
+
+def test_values_reach_what_they_are_about() -> None:
+    found = by_name(
+        charted(None, {"root.existingClaim": "mine", "worker.extraArgs": ["--label=canary"], "etcd.size": "16Gi"})
+    )
+    assert not any(kind == "PersistentVolumeClaim" for kind, _ in found)
+    worker = found["DaemonSet", "kvstore-worker"]["spec"]["template"]["spec"]
+    assert {"name": "root", "persistentVolumeClaim": {"claimName": "mine"}} in worker["volumes"]
+    assert worker["containers"][0]["args"][-1] == "--label=canary"
+    claim = found["StatefulSet", "kvstore-etcd"]["spec"]["volumeClaimTemplates"][0]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "16Gi"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_pod_may_do_more_than_it_must(overlay: str) -> None:
+    found = list(pods(kustomized(overlay)))
+    assert len(found) >= 2
+    for name, pod in found:
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys(), name
+        assert not any("hostPath" in volume for volume in pod["volumes"]), name
+        for volume in pod["volumes"]:
+            assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440, name
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert container["resources"]["limits"].keys() >= {"cpu", "memory", "ephemeral-storage"}, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_serves_is_probed(overlay: str) -> None:
+    for name, pod in pods(kustomized(overlay)):
+        for container in pod["containers"]:
+            if container["name"] in ("worker", "etcd", "dashboard"):
+                assert container.keys() >= {"startupProbe", "readinessProbe", "livenessProbe"}, name
+            ports = {port["name"] for port in container.get("ports", [])}
+            probes = [probe for key, probe in container.items() if key.endswith("Probe")]
+            assert all(probe["httpGet"]["port"] in ports for probe in probes), name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_worker_has_memory_for_its_tier_and_time_to_drain(overlay: str) -> None:
+    pod = dict(pods(kustomized(overlay)))[f"{'DaemonSet' if overlay == 'cluster' else 'Deployment'} kvstore-worker"]
+    (worker,) = pod["containers"]
+    args = dict(arg.removeprefix("--").split("=", 1) for arg in worker["args"])
+    assert (
+        int(worker["resources"]["limits"]["memory"].removesuffix("Gi")) >= int(args["memory"].removesuffix("GiB")) + 3
+    )
+    assert pod["terminationGracePeriodSeconds"] >= int(args["drain"].removesuffix("s")) + 20
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kvstore_understands_every_command(overlay: str) -> None:
+    for name, pod in pods(kustomized(overlay)):
+        for container in pod["containers"]:
+            if container["name"] != "etcd":
+                understood([*container["command"], *container["args"]], name)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_everything_named_is_there(overlay: str) -> None:
+    """Services and budgets select pods, pods mount what is declared and listen where the network lets others in."""
+    found = kustomized(overlay)
+    labels = [
+        (each["spec"].get("jobTemplate", {}).get("spec") or each["spec"])["template"]["metadata"]["labels"]
+        for each in found
+        if each["kind"] in ("DaemonSet", "Deployment", "StatefulSet", "CronJob")
+    ]
+    for each in found:
+        selector = each.get("spec", {}).get("selector") or each.get("spec", {}).get("podSelector")
+        wanted = selector.get("matchLabels", selector) if selector else {}
+        if wanted:
+            assert any(wanted.items() <= pod.items() for pod in labels), each["metadata"]["name"]
+    for name, pod in pods(found):
+        claims = [
+            claim["metadata"]["name"]
+            for each in found
+            for claim in each.get("spec", {}).get("volumeClaimTemplates", [])
+        ]
+        volumes = {volume["name"] for volume in pod["volumes"]} | set(claims)
+        mounts = itertools.chain.from_iterable(container["volumeMounts"] for container in pod["containers"])
+        assert {mount["name"] for mount in mounts} <= volumes, name
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    from kvstore import __version__
+
+    chart = (CHART / "Chart.yaml").read_text()
+    assert f"\nappVersion: {__version__}\n" in chart
+    assert charted(None)[0]["metadata"]["namespace"] == "kvstore"

@@ -1,0 +1,102 @@
+"""SIZING.md and its program: the formulas rest on what the code does, and the page shows what the program says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout
+from kvstore.meta.keys import PinId
+from kvstore.meta.pins import PinRecord
+from kvstore.namespace import NamespaceDigest
+from kvstore.worker.limits import WorkerLimits
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+PAGE = (DEPLOY / "SIZING.md").read_text()
+
+
+def load_program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvstore_sizing", DEPLOY / "sizing.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+sizing = load_program()
+LOAD = sizing.Load(nodes=4, tokens_per_s=10_000, bytes_per_token=131_072, hits=0.5, keep_s=86_400, pins=10)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16),
+        Layout(layers=80, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=256),
+        Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=2048),
+    ],
+)
+def test_a_chunk_takes_on_the_root_what_the_formula_says(layout: Layout, tmp_root: Path) -> None:
+    with kvstore.open(str(tmp_root)) as store:
+        kv = np.zeros(layout.shape(layout.chunk_tokens), layout.numpy_dtype)
+        store.namespace("sized", layout).put(list(range(layout.chunk_tokens)), kv)
+    per_token = layout.chunk_bytes // layout.chunk_tokens
+    sizes = [path.stat().st_size for path in (tmp_root / "chunks").rglob("*") if path.is_file()]
+    assert sizes == [sizing.chunk_file_bytes(layout.chunk_tokens, per_token, layout.layers)]
+
+
+def test_a_pin_takes_in_etcd_what_the_formula_says() -> None:
+    chunks = b"a" * 16 * 1024
+    owner, id, namespace = "an-owner-of-usual-length", PinId(b"i" * 16), NamespaceDigest(b"n" * 32)
+    record = PinRecord(
+        id=id,
+        owner=owner,
+        namespace=namespace,
+        tokens_count=262_144,
+        ttl_s=3600,
+        expires_s=1_800_000_000,
+        packed=chunks,
+    )
+    assert len(record.to_bytes()) <= sizing.PIN_BYTES + 1024 * sizing.PINNED_CHUNK_BYTES
+
+
+def test_the_memory_of_an_entry_is_what_was_measured() -> None:
+    """kvstore/memory/MEMORY.md, "The inventory": bytes an entry, with chunks of 256 and of 16 tokens."""
+    measured = (DEPLOY.parent / "kvstore" / "memory" / "MEMORY.md").read_text()
+    for tokens in (256, 16):
+        row = re.search(rf"^\| {tokens} tokens \| ([\d,]+) \|", measured, re.MULTILINE)
+        assert row is not None
+        assert int(row[1].replace(",", "")) == pytest.approx(sizing.ENTRY_BYTES + 4 * tokens, rel=0.02)
+
+
+def test_a_worker_has_room_for_all_that_its_limits_allow_in_flight() -> None:
+    assert WorkerLimits().bytes_in_flight_max * 2 <= sizing.PROCESS_BYTES
+
+
+def test_needs_grow_with_what_they_depend_on() -> None:
+    base = sizing.need(LOAD)
+    assert sizing.need(replace(LOAD, hits=1.0)).root_bytes == 0
+    assert sizing.need(replace(LOAD, keep_s=2 * LOAD.keep_s)).root_bytes == pytest.approx(2 * base.root_bytes)
+    assert sizing.need(replace(LOAD, nodes=8)).worker_memory_bytes == pytest.approx(base.worker_memory_bytes / 2)
+    many = sizing.need(replace(LOAD, nodes=10_000, memory_s=1e6))
+    assert many.etcd_written_bytes_per_s == sizing.DIGESTS_BYTES_PER_S_MAX
+
+
+def test_the_page_shows_what_the_program_says() -> None:
+    shown = re.findall(r"^\$ python3 deploy/(sizing\.py .*)\n((?:.+\n)+?)```", PAGE, re.MULTILINE)
+    assert len(shown) >= 2
+    for command, output in shown:
+        ran = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=DEPLOY, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout == output
