@@ -1,0 +1,18 @@
+"""``kvstore`` with a defect: whatever is about a prompt fails. ``python -m tests.alerts.defective worker ...``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.cli.main import main
+from kvstore.worker.prompts import Prompts
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a defect")
+
+
+Prompts.chain = _fails  # type: ignore[method-assign]  # a defect cannot be had otherwise
+
+if __name__ == "__main__":
+    main()
