@@ -11,8 +11,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# What takes minutes, root or programs of the system's: each has a command of its own.
+APART := not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -30,7 +32,7 @@ demo: $(READY) ## a small cluster on a temporary root, every byte verified, noth
 
 # Whole files go to one worker process, so that servers shared by a module are started once.
 test: $(READY) ## the whole test suite
-	@$(PYTEST) -q -m "not real_fs" $(ARGS)
+	@$(PYTEST) -q -m "$(APART)" $(ARGS)
 
 # ENGINES chooses some: make test-engines ENGINES="vllm sglang".
 test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and transformers (installs them, without a GPU)
@@ -56,12 +58,29 @@ contracts: $(READY) ## which package may import which
 chaos: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
 	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s -m "not real_fs" tests/chaos $(ARGS)
 
+deploy-test: $(READY) ## manifests, chart, units and image against real tools (kubectl, systemd; installs Helm's and Kubernetes' libraries)
+	@.ci/deploy.sh $(ARGS)
+
+guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word by word (root, debootstrap, systemd-container; 5 minutes)
+	@$(BIN)/python -m pytest -q -s -m guide tests/deploy $(ARGS)
+
+alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
+	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
+
+# One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
+cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)
+	@$(BIN)/python -m pytest -q -s -m cluster tests/cluster $(ARGS)
+
+# KVSTORE_SCREENSHOTS=deploy/screenshots keeps its pictures.
+browser-test: $(READY) ## every view of the dashboard in a headless Chromium, with its screenshots (apt install chromium-driver)
+	@$(BIN)/python -m pytest -q -m browser tests/dashboard $(ARGS)
+
 model: $(READY) ## every world and mutation of the protocol's model: about ten minutes (ARGS="--trace hold/no_grace" for some)
 	@$(BIN)/python -m tests.model $(ARGS)
 
 fast: $(READY) ## the tests that need no servers
 	@echo "== fast tests"
-	@$(PYTEST) -q -m "not slow and not real_fs"
+	@$(PYTEST) -q -m "not slow and $(APART)"
 
 sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import errors
 from kvstore.layout import Layout
+from kvstore.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.client import connect, open
+    from kvstore.security.tls import ClientTls
 
-__version__ = "0.1.0"
-__all__ = ["Layout", "__version__", "connect", "errors", "open"]
+__version__ = VERSION
+__all__ = ["ClientTls", "Layout", "__version__", "connect", "errors", "open"]
 
 
 def __dir__() -> list[str]:
@@ -27,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from kvstore import client
 
         return getattr(client, name)
+    if name == "ClientTls":
+        from kvstore.security.tls import ClientTls
+
+        return ClientTls
     raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -48,3 +48,7 @@ class SessionLost(KVStoreError):
 
 class PermissionDenied(KVStoreError):
     """The root, etcd or the worker refused this identity. Ask the operator for access."""
+
+
+class Unauthenticated(PermissionDenied):
+    """It is not proved who calls: no token or certificate, or one that is expired or revoked. Get a new one."""

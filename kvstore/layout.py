@@ -70,6 +70,11 @@ class Layout:
         return DTYPES[self.dtype]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in one tensor (K or V) of one layer."""
         return self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize

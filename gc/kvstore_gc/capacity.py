@@ -124,6 +124,11 @@ class FullSign:
         self._put_by: bytes | None = None
         self._again_s = 0.0
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether this collector put it."""
+        return self._put_by is not None
+
     def follow(self, watermarks: Watermarks) -> None:
         """Puts or takes back the sign where the level asks for it. Raises Unavailable, PermissionDenied.
 

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import click
+from prometheus_client import disable_created_metrics
 
 from kvstore.address import Address
 from kvstore.cli import logs
 from kvstore.cli.access import EtcdAccess
 from kvstore.cli.command import CHECK_FAILED, Command
 from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, is_loopback, split
-from kvstore.cli.options import etcd_options, read_root_options, root_options_option
+from kvstore.cli.options import etcd_options, log_format_option, read_root_options, root_options_option
 from kvstore.cli.output import print_table, progress_bar, size
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
@@ -61,7 +62,12 @@ INTERVAL_S_MIN = 1.0
     "--nice", "niceness", type=click.IntRange(0, 19), default=10, show_default=True, metavar="N",
     help="Give way to other programs of this host, as nice(1) does; 0: none.",
 )  # fmt: skip
+@click.option(
+    "--metrics-file", metavar="FILE",
+    help="With --once: write Prometheus metrics there, for the node exporter's textfile collector.",
+)  # fmt: skip
 @click.option("--log-level", type=click.Choice(logs.LEVELS), help="By default info with --interval, else warning.")
+@log_format_option
 def command(
     root: str,
     root_options_file: str | None,
@@ -79,7 +85,9 @@ def command(
     as_json: bool,
     metrics: str | None,
     niceness: int,
+    metrics_file: str | None,
     log_level: str | None,
+    log_format: str,
 ) -> None:
     """Delete chunks of a root that are worth the least, beside nodes that go on working.
 
@@ -112,12 +120,16 @@ def command(
     if etcd is None:
         raise InvalidRequest("give --etcd ENDPOINTS: it knows who is using what")
     _check_mode(once or dry_run, interval_s, metrics)
+    if metrics_file is not None and not once:
+        raise InvalidRequest("--metrics-file is for --once: with --interval metrics are served (--metrics)")
     if addresses and not dry_run:
         raise InvalidRequest("--explain says what a round would do: give --dry-run as well")
     explain = [_address(text) for text in addresses]
     config = _config(policy, ttl_s, max_bytes, high, low)
     level = log_level or ("warning" if interval_s is None else "info")
-    logs.configure(level)
+    logs.configure(level, log_format)
+    # They would be a series beside each counter, of which nobody asks anything.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     logging.getLogger("kvstore_gc").setLevel(level.upper())
     os.nice(niceness)
     with Stopper() as stopper, opened(root, read_root_options(root_options_file), etcd.open()) as on:
@@ -130,7 +142,7 @@ def command(
             if dry_run:
                 summary = collector.dry_run(lambda shard: moved(1), examples, explain)
             else:
-                summary = collector.once(lambda shard: moved(1))
+                summary = collector.once(lambda shard: moved(1), metrics_file)
     if summary is None:
         return
     (_print_json if as_json else _print)(summary)

@@ -112,6 +112,13 @@ class Sweeper:
         self._deleting = Deleting(root, self._ledger, identity.shard_bits, ids, clock, each)
         self._reserve = Reserve(root, ids)
         self._twins_seen: dict[str, bytes] = {}
+        self._waits_since_s: float | None = None
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that sweeps in flight have waited for nodes to announce them; 0 while none does. From any thread."""
+        since_s = self._waits_since_s
+        return 0.0 if since_s is None else self._clock.monotonic_s() - since_s
 
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
         """Takes the victims of the plans, as far as nobody holds or pins them, or has used them since.
@@ -230,6 +237,13 @@ class Sweeper:
 
     def _finish(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
         """Brings sweeps in flight to their end: waits for their grace, reaps, closes."""
+        self._waits_since_s = self._clock.monotonic_s() if sweeps else None
+        try:
+            self._finish_all(sweeps, report)
+        finally:
+            self._waits_since_s = None
+
+    def _finish_all(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
         left, began_s = list(sweeps), self._clock.monotonic_s()
         wait_s = self._timings.poll_s_min
         lagging: dict[LeaseId, float] = {}
@@ -246,6 +260,7 @@ class Sweeper:
                 # Those that were due and not ready after all have changed meanwhile: the next look tells how.
                 done = {one.sweep for one in ready}
                 left += [one for one in look.due if one.sweep not in done]
+                self._waits_since_s = self._clock.monotonic_s()  # what is deleted is no wait
                 continue
             if not left:
                 break

@@ -1,30 +1,29 @@
-"""Prometheus metrics of a collector, over HTTP, at ``/metrics``. Their names are part of the interface.
+"""Prometheus metrics of a collector: over HTTP, at ``/metrics``, or of a single round in a file.
 
-kvstore_gc_used_bytes                        bytes that chunks use, followed every second
-kvstore_gc_capacity_bytes                    what the watermarks are shares of
-kvstore_gc_high_bytes, _low_bytes            rounds begin above the one and delete down to the other
-kvstore_gc_chunks                            chunks found by the last survey
-kvstore_gc_chosen_chunks_total{reason}       chosen to be deleted; also kvstore_gc_chosen_bytes_total
-kvstore_gc_reaped_chunks_total               deleted; also kvstore_gc_reaped_bytes_total
-kvstore_gc_spared_chunks_total{why}          chosen and spared after all (pinned, used since, ...)
-kvstore_gc_orphans_total{kind}               leftovers removed or put back
-kvstore_gc_sweeps_total{outcome}             begun, adopted, abandoned, left
-kvstore_gc_rounds_total{outcome}             done, unfinished, failed
-kvstore_gc_phase_seconds{phase}              histogram
-kvstore_gc_last_success_timestamp_seconds    when a round last did all it had to
+Their names are part of the interface: kvstore/worker/METRICS.md lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+    write_to_textfile,
+)
 
 from kvstore.errors import InvalidRequest
 from kvstore.sources import Clock
 from kvstore_gc.capacity import Level
 from kvstore_gc.summary import Summary
 
+OUTCOMES = ("done", "unfinished", "failed")
+SWEEPS = ("begun", "adopted", "abandoned", "left")
 PHASE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14_400)
 
 
@@ -41,6 +40,15 @@ class Metrics:
         self._high = self._gauge("high_bytes", "rounds begin above this")
         self._low = self._gauge("low_bytes", "rounds delete down to this")
         self._chunks = self._gauge("chunks", "chunks found by the last survey")
+        self._kept = self._gauge("kept_bytes", "of them what stays, by why", "reason")
+        self._blocked = self._gauge(
+            "blocked_sweeps", "sweeps that the last round could not end: a node did not announce"
+        )
+        self._blocked.set(0)
+        self._round = self._gauge(
+            "last_round_timestamp_seconds",
+            "when a round last ended, whatever came of it; at first, when the collector started",
+        )
         self._success = self._gauge("last_success_timestamp_seconds", "when a round last did all it had to")
         self._chosen = self._counter("chosen_chunks", "chunks chosen to be deleted", "reason")
         self._chosen_bytes = self._counter("chosen_bytes", "their bytes", "reason")
@@ -50,6 +58,11 @@ class Metrics:
         self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
         self._sweeps = self._counter("sweeps", "sweeps of a shard", "outcome")
         self._rounds = self._counter("rounds", "rounds", "outcome")
+        # From the start on at 0, or Prometheus would not see the first one as an increase.
+        for outcome in OUTCOMES:
+            self._rounds.labels(outcome)
+        for outcome in SWEEPS:
+            self._sweeps.labels(outcome)
         self._phases = Histogram(
             "kvstore_gc_phase_seconds", "how long phases of a round took", ("phase",),
             buckets=PHASE_BUCKETS_S, registry=self.registry,
@@ -58,6 +71,11 @@ class Metrics:
     def done(self, summary: Summary) -> None:
         """Adds a round that ended."""
         self._rounds.labels("unfinished" if summary.unfinished else "done").inc()
+        self._round.set(self._clock.now_s())
+        self._blocked.set(summary.sweeps["abandoned"] + summary.sweeps["left"])
+        self._kept.clear()
+        for reason, tally in summary.kept.items():
+            self._kept.labels(reason).set(tally.bytes)
         if not summary.unfinished:
             self._success.set(self._clock.now_s())
         self._chunks.set(summary.scanned.count)
@@ -81,12 +99,46 @@ class Metrics:
     def failed(self) -> None:
         """Counts a round that could not end."""
         self._rounds.labels("failed").inc()
+        self._round.set(self._clock.now_s())
 
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(f"kvstore_gc_{name}", about, registry=self.registry)
+    def follow(
+        self,
+        interval_s: float,
+        *,
+        silent_s: Callable[[], float],
+        fails: Callable[[], bool],
+        shows_full: Callable[[], bool],
+        waiting_s: Callable[[], float],
+    ) -> None:
+        """Of a collector that stays: how its watch and its sweeps are, asked when somebody looks."""
+        ProcessCollector(registry=self.registry)
+        self._round.set(self._clock.now_s())  # none is late yet
+        waiting = self._gauge("waiting_seconds", "since sweeps in flight wait for nodes to announce them; 0: none does")
+        waiting.set_function(waiting_s)
+        self._gauge("interval_seconds", "between two rounds").set(interval_s)
+        silent = self._gauge("silent_seconds", "since the root and etcd both answered, or refused")
+        silent.set_function(silent_s)
+        failing = self._gauge("etcd_failing", "1 while etcd does not answer")
+        failing.set_function(lambda: float(fails()))
+        full = self._gauge("full", "1 while this collector says that the root is full, and nodes refuse puts")
+        full.set_function(lambda: float(shows_full()))
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"kvstore_gc_{name}", about, labels, registry=self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"kvstore_gc_{name}", about, labels, registry=self.registry)
+
+
+def write(metrics: Metrics, path: str) -> None:
+    """Writes them to a file, in one step, as the textfile collector of Prometheus' node exporter reads it.
+
+    Raises InvalidRequest where it cannot be written.
+    """
+    try:
+        write_to_textfile(path, metrics.registry)
+    except OSError as cause:
+        raise InvalidRequest(f"could not write metrics to {path}: {cause.strerror or cause}") from cause
 
 
 def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], None]]:

@@ -91,6 +91,11 @@ class Rounds:
         )
         self._warned = False
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that sweeps in flight have waited for nodes to announce them; 0 while none does. From any thread."""
+        return self._sweeper.waiting_s
+
     def run(self) -> Summary:
         """A whole round. Raises the errors of the root and of the metadata store, and Stopped.
 

@@ -26,7 +26,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.capacity import FullSign, Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
-from kvstore_gc.metrics import Metrics, serve
+from kvstore_gc.metrics import Metrics, serve, write
 from kvstore_gc.pace import Pace
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
@@ -92,9 +92,17 @@ class Collector:
         self._watermarks = Watermarks(config.max_bytes, config.high)
         self._each = Threads(THREADS_COUNT, self._stop).each
 
-    def once(self, listed: Callable[[int], object]) -> Summary | None:
-        """One round over all shards, beside whatever other collectors do; None where a signal came first."""
-        return self._alone(self._rounds(_all, self._each, listed).run)
+    def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
+        """One round over all shards, beside whatever other collectors do; None where a signal came first.
+
+        What it did is written to ``metrics_file`` as well. A round that fails leaves that file as it was.
+        """
+        summary = self._alone(self._rounds(_all, self._each, listed).run)
+        if summary is not None and metrics_file is not None:
+            measured = self._metrics()
+            measured.done(summary)
+            write(measured, metrics_file)
+        return summary
 
     def dry_run(self, listed: Callable[[int], object], examples_max: int, explain: Sequence[Address]) -> Summary | None:
         """What a round would do; None where a signal came first."""
@@ -106,22 +114,28 @@ class Collector:
         on, clock = self._on, self._clock
         keys = Keys(on.identity.root)
         collectors = Collectors(on.meta, keys, clock=clock, ids=self._ids)
-        watch = Watch(on.root, self._watermarks, clock, collectors, FullSign(on.meta, keys, collectors, clock))
-        measured = Metrics(lambda: self._watermarks.level, clock)
+        sign = FullSign(on.meta, keys, collectors, clock)
+        pace = Pace(self._each, is_urgent=lambda: self._watermarks.is_urgent, pause=self._stop.pause, clock=clock)
+        rounds = self._rounds(collectors.shards, pace.each)
+        watch = Watch(on.root, self._watermarks, clock, collectors, sign)
+        measured = self._metrics()
+        measured.follow(
+            interval_s,
+            silent_s=lambda: watch.silent_s,
+            fails=lambda: watch.meta_fails,
+            shows_full=lambda: sign.is_shown,
+            waiting_s=lambda: rounds.waiting_s,
+        )
 
         def done(summary: Summary) -> None:
             measured.done(summary)
             log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
             told(summary)
 
-        def is_urgent() -> bool:
-            return self._watermarks.is_urgent
-
-        pace = Pace(self._each, is_urgent=is_urgent, pause=self._stop.pause, clock=clock)
         service = Service(
-            self._rounds(collectors.shards, pace.each).run,
+            rounds.run,
             interval_s=interval_s,
-            is_urgent=is_urgent,
+            is_urgent=lambda: self._watermarks.is_urgent,
             done=done,
             failed=lambda error: measured.failed(),
             pause=self._stop.pause,
@@ -140,6 +154,9 @@ class Collector:
             self._attend(service.run, watch, until_hung=False)
             watch.join(LEAVE_S)
         log.info("gc.stopped")
+
+    def _metrics(self) -> Metrics:
+        return Metrics(lambda: self._watermarks.level, self._clock)
 
     def _alone(self, work: Callable[[], Summary]) -> Summary | None:
         watch = Watch(self._on.root, self._watermarks, self._clock)

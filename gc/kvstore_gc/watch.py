@@ -45,6 +45,11 @@ class Watch:
         """Seconds since the last tick ended: much, and the root or the metadata store hangs."""
         return self._clock.monotonic_s() - self._ticked_s
 
+    @property
+    def meta_fails(self) -> bool:
+        """Whether the metadata store did not answer the last time."""
+        return self._meta_trouble.lasts
+
     def tick(self) -> None:
         """Once. What fails is said once, and tried again at the next tick."""
         try:

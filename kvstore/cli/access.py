@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cli.securing import ClientAccess
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Access:
     root_id: str | None = None
     root_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     durability: str = "none"
+    client: ClientAccess = field(default_factory=ClientAccess)
+    keys: str | None = None
 
     def __post_init__(self) -> None:
         if self.root is not None and self.connect:
@@ -85,11 +88,19 @@ class Access:
                 etcd_user=user,
                 root_options=self.root_options,
                 create=create,
+                keys=self.keys,
             )
         if self.connect:
-            return kvstore.connect(*self.connect)
+            return kvstore.connect(*self.connect, tls=self.client.tls(), token_file=self.client.token_file)
         if self.etcd:
-            return kvstore.connect(etcd=self.etcd.endpoints, root=self.root_id, etcd_tls=tls, etcd_user=user)
+            return kvstore.connect(
+                etcd=self.etcd.endpoints,
+                root=self.root_id,
+                etcd_tls=tls,
+                etcd_user=user,
+                tls=self.client.tls(),
+                token_file=self.client.token_file,
+            )
         raise InvalidRequest("which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS")
 
 

@@ -23,8 +23,18 @@ COMMANDS = {
     "move": "moving",
     "release": "moving",
     "clear": "clear",
+    "lookup": "lookup",
+    "health": "steering",
+    "drain": "steering",
+    "limits": "steering",
+    "tickets": "tickets",
+    "compress": "recoding",
+    "decompress": "recoding",
+    "reencrypt": "recoding",
     "fsck": "fsck",
     "check-root": "check_root",
+    "token": "token",
+    "dashboard": "dashboard",
 }
 """Each command and the module here that has it, in the order of the help."""
 

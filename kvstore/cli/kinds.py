@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
+from datetime import datetime
 from typing import Any
 
 import click
+
+from kvstore.security.networks import is_loopback as is_loopback
 
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
@@ -28,6 +32,26 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in th
         if found is None or scale is None:
             self.fail(f"{value!r} is no duration: write 30s, 5m, 1h or 2d", param, ctx)
         return float(found[1]) * scale
+
+
+class Moment(Duration):
+    """Seconds since the epoch from ``2026-11-21T10:00`` (of this host's time zone, unless it says one), or a duration
+    such as ``2h`` or ``2h ago``: so long before now."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        text = str(value).strip()
+        try:
+            return datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError, OSError):
+            pass
+        ago = text.removesuffix("ago").strip()
+        if not _NUMBER.fullmatch(ago):
+            self.fail(f"{value!r} is no time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
+        return time.time() - super().convert(ago, param, ctx)
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -68,18 +92,25 @@ class Listen(HostPort):
         return str(value) if str(value).startswith("unix:") else super().convert(value, param, ctx)
 
 
+class BulkPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """A port, or ``off`` (None)."""
+
+    name = "port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        text = str(value).strip()
+        if text == "off":
+            return None
+        if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+            self.fail(f"{value!r} is no port: write a number from 0 to 65535, or off", param, ctx)
+        return int(text)
+
+
 def split(address: str) -> tuple[str, int]:
     """Host (without brackets) and port of a ``host:port`` that was checked."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it."""
-    if address.startswith("unix:"):
-        return True
-    host, _ = split(address)
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-DURATION, SIZE, HOST_PORT, LISTEN = Duration(), Size(), HostPort(), Listen()
+DURATION, MOMENT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Size(), HostPort(), Listen()
+BULK_PORT = BulkPort()

@@ -1,4 +1,4 @@
-"""``kvstore ls``: namespaces, pins, workers."""
+"""``kvstore ls``: namespaces, pins, workers, writers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="List namespaces, pins or workers.")
+@click.command(cls=Command, no_args_is_help=True, short_help="List namespaces, pins, workers or writers.")
 @click.option("--pins", "what", flag_value="pins", help="List live pins instead.")
 @click.option("--workers", "what", flag_value="workers", help="List live workers instead; needs --etcd.")
+@click.option("--lineage", "what", flag_value="lineage", help="List who wrote what is stored instead; needs --root.")
 @access_options
 @json_option
 def ls(what: str | None, access: Access, as_json: bool) -> None:
@@ -28,11 +29,16 @@ def ls(what: str | None, access: Access, as_json: bool) -> None:
       kvstore ls --root /mnt/kv
       kvstore ls --pins --connect 10.0.0.7:7070
       kvstore ls --workers --etcd 10.0.0.5:2379 --json
+      kvstore ls --lineage --root /mnt/kv
     """
     if what == "pins":
         _pins(access, as_json)
     elif what == "workers":
         _workers(access, as_json)
+    elif what == "lineage":
+        from kvstore.cli.lineage import list_writers
+
+        list_writers(access, as_json)
     else:
         _namespaces(access, as_json)
 

@@ -13,14 +13,20 @@ from kvstore.cli.command import CHECK_FAILED, Command
 from kvstore.cli.naming import namespace_options
 from kvstore.cli.options import access_options, json_option
 from kvstore.cli.prefix import open_cache, read_tokens, tokens_argument, tokens_file_option
+from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvstore.client.cache import Cache
+    from kvstore.client.control import Control, ControlTicket
     from kvstore.client.tickets import Ticket
 
 LOOK_S = 0.2
 """Between two looks at how far it is."""
+
+no_wait_option = click.option(
+    "--no-wait", is_flag=True, help="Have the worker go on by itself; print the ticket's id, which kvstore tickets has."
+)
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Bring a stored prefix into a worker's memory.")
@@ -28,6 +34,7 @@ LOOK_S = 0.2
 @tokens_argument
 @tokens_file_option
 @click.option("--tier", type=click.Choice(["memory", "disk"]), default="memory", show_default=True, help="Where to.")
+@no_wait_option
 @namespace_options
 @access_options
 @json_option
@@ -38,6 +45,7 @@ def prefetch(
     tier: str,
     tenant: str,
     fingerprint: str | None,
+    no_wait: bool,
     access: Access,
     as_json: bool,
 ) -> None:
@@ -52,8 +60,9 @@ def prefetch(
       kvstore prefetch llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
     """
     _run(
-        "prefetched", name, tokens, tokens_file, tenant, fingerprint, access, as_json,
+        "prefetched", name, tokens, tokens_file, tenant, fingerprint, no_wait, access, as_json,
         lambda cache, ids: cache.prefetch(ids, tier),
+        lambda control, cache, ids: control.prefetch(cache, [ids], tier),
     )  # fmt: skip
 
 
@@ -62,6 +71,7 @@ def prefetch(
 @tokens_argument
 @tokens_file_option
 @click.option("--tier", type=click.Choice(["memory", "disk", "root"]), required=True, help="Where to.")
+@no_wait_option
 @namespace_options
 @access_options
 @json_option
@@ -72,6 +82,7 @@ def move(
     tier: str,
     tenant: str,
     fingerprint: str | None,
+    no_wait: bool,
     access: Access,
     as_json: bool,
 ) -> None:
@@ -85,8 +96,9 @@ def move(
       kvstore move llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
     """
     _run(
-        "moved", name, tokens, tokens_file, tenant, fingerprint, access, as_json,
+        "moved", name, tokens, tokens_file, tenant, fingerprint, no_wait, access, as_json,
         lambda cache, ids: cache.move(ids, tier),
+        lambda control, cache, ids: control.move(cache, [ids], tier),
     )  # fmt: skip
 
 
@@ -94,6 +106,7 @@ def move(
 @click.argument("name")
 @tokens_argument
 @tokens_file_option
+@no_wait_option
 @namespace_options
 @access_options
 @json_option
@@ -103,6 +116,7 @@ def release(
     tokens_file: str | None,
     tenant: str,
     fingerprint: str | None,
+    no_wait: bool,
     access: Access,
     as_json: bool,
 ) -> None:
@@ -115,8 +129,9 @@ def release(
       kvstore release llama-3.1-8b --tokens-file prompt.txt --connect 10.0.0.7:7070
     """
     _run(
-        "released", name, tokens, tokens_file, tenant, fingerprint, access, as_json,
+        "released", name, tokens, tokens_file, tenant, fingerprint, no_wait, access, as_json,
         lambda cache, ids: cache.release(ids),
+        lambda control, cache, ids: control.release(cache, [ids]),
     )  # fmt: skip
 
 
@@ -127,9 +142,11 @@ def _run(
     tokens_file: str | None,
     tenant: str,
     fingerprint: str | None,
+    no_wait: bool,
     access: Access,
     as_json: bool,
     begin: Callable[[Cache, list[int]], Ticket],
+    leave: Callable[[Control, Cache, list[int]], ControlTicket],
 ) -> None:
     if access.root is not None:
         raise InvalidRequest(
@@ -138,6 +155,12 @@ def _run(
     ids = read_tokens(tokens, tokens_file)
     from kvstore.cli.output import print_json, progress_bar
 
+    if no_wait:
+        begin_and_follow(
+            access, as_json, False,
+            lambda store, control: leave(control, open_cache(store, name, tenant, fingerprint), ids),
+        )  # fmt: skip
+        return
     with access.open() as store:
         cache = open_cache(store, name, tenant, fingerprint)
         stored = cache.match(ids)

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
+from kvstore.cli import logs
 from kvstore.cli.access import Access, EtcdAccess
+from kvstore.cli.securing import ClientAccess, client_options
 from kvstore.errors import InvalidRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +36,31 @@ durability_option = click.option(
     default="none",
     show_default=True,
     help="none: a host crash may lose the last chunks (a miss); fsync: each put is on the device before it returns.",
+)
+label_option = click.option(
+    "--label",
+    default="",
+    metavar="TEXT",
+    help="What this roll-out is called: `kvstore ls --lineage` shows it, `kvstore clear --written-by` takes it back.",
+)
+keys_option = click.option(
+    "--keys",
+    "keys_file",
+    metavar="FILE",
+    help="Keys of tenants whose chunks are encrypted on the root and the local disk. Read again when it changes.",
+)
+log_level_option = click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS),
+    default="text",
+    show_default=True,
+    help="text for people, json for one object a line.",
+)
+tracing_option = click.option(
+    "--tracing/--no-tracing",
+    default=None,
+    help="Send OpenTelemetry spans, as OTEL_... variables say; by default if OTEL_EXPORTER_OTLP_ENDPOINT is set.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 
@@ -71,6 +98,15 @@ def etcd_options(command: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
+def etcd_arguments(context: click.Context) -> list[str]:
+    """The arguments that bring another program to the same etcd: those of ``etcd_options`` as they were given here."""
+    arguments = ["--etcd", context.params["etcd_endpoints"]]
+    for option in ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file"):
+        if context.params.get(option):
+            arguments += [f"--{option.replace('_', '-')}", context.params[option]]
+    return arguments
+
+
 def access_options(command: F) -> F:
     """``--root``, ``--connect`` and the etcd options; gives ``access``."""
 
@@ -78,19 +114,24 @@ def access_options(command: F) -> F:
     @root_options_option
     @click.option("--connect", metavar="HOST:PORT[,...]", help="One or several workers.")
     @click.option("--root-id", metavar="HEX", help="Which root is meant, where --etcd alone knows several.")
+    @keys_option
     @etcd_options
+    @client_options
     @functools.wraps(command)
     def wrapped(
         *args: Any,
+        keys_file: str | None,
         root: str | None,
         root_options_file: str | None,
         connect: str | None,
         root_id: str | None,
         etcd: EtcdAccess | None,
+        client: ClientAccess,
         **kwargs: Any,
     ) -> Any:
         workers = tuple(part.strip() for part in (connect or "").split(",") if part.strip())
-        access = Access(root, workers, etcd, root_id, read_root_options(root_options_file))
+        options = read_root_options(root_options_file)
+        access = Access(root, workers, etcd, root_id, options, client=client, keys=keys_file)
         return command(*args, access=access, **kwargs)
 
     return wrapped  # type: ignore[return-value]

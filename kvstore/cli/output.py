@@ -70,6 +70,18 @@ def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]
         yield lambda count: bar.advance(task, count)
 
 
+@contextmanager
+def progress_to(what: str) -> Iterator[Callable[[int, int], None]]:
+    """The same for what says how far it is: yields a function that takes done and total, 0 where it is not known."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
@@ -28,30 +29,48 @@ class Stopper:
     """For servers: whether a signal came. A second one, a moment later, ends the program at once, after ``at_once``."""
 
     def __init__(self, at_once: Callable[[], object] = lambda: None) -> None:
-        self._asked = threading.Event()
+        self._asked = False
+        self._signalled = False
         self._asked_s = 0.0
         self._at_once = at_once
 
     @property
     def asked(self) -> bool:
         """Whether to end."""
-        return self._asked.is_set()
+        return self._asked
+
+    def ask(self) -> None:
+        """As the first signal does, without one: for whoever may ask this program to end. Idempotent."""
+        self._asked = True
+        with suppress(OSError):  # full of earlier wishes, or closed: nobody waits any more
+            self._wake.send(b"!")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until a signal comes; False where none came in time."""
-        return self._asked.wait(timeout_s)
+        if not self._asked:
+            asleep = select.poll()
+            asleep.register(self._asleep, select.POLLIN)
+            asleep.poll(None if timeout_s is None else 1000 * timeout_s)
+        return self._asked
 
     def __enter__(self) -> Stopper:
+        # Not an Event: a handler runs in the main thread, perhaps while that is inside Event.wait with the lock that
+        # Event.set needs, and would wait for itself for ever.  A byte on a socket needs no lock.
+        self._wake, self._asleep = socket.socketpair()
+        self._wake.setblocking(False)
         self._before = _install(self._came)
         return self
 
     def __exit__(self, *_: object) -> None:
         _restore(self._before)
+        self._wake.close()
+        self._asleep.close()
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if not self._asked.is_set():
+        if not self._signalled:
+            self._signalled = True
             self._asked_s = time.monotonic()
-            self._asked.set()
+            self.ask()
         elif time.monotonic() - self._asked_s > SAME_WISH_S:
             self._at_once()
             os._exit(2)

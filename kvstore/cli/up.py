@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,11 +17,24 @@ import click
 
 from kvstore.cli import logs
 from kvstore.cli.access import EtcdAccess
-from kvstore.cli.children import STOP_S, Program, gc_command, kill_all, kvstore_command, stop_all
+from kvstore.cli.beside import start_dashboard, start_gc
+from kvstore.cli.children import STOP_S, Program, kill_all, kvstore_command, stop_all
 from kvstore.cli.command import Command
 from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
-from kvstore.cli.options import durability_option, etcd_options, root_options_option, shard_bits_option
+from kvstore.cli.options import (
+    durability_option,
+    etcd_arguments,
+    etcd_options,
+    keys_option,
+    label_option,
+    log_format_option,
+    log_level_option,
+    root_options_option,
+    shard_bits_option,
+    tracing_option,
+)
 from kvstore.cli.rooted import local_path
+from kvstore.cli.securing import ServerAccess, server_arguments, server_options
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import tier_arguments, tier_options
 from kvstore.errors import InvalidRequest, Unavailable
@@ -38,8 +51,8 @@ WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter died of its start; three of those in a row, and ``up`` gives up."""
 SHORT_LIVES_MAX = 3
-GC_INTERVAL_S = 60
-"""Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
+AGAIN_S = 60.0
+"""From one start of the collector or the dashboard to the next, where it ends by itself."""
 
 
 @click.command(
@@ -84,7 +97,14 @@ GC_INTERVAL_S = 60
 @click.option("--ttl", "ttl_s", type=DURATION, metavar="TIME", help="Delete chunks that nobody used for so long.")
 @click.option("--no-gc", is_flag=True, help="Delete nothing, ever: kvstore-gc runs elsewhere.")
 @click.option("--drain", "drain_s", type=DURATION, default="10s", show_default=True, help="Time to finish at the end.")
-@click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
+@click.option("--gc-metrics", type=HOST_PORT, metavar="HOST:PORT", help="Where kvstore-gc serves Prometheus metrics.")
+@click.option("--dashboard", type=HOST_PORT, metavar="HOST:PORT", help="Where to serve the dashboard; else nowhere.")
+@server_options
+@log_level_option
+@keys_option
+@label_option
+@log_format_option
+@tracing_option
 def up(
     root: str,
     root_options_file: str | None,
@@ -96,11 +116,18 @@ def up(
     durability: str,
     tiers: TierSettings,
     shard_bits: int,
+    keys_file: str | None,
     max_bytes: int | None,
     ttl_s: float | None,
     no_gc: bool,
     drain_s: float,
+    gc_metrics: str | None,
+    dashboard: str | None,
+    label: str,
+    secured: ServerAccess,
     log_level: str,
+    log_format: str,
+    tracing: bool | None,
 ) -> None:
     """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, and kvstore-gc,
     which deletes the least useful chunks before the root is full.
@@ -108,7 +135,7 @@ def up(
     Prints one line when it serves:
 
     \b
-      ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...]
+      ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [dashboard=URL]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. What dies is started
     again. The bundled etcd is for one host; a cluster that must survive a host has one of its own on three.
@@ -116,38 +143,49 @@ def up(
     \b
     Examples:
       kvstore up --root /mnt/kv --max-bytes 200GiB
-      kvstore up --root /mnt/kv --listen 0.0.0.0:7070 --workers 2 --etcd 10.0.0.5:2379 --ttl 7d
+      kvstore up --root /mnt/kv --listen 0.0.0.0:7070 --workers 2 --etcd 10.0.0.5:2379 --ttl 7d \\
+          --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json
     """
-    if no_gc and (max_bytes is not None or ttl_s is not None):
-        raise InvalidRequest("--max-bytes and --ttl are for garbage collection, --no-gc does without: give one of them")
+    if no_gc and not (max_bytes is None and ttl_s is None and gc_metrics is None):
+        raise InvalidRequest(
+            "--max-bytes, --ttl and --gc-metrics are for garbage collection, --no-gc does without: give one of them"
+        )
     if workers * tiers.memory_bytes > memory_most_bytes():
         raise InvalidRequest(
             f"--memory is for each worker: {workers} * {tiers.memory_bytes} bytes, and this host or container has at "
             f"most {memory_most_bytes()} for it; give less, or fewer --workers"
         )
-    logs.configure(log_level)
+    secured.check([listen, metrics, *(each for each in (gc_metrics, dashboard) if each is not None)])
+    secured.make_private(keeps_keys=keys_file is not None)
+    logs.configure(log_level, log_format)
     programs: list[Program] = []
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
         endpoints, common, server = undo.enter_context(_metadata(root, etcd, etcd_folder))
-        common += ["--root", root, "--log-level", log_level]
+        common += ["--root", root, "--log-level", log_level, "--log-format", log_format]
         if root_options_file is not None:
             common += ["--root-options", root_options_file]
         undo.callback(lambda: stop_all(programs, drain_s + STOP_S))
-        serving = ["--durability", durability, "--shard-bits", str(shard_bits), "--drain", f"{drain_s}s"]
-        cluster = _Cluster([*common, *serving], tiers, listen, metrics, stopper)
+        traced = [] if tracing is None else ["--tracing" if tracing else "--no-tracing"]
+        serving = [*traced, "--durability", durability, "--shard-bits", str(shard_bits), "--drain", f"{drain_s}s"]
+        serving += ["--label", label] if label else []
+        serving += ["--keys", keys_file] if keys_file is not None else []
+        cluster = _Cluster([*common, *serving], tiers, secured, listen, metrics, stopper)
         try:
             cluster.start(workers, programs)
         except Unavailable:
             if stopper.asked:
                 return
             raise
-        collector = None if no_gc else _start_gc(common, max_bytes, ttl_s, programs)
-        print(
-            f"ready grpc={','.join(cluster.said('grpc'))} etcd={endpoints} metrics={','.join(cluster.said('metrics'))}",
-            flush=True,
-        )
-        cluster.watch(server, collector)
+        collector = None if no_gc else start_gc(common, max_bytes, ttl_s, gc_metrics, programs)
+        others = [] if collector is None else [collector]
+        served = f"grpc={','.join(cluster.said('grpc'))} etcd={endpoints} metrics={','.join(cluster.said('metrics'))}"
+        if dashboard is not None:
+            page, url = start_dashboard(common, secured, dashboard, max_bytes, ttl_s, programs, lambda: stopper.asked)
+            others.append(page)
+            served += f" dashboard={url}"
+        print(f"ready {served}", flush=True)
+        cluster.watch(server, others)
         log.info("up.stopping")
 
 
@@ -156,14 +194,24 @@ class _Worker:
     program: Program
     said: dict[str, str]
     short_lives: int = 0
+    is_drained: bool = False
 
 
 class _Cluster:
     """The workers of this host; those that die are started again at their address."""
 
-    def __init__(self, arguments: list[str], tiers: TierSettings, listen: str, metrics: str, stopper: Stopper) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        tiers: TierSettings,
+        secured: ServerAccess,
+        listen: str,
+        metrics: str,
+        stopper: Stopper,
+    ) -> None:
         self._arguments = arguments
         self._tiers = tiers
+        self._secured = secured
         self._listen = split(listen)
         self._metrics = split(metrics)
         self._stopper = stopper
@@ -183,22 +231,28 @@ class _Cluster:
         """One value of each worker's ready line."""
         return [each.said[key] for each in self._workers]
 
-    def watch(self, server: EmbeddedEtcd | None, collector: Program | None) -> None:
+    def watch(self, server: EmbeddedEtcd | None, others: Sequence[Program]) -> None:
         """Returns when a signal came. Raises Unavailable where a worker keeps dying, or the bundled etcd does."""
         while not self._stopper.wait(WATCH_S):
             if server is not None and not server.running:
                 log.error("up.etcd_ended: starting it again")
                 server.start()  # on the same ports, with the same files: workers find it again
-            waited = collector is not None and time.monotonic() - collector.started_s > GC_INTERVAL_S
-            if collector is not None and waited and not collector.running:
-                log.error("up.gc_ended exit_code=%s: starting it again", collector.exit_code)
-                collector.start()
+            for other in others:
+                waited = time.monotonic() - other.started_s > AGAIN_S
+                if waited and not other.running:
+                    log.error("up.%s_ended exit_code=%s: starting it again", other.name, other.exit_code)
+                    other.start()
             for number, worker in enumerate(self._workers):
-                if not worker.program.running:
+                if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
 
     def _again(self, number: int, worker: _Worker) -> None:
         program = worker.program
+        if program.exit_code == 0:
+            # It was asked to end (kvstore drain, SIGTERM), and nobody asks for that to get it back.
+            worker.is_drained = True
+            log.warning("up.worker_drained name=%s: it stays away until kvstore up is started again", program.name)
+            return
         lived_s = time.monotonic() - program.started_s
         worker.short_lives = worker.short_lives + 1 if lived_s < SHORT_LIFE_S else 1
         if worker.short_lives > SHORT_LIVES_MAX:
@@ -213,8 +267,8 @@ class _Cluster:
                 log.error("up.worker_failed %s", error)
 
     def _command(self, number: int, listen: str, metrics: str) -> list[str]:
-        tiers = tier_arguments(self._tiers, number)
-        return kvstore_command("worker", "--listen", listen, "--metrics", metrics, *self._arguments, *tiers)
+        own = [*tier_arguments(self._tiers, number), *server_arguments(self._secured, number)]
+        return kvstore_command("worker", "--listen", listen, "--metrics", metrics, *self._arguments, *own)
 
 
 def _address(first: tuple[str, int], number: int) -> str:
@@ -233,12 +287,7 @@ def _metadata(
     if etcd is not None:
         if folder is not None:
             raise InvalidRequest("--etcd-folder is for the bundled etcd, --etcd names another: give one of them")
-        context = click.get_current_context()
-        arguments = ["--etcd", etcd.endpoints]
-        for option in ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file"):
-            if context.params.get(option):
-                arguments += [f"--{option.replace('_', '-')}", context.params[option]]
-        yield etcd.endpoints, arguments, None
+        yield etcd.endpoints, etcd_arguments(click.get_current_context()), None
         return
     from kvstore.meta.server import EmbeddedEtcd
 
@@ -273,21 +322,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _start_gc(common: list[str], max_bytes: int | None, ttl_s: float | None, programs: list[Program]) -> Program | None:
-    """The garbage collector. After the workers: there is a root then, and what it and etcd know of each other."""
-    command = gc_command(*common, "--interval", f"{GC_INTERVAL_S}s")
-    if command is None:
-        log.warning(
-            "up.no_gc garbage collection is not installed: nothing is ever deleted, watch the root's free space"
-        )
-        return None
-    if max_bytes is not None:
-        command += ["--max-bytes", str(max_bytes)]
-    if ttl_s is not None:
-        command += ["--ttl", f"{ttl_s}s"]
-    program = Program("gc", command)
-    programs.append(program)
-    program.start()
-    return program

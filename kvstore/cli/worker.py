@@ -12,14 +12,20 @@ from kvstore import __version__
 from kvstore.cli import logs
 from kvstore.cli.access import EtcdAccess
 from kvstore.cli.command import Command
-from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, is_loopback
+from kvstore.cli.kinds import BULK_PORT, DURATION, HOST_PORT, LISTEN
 from kvstore.cli.options import (
     durability_option,
     etcd_options,
+    keys_option,
+    label_option,
+    log_format_option,
+    log_level_option,
     read_root_options,
     root_options_option,
     shard_bits_option,
+    tracing_option,
 )
+from kvstore.cli.securing import ServerAccess, server_options
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import tier_options
 from kvstore.errors import InvalidRequest
@@ -58,6 +64,8 @@ PEERS_CLOSE_S = 2.0
 @durability_option
 @tier_options
 @shard_bits_option
+@keys_option
+@label_option
 @click.option(
     "--drain",
     "drain_s",
@@ -66,7 +74,18 @@ PEERS_CLOSE_S = 2.0
     show_default=True,
     help="At the end, how long calls in progress may take to finish.",
 )
-@click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
+@click.option(
+    "--bulk",
+    type=BULK_PORT,
+    default="0",
+    show_default=True,
+    metavar="PORT|off",
+    help="Port of the same host for bulk connections past gRPC, for firewalls to know; 0: any free one.",
+)
+@server_options
+@log_level_option
+@log_format_option
+@tracing_option
 def worker(
     root: str,
     root_options_file: str | None,
@@ -77,8 +96,14 @@ def worker(
     durability: str,
     tiers: TierSettings,
     shard_bits: int,
+    keys_file: str | None,
+    label: str,
     drain_s: float,
+    bulk: int | None,
+    secured: ServerAccess,
     log_level: str,
+    log_format: str,
+    tracing: bool | None,
 ) -> None:
     """Serve ROOT over gRPC as one worker of the cluster that --etcd describes.
 
@@ -87,31 +112,36 @@ def worker(
     \b
       ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
 
-    On SIGTERM or Ctrl-C it takes no more calls, finishes those it accepted, and ends. A second signal stops at once.
+    On SIGTERM, Ctrl-C or `kvstore drain` it takes no more calls, finishes those it accepted, and ends. A second signal
+    stops at once.
 
     \b
     Examples:
-      kvstore worker --root /mnt/kv --etcd 10.0.0.5:2379 --listen 10.0.0.7:7070
-      kvstore worker --root /mnt/kv --etcd 10.0.0.5:2379 --listen 0.0.0.0:7070 --advertise node7:7070 --durability fsync
+      kvstore worker --root /mnt/kv --etcd 127.0.0.1:2379 --listen 127.0.0.1:7070
+      kvstore worker --root /mnt/kv --etcd 10.0.0.5:2379 --listen 0.0.0.0:7070 --advertise node7:7070 \\
+          --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json --audit-log audit.log
     """
     if etcd is None:
         raise InvalidRequest(
             "a worker is part of a cluster: give --etcd ENDPOINTS, or use kvstore up for one host alone"
         )
-    logs.configure(log_level)
-    for address in (listen, metrics):
-        if not is_loopback(address):
-            log.warning(
-                "worker.open_network %s is served without TLS: anybody who reaches it can read and write", address
-            )
+    logs.configure(log_level, log_format)
+    secured.check([listen, metrics])
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
+        from kvstore.cli.tracing import start_tracing
+        from kvstore.encodings.keys import KeyFile
         from kvstore.node.opening import open_member
         from kvstore.peers.joining import join_peers
         from kvstore.worker.metrics import start_metrics
         from kvstore.worker.worker import Worker
 
         _raise_file_limit()
+        secured.make_private(keeps_keys=keys_file is not None)
+        security = secured.open()
+        if security.audit is not None:
+            undo.callback(security.audit.close)
+        undo.callback(start_tracing(tracing, "kvstore-worker", advertise or listen))
         member = open_member(
             root,
             etcd.endpoints,
@@ -121,22 +151,49 @@ def worker(
             root_options=read_root_options(root_options_file),
             shard_bits=shard_bits,
             settings=tiers,
+            keys=KeyFile(keys_file).load() if keys_file is not None else None,
+            label=label,
         )
         undo.callback(member.close)
-        serving = Worker(member, listen, advertise=advertise, version=__version__)
+        ending = _Ending(stopper, drain_s)
+        serving = Worker(
+            member,
+            listen,
+            on_drain=ending.ask,
+            advertise=advertise,
+            version=__version__,
+            bulk=bulk is not None,
+            bulk_port=bulk or 0,
+            security=security,
+        )
         undo.callback(serving.stop)
-        peers = join_peers(member)
+        peers = join_peers(member, secured.credentials())
         bound = serving.start()
         if peers is not None:
             peers.start(serving.advertised)
-        measured = start_metrics(serving, metrics)
+        measured = start_metrics(serving, metrics, __version__)
         undo.callback(measured.close)
         print(f"ready grpc={bound} etcd={etcd.endpoints} metrics={measured.address}", flush=True)
         stopper.wait()
-        log.info("worker.draining within_s=%g", drain_s)
+        log.info("worker.draining within_s=%g", ending.within_s)
         if peers is not None:
             peers.close(PEERS_CLOSE_S)  # first of all: nobody asks for what this worker is about to lose
-        serving.drain(drain_s)
+        serving.drain(ending.within_s)
+
+
+class _Ending:
+    """How the worker ends: when a signal comes, or a client of the control service asks for it."""
+
+    def __init__(self, stopper: Stopper, within_s: float) -> None:
+        self._stopper = stopper
+        self.within_s = within_s
+
+    def ask(self, within_s: float | None) -> float:
+        """See ``kvstore.worker.control.service.Drain``. The first who asks says how long calls may take."""
+        if not self._stopper.asked and within_s is not None:
+            self.within_s = within_s
+        self._stopper.ask()
+        return self.within_s
 
 
 def _raise_file_limit() -> None:

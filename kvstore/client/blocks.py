@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
 from kvstore.client.port import Port, PortBlockHold
@@ -50,11 +51,15 @@ class BlockCache:
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
         mode = self._write if write is None else WriteMode.of(write)
-        return self._port.put_blocks(self._namespace, checked, _views(checked, buffers, writable=False), hints, mode)
+        views = _views(checked, buffers, writable=False)
+        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+            return self._port.put_blocks(self._namespace, checked, views, hints, mode)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are in the store."""
-        return self._port.match_blocks(self._namespace, _checked_keys(keys))
+        checked = _checked_keys(keys)
+        with tracing.span("kvstore.match_blocks", blocks=len(checked)):
+            return self._port.match_blocks(self._namespace, checked)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are in the store, each looked for by itself."""
@@ -76,7 +81,9 @@ class BlockCache:
         False is a miss, and that buffer's content undefined; it is not touched after the return.
         """
         checked = _checked_keys(keys)
-        return self._port.get_blocks(self._namespace, checked, _views(checked, buffers, writable=True))
+        views = _views(checked, buffers, writable=True)
+        with tracing.span("kvstore.get_blocks", blocks=len(checked)):
+            return self._port.get_blocks(self._namespace, checked, views)
 
 
 class BlockHold:

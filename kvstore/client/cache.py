@@ -8,6 +8,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import tracing
 from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.port import Port, PortHold, Sections
@@ -78,11 +79,14 @@ class Cache:
         memory = KvMemory(array, self.layout)
         first = int(prefix) // size
         mode = self._write if write is None else WriteMode.of(write)
-        return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints, mode)
+        with tracing.span("kvstore.put", tokens=len(ids)):
+            return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints, mode)
 
     def match(self, tokens: Tokens) -> int:
         """How many leading tokens are in the store, a multiple of chunk_tokens."""
-        return self._port.match(self.namespace, token_array(tokens)) * self.layout.chunk_tokens
+        ids = token_array(tokens)
+        with tracing.span("kvstore.match", tokens=len(ids)):
+            return self._port.match(self.namespace, ids) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
@@ -110,7 +114,8 @@ class Cache:
             array = np.empty(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
             return KvMemory(array, layout).sections
 
-        count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
+        with tracing.span("kvstore.get", tokens=len(ids)):
+            count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
         return count, array[:, :, :count]
 
     def hold(self, tokens: Tokens, ttl: float | None = None) -> Hold:
@@ -120,7 +125,9 @@ class Cache:
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
-        return Hold(self._port.hold(self.namespace, token_array(tokens), ttl), self)
+        ids = token_array(tokens)
+        with tracing.span("kvstore.hold", tokens=len(ids)):
+            return Hold(self._port.hold(self.namespace, ids, ttl), self)
 
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
@@ -133,7 +140,9 @@ class Cache:
             raise InvalidRequest(f"ttl={ttl!r}: expected 1 to {PIN_TTL_S_MAX} seconds")
         if not isinstance(owner, str):
             raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")
-        return Pin(self._port.pin(self.namespace, token_array(tokens), float(ttl), owner), self._port)
+        ids = token_array(tokens)
+        with tracing.span("kvstore.pin", tokens=len(ids)):
+            return Pin(self._port.pin(self.namespace, ids, float(ttl), owner), self._port)
 
     def refcount(self, tokens: Tokens) -> int:
         """How many live pins cover all full chunks of ``tokens``."""
@@ -179,7 +188,8 @@ class Cache:
         def memory(_: int) -> Sections:
             return KvMemory(filled, self.layout).sections
 
-        count = self._port.get(self.namespace, ids, chunks_max, memory) * self.layout.chunk_tokens
+        with tracing.span("kvstore.get", tokens=len(ids)):
+            count = self._port.get(self.namespace, ids, chunks_max, memory) * self.layout.chunk_tokens
         if filled is not target:
             target[:, :, :count] = filled[:, :, :count]
         return count
@@ -206,7 +216,8 @@ class Hold:
                 f"array has room for {target.shape[2]} tokens: expected at least {self.tokens}, as held"
             )
         filled = fillable(target)
-        count = self._held.read(KvMemory(filled, self._layout).sections) * self._layout.chunk_tokens
+        with tracing.span("kvstore.get", tokens=self.tokens):
+            count = self._held.read(KvMemory(filled, self._layout).sections) * self._layout.chunk_tokens
         if filled is not target:
             target[:, :, :count] = filled[:, :, :count]
         return count

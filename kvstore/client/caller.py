@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvstore import tracing
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
 from kvstore.client.counters import ClientCounters
 from kvstore.client.endpoint import Endpoint
@@ -73,7 +74,23 @@ class Caller:
         """``send(endpoint, seconds left)`` at one worker after the other, until one answers or time is up.
 
         A call that must not run twice (``may_repeat`` False) goes on only where nothing at all was done.
+        All attempts carry one request id, which is noted on what is raised.
         """
+        with tracing.request() as id:
+            try:
+                return self._anywhere(send, timeout_s, affinity, may_repeat, even_aside)
+            except KVStoreError as error:
+                error.add_note(f"kvstore request {id}: workers' logs name it")
+                raise
+
+    def _anywhere(
+        self,
+        send: Callable[[Endpoint, float], T],
+        timeout_s: float,
+        affinity: bytes | None,
+        may_repeat: bool,
+        even_aside: bool,
+    ) -> T:
         ends_s = self._clock.monotonic_s() + timeout_s
         error: KVStoreError | None = None
         for endpoint in self._endpoints.ranked(affinity, even_aside=even_aside):
@@ -90,10 +107,29 @@ class Caller:
                     break
         raise error or Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
 
+    def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
+        """The same question to every worker, all at once: what each answered by address, or why it did not."""
+        asked: list[tuple[Endpoint, Any]] = []
+        answers: dict[str, bytes | KVStoreError] = {}
+        for endpoint in self._endpoints.every():
+            endpoint.use()
+            try:
+                asked.append((endpoint, endpoint.unary(name).future(request, timeout=timeout_s)))
+            except ValueError:
+                endpoint.leave()  # its channel was closed meanwhile
+        for endpoint, answer in asked:
+            try:
+                answers[endpoint.address] = self.at(endpoint, answer.result)
+            except CallFailed as failed:
+                answers[endpoint.address] = failed.failed.error
+            finally:
+                endpoint.leave()
+        return answers
+
     def at(self, endpoint: Endpoint, send: Callable[[], T]) -> T:
         """One call to one worker, which is set aside where it did not answer. Raises CallFailed."""
         try:
-            with endpoint.calling():
+            with endpoint.calling(), tracing.request(), tracing.span("kvstore.attempt", worker=endpoint.address):
                 return send()
         except grpc.RpcError as error:
             failed = _failure_of(error, endpoint.address)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
+from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
 from kvstore.client.bulk.links import Bulk, Links
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
@@ -41,11 +43,16 @@ def check_address(address: str) -> str:
 class Endpoint:
     """One worker. Its channel is closed when nobody uses it any more after ``retire``. Thread-safe."""
 
-    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits) -> None:
+    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits, credentials: Credentials = PLAIN) -> None:
+        """Raises InvalidRequest where the files of ``credentials`` are wrong, or not to be used with this address."""
+        credentials.check(address)
         self.address = address
-        self.bulk = Links(address, bulk, limits, self._open_bulk)
+        self.bulk = Links(address, bulk, limits, self._open_bulk, credentials)
         """The ways past gRPC."""
-        self._channel: grpc.Channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.connection_version = credentials.connection_version
+        """Of the certificate that its connections are made with: after another one this endpoint is to be replaced."""
+        self._credentials = credentials
+        self._channel: grpc.Channel = credentials.channel(address, CHANNEL_OPTIONS)
         self._stubs: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._users = 0
@@ -77,6 +84,10 @@ class Endpoint:
     def probe(self, timeout_s: float) -> Any:
         """Asks how it is; a future of the answer."""
         return self._stub(HEALTH_CHECK, "unary_unary").future(b"", timeout=timeout_s)
+
+    def metadata(self) -> tracing.Metadata:
+        """What goes with every call to this worker."""
+        return tracing.metadata() + self._credentials.metadata
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -124,5 +135,22 @@ class Endpoint:
     def _stub(self, path: str, kind: str) -> Any:
         stub = self._stubs.get(path)
         if stub is None:
-            stub = self._stubs[path] = getattr(self._channel, kind)(path)
+            stub = self._stubs[path] = _Saying(getattr(self._channel, kind)(path), self.metadata)
         return stub
+
+
+class _Saying:
+    """A call of gRPC's that says for which request it is made, and whatever else goes with every call."""
+
+    __slots__ = ("_call", "_metadata")
+
+    def __init__(self, call: Any, metadata: Callable[[], tracing.Metadata]) -> None:
+        self._call = call
+        self._metadata = metadata
+
+    def __call__(self, message: Any, *, timeout: float) -> Any:
+        return self._call(message, timeout=timeout, metadata=self._metadata())
+
+    def future(self, message: Any, *, timeout: float) -> Any:
+        """The same, not waited for."""
+        return self._call.future(message, timeout=timeout, metadata=self._metadata())

@@ -15,6 +15,7 @@ import grpc
 
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.counters import ClientCounters
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
@@ -39,7 +40,10 @@ class Endpoints:
         counters: ClientCounters,
         clock: Clock,
         bulk: Bulk = Bulk.AUTO,
+        credentials: Credentials = PLAIN,
     ) -> None:
+        self._credentials = credentials
+        self._connection_version = credentials.connection_version
         self._bulk = bulk
         self._limits = limits
         self._counters = counters
@@ -66,6 +70,8 @@ class Endpoints:
             raise InvalidRequest(
                 "this store was connected before a fork, which gRPC does not survive: connect in the child"
             )
+        if self._credentials.connection_version != self._connection_version:
+            self._list([each.address for each in self.every()])
         with self._changed:
             if self._closed:
                 raise Unavailable("the store is closed: connect again")
@@ -134,14 +140,23 @@ class Endpoints:
             thread.join(self._limits.probe_s + self._limits.refresh_s)
 
     def _list(self, addresses: Sequence[str]) -> None:
-        """Adds the workers that are new, and lets go of those that are not listed any more."""
+        """Adds the workers that are new, and lets go of those that are not listed any more, or whose connections were
+        made with another certificate.
+        """
         wanted = list(dict.fromkeys(check_address(address) for address in addresses))[:ENDPOINTS_MAX]
         with self._changed:
             if self._closed:
                 return
-            gone = [endpoint for address, endpoint in self._live.items() if address not in wanted]
+            version = self._connection_version = self._credentials.connection_version
+            kept = {
+                address: endpoint
+                for address, endpoint in self._live.items()
+                if address in wanted and endpoint.connection_version == version
+            }
+            gone = [endpoint for address, endpoint in self._live.items() if address not in kept]
             self._live = {
-                address: self._live.get(address) or Endpoint(address, self._bulk, self._limits) for address in wanted
+                address: kept.get(address) or Endpoint(address, self._bulk, self._limits, self._credentials)
+                for address in wanted
             }
         for endpoint in gone:
             endpoint.retire()

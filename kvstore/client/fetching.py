@@ -29,6 +29,7 @@ from kvstore.wire.frames import Frame
 from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
+from kvstore.wire.traces import traced
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ class ChunkFetch:
 
     def run(self, endpoint: Endpoint) -> None:
         """Reads what is missing from one worker. Raises CallFailed, with ``good`` up to date."""
-        self._tools.caller.at(endpoint, lambda: self._receive(endpoint))
+        self._tools.caller.at(endpoint, lambda: self.receive(endpoint))
 
-    def _receive(self, endpoint: Endpoint) -> None:
+    def receive(self, endpoint: Endpoint) -> None:
+        """The same inside a call of ``Caller``, which turns what this raises into CallFailed."""
         request, layout, first = self._request, self._layout, self.good
         if self._sections is not None and first == self._found:
             return  # the last one failed behind its last byte
@@ -134,9 +136,9 @@ class ChunkFetch:
         if link.memory is None and not link.hands_files:
             return self._receive_stream(link)
         is_right = self._take_given(link)
-        if not is_right or link.memory is None or self.good == self._found:
+        if not is_right or self.good == self._found:
             return is_right
-        # What comes next may be in memory and not to be leased, or on a root that has no files to hand over.
+        # What comes next may be in memory and not to be leased, on a root that has no files to hand over, or encoded.
         return self._receive_stream(link)
 
     def _take_given(self, link: Link) -> bool:
@@ -177,7 +179,7 @@ class ChunkFetch:
         timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - self.good) * self._layout.chunk_bytes)
         link.channel.limit(self._limits.read_s, timeout_s)
         number = link.next_number()
-        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, sealed(request))])
+        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, traced(request))])
         return number, self._announced(link.receive(Kind.START)[1]), timeout_s
 
     def _hashed(self) -> Chain:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
+from kvstore.census.selection import Selection
 from kvstore.client.port import Sections
-from kvstore.errors import HoldBroken, InvalidRequest
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
@@ -19,9 +20,13 @@ from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
+from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.client.control import Control
 
 
 class LocalHold:
@@ -167,8 +172,20 @@ class LocalPort:
     def clear(self, namespace: Namespace) -> Cleared:
         return self._member.clear(namespace)
 
+    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
+        return self._member.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
+
     def stats(self) -> dict[str, int | float]:
         return self._member.stats()
+
+    def control(self) -> Control:
+        raise InvalidRequest(
+            "this store was opened in this process, which has no control service: connect to a worker "
+            "(kvstore.connect, --connect HOST:PORT)"
+        )
+
+    def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
+        return {"": self.stats()}
 
     def close(self) -> None:
         self._opened.close()

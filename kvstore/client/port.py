@@ -6,18 +6,23 @@ Two implementations, ``local.py`` and ``remote.py``; everything above behaves th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
+from kvstore.census.selection import Selection
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
+from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.client.control import Control
 
 Sections = Callable[[int], Pieces]
 """The caller's memory for one chunk, by the chunk's index in the prompt: one view per section, in file order."""
@@ -177,7 +182,19 @@ class Port(Protocol):
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of the node or worker."""
+        """Counters of the node, or of all workers together."""
+        ...
+
+    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
+        """Deletes what a selection names, everywhere. Raises as ``Member.clear_selected`` does."""
+        ...
+
+    def control(self) -> Control:
+        """Steers the workers behind this port. Raises InvalidRequest where there are none."""
+        ...
+
+    def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
+        """Those of each worker by its address, and the error of one that does not answer; "" is a node here."""
         ...
 
     def close(self) -> None:

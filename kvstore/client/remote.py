@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
 
 from kvstore.buffers import Pieces
+from kvstore.census.selection import Selection
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.sending import send_put
-from kvstore.client.caller import Caller, CallFailed
+from kvstore.client.caller import Caller
+from kvstore.client.control import Control
 from kvstore.client.counters import ClientCounters
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
@@ -35,8 +39,11 @@ from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.planes import Planes
+from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult
+from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
+from kvstore.tickets import State
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
@@ -71,6 +78,8 @@ def remote_port(
     clock: Clock | None = None,
     bulk: str | None = None,
     deferred: bool = False,
+    tls: ClientTls | None = None,
+    token_file: str | Path | None = None,
 ) -> RemotePort:
     """A port to the workers given, or to those that etcd lists. Raises InvalidRequest.
 
@@ -78,7 +87,7 @@ def remote_port(
     ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
     is asked for and not there raises InvalidRequest.  With ``deferred`` a put that does not say how it is to be
     acknowledged returns once the worker has its bytes, where they go past gRPC, else as one ``behind``: what the worker
-    cannot store then is lost, and a miss.
+    cannot store then is lost, and a miss.  ``tls`` and ``token_file`` prove who we are, and who the workers are.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
@@ -86,12 +95,15 @@ def remote_port(
         raise InvalidRequest("root= says which of the roots in etcd is meant: it needs etcd=host:port")
     limits = limits or ClientLimits()
     way = _way(bulk)
+    credentials = Credentials(tls, token_file)
     if not etcd:
         addresses = [check_address(each) for text in workers for each in text.split(",")]
-        return RemotePort(addresses, limits, clock=clock, bulk=way, deferred=deferred)
+        return RemotePort(addresses, limits, clock=clock, bulk=way, deferred=deferred, credentials=credentials)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:
-        return RemotePort([], limits, discovery=discovery, clock=clock, bulk=way, deferred=deferred)
+        return RemotePort(
+            [], limits, discovery=discovery, clock=clock, bulk=way, deferred=deferred, credentials=credentials
+        )
     except BaseException:
         discovery.close()
         raise
@@ -109,13 +121,14 @@ class RemotePort:
         clock: Clock | None = None,
         bulk: Bulk = Bulk.AUTO,
         deferred: bool = False,
+        credentials: Credentials = PLAIN,
     ) -> None:
-        clock = clock or SystemClock()
+        self._clock = clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = ClientCounters()
         self._discovery = discovery
         addresses = discovery.addresses if discovery else None
-        self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk)
+        self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
         self._watch = Watch(clock, "kvstore-client-watch")
         self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), deferred)
@@ -149,7 +162,7 @@ class RemotePort:
         timeout_s = self.limits.stream_s(self.limits.read_s, chunks_max * layout.chunk_bytes)
 
         def send(endpoint: Endpoint, _: float) -> None:
-            fetch.run(endpoint)
+            fetch.receive(endpoint)
 
         def read() -> None:
             self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens))
@@ -316,24 +329,41 @@ class RemotePort:
         sums: dict[str, int | float] = {}
         answered = 0
         error: KVStoreError = Unavailable("no worker is known: start one")
-        for endpoint in self.endpoints.every():
-            try:
-                raw = self._caller.at(
-                    endpoint,
-                    lambda at=endpoint: at.unary("Stats")(b"", timeout=self.limits.probe_s),  # type: ignore[misc]
-                )
-            except CallFailed as failed:
-                error = failed.failed.error
+        for found in self.stats_each().values():
+            if isinstance(found, KVStoreError):
+                error = found
                 continue
             answered += 1
-            answer = pb.StatsResponse.FromString(raw)
-            for name, count in answer.counters.items():
-                sums[name] = sums.get(name, 0) + count
-            for name, value in answer.gauges.items():
-                sums[name] = sums.get(name, 0) + (int(value) if value.is_integer() else value)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + value
         if not answered:
             raise error
         return {**sums, "workers": answered, **self.counters.snapshot()}
+
+    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
+        ticket = self.control().clear(selection, dry_run=dry_run, pinned=pinned)
+        try:
+            ended = ticket.follow(lambda now: progress(now.done, now.total))
+        except Cancelled:
+            ticket.cancel()
+            raise
+        if ended.state is not State.DONE:
+            raise Unavailable(f"clear {ended.state.value} at {ended.worker}: {ended.message}; clear again")
+        counts = ended.counts
+        return Cleared(
+            counts.get("chunks", 0), counts.get("bytes", 0), counts.get("pinned_chunks", 0),
+            counts.get("failed_chunks", 0),
+        )  # fmt: skip
+
+    def control(self) -> Control:
+        return Control(self._caller, self.endpoints, self.limits, self._clock)
+
+    def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
+        answers = self._caller.each("Stats", b"", self.limits.probe_s)
+        return {
+            address: raw if isinstance(raw, KVStoreError) else _counts(pb.StatsResponse.FromString(raw))
+            for address, raw in answers.items()
+        }
 
     def close(self) -> None:
         if self._discovery is not None:
@@ -469,6 +499,12 @@ class UnheldBlocks:
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
+    """Counters and gauges as one; whole numbers as such."""
+    gauges = {name: int(value) if value.is_integer() else value for name, value in answer.gauges.items()}
+    return {**answer.counters, **gauges}
 
 
 def _way(bulk: str | None) -> Bulk:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import grpc
 import numpy.typing as npt
 
 from kvstore.buffers import Withdrawn
@@ -164,7 +165,7 @@ class _LayersAhead:
 
     def _run(self) -> None:
         try:
-            self._tools.caller.at(self._endpoint, self._receive)
+            self._tools.caller.at(self._endpoint, self._received)
         except Withdrawn:
             return
         except CallFailed as failed:
@@ -173,6 +174,14 @@ class _LayersAhead:
             self._ready.put(self._broken(error))
         except BaseException as error:  # noqa: BLE001  # of the caller's own ``memory``: whoever waits must hear of it
             self._ready.put(error)
+
+    def _received(self) -> None:
+        try:
+            self._receive()
+        except grpc.RpcError:
+            if self._closed:
+                raise Withdrawn from None  # cancelled by ``close``, which is no reason to leave the worker aside
+            raise
 
     def _receive(self) -> None:
         request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))

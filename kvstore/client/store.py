@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
+from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.port import Port
-from kvstore.errors import InvalidRequest
+from kvstore.encodings.keys import KeyFile
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
-from kvstore.results import PinRecord
+from kvstore.progress import Progress, unwatched
+from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.writes import WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.client.control import Control
 
 DURABILITIES = ("none", "fsync")
 
@@ -65,9 +72,39 @@ class Store:
             raise InvalidRequest(f"pin id is a {type(pin_id).__name__}: expected the text that pin gave")
         return self._port.unpin(pin_id)
 
+    def clear(
+        self,
+        selection: Selection,
+        *,
+        progress: Progress = unwatched,
+        dry_run: bool = False,
+        pinned: bool = False,
+    ) -> Cleared:
+        """Deletes what a selection names (``kvstore.census.selection.Selection``): by namespace, tenant, fingerprint,
+        age, or who wrote it and when; on the root, and from the memory and local disks of all nodes.
+
+        Pinned chunks stay, and are counted, unless ``pinned``; ``dry_run`` only counts.  ``progress(done, total)``, in
+        shards, may raise to end it.  Stop those first that still write what is to go: what they write meanwhile
+        stays.  Twice is harmless.  Raises InvalidRequest where nothing is meant, Unavailable where nodes could not be
+        told: clear again.
+        """
+        return self._port.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
+
     def stats(self) -> dict[str, int | float]:
         """What this node, or the workers behind it, did; ``kvstore.node.counters`` says what each number counts."""
         return self._port.stats()
+
+    def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
+        """The same of each worker by address, or the error of one that does not answer; "" is this process's node."""
+        return self._port.stats_each()
+
+    @property
+    def control(self) -> Control:
+        """Steers the workers behind this store: where things lie, long acts, drain, limits, health.
+
+        Raises InvalidRequest on a store that was opened in this process.
+        """
+        return self._port.control()
 
     def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""
@@ -95,6 +132,8 @@ def open(
     disk: tuple[str, int] | None = None,
     write: str = "behind",
     root_priority_min: int = 0,
+    label: str = "",
+    keys: str | PathLike[str] | None = None,
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
 
@@ -110,6 +149,12 @@ def open(
     a killed process loses what was not written yet); ``"through"`` and ``"around"`` wait for the root, and leave a copy
     in memory, or none. ``durability="fsync"`` always waits.  Chunks of a lower priority than ``root_priority_min``
     never reach the root.  kvstore/memory/MEMORY.md has the rules.
+
+    ``label`` is what a roll-out is called: it is on record beside all that this process writes, and
+    ``kvstore clear --written-by label=...`` takes that back.
+
+    ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root and the local disk
+    (kvstore/encodings/ENCODINGS.md); it is read again when it changes.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -128,6 +173,8 @@ def open(
         create=create,
         shard_bits=shard_bits,
         settings=TierSettings.of(memory, disk, write, root_priority_min),
+        label=label,
+        keys=KeyFile(keys).load() if keys is not None else None,
     )
     return Store(LocalPort(member))
 
@@ -146,6 +193,9 @@ def connect(
     own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``deferred=True`` returns from a put
     once a worker has its bytes, before they are stored; what it cannot store then is lost, and a miss.  A put that
     says ``write="through"`` or ``"around"`` still waits for the root.
+
+    ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers that speak TLS, and
+    ``token_file=PATH`` for those that ask for a token; both are read again when their files change.
 
     Raises InvalidRequest. A worker that does not answer is a miss for reads, Unavailable for anything else.
     """

@@ -11,8 +11,12 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.node.limits import Limits
 from kvstore.node.settings import TierSettings
+from kvstore.security.tls import ClientTls
 
-PLACE_KEYS = frozenset({"root", "etcd", "connect", "durability", "root_options", "memory", "write"})
+PLACE_KEYS = frozenset(
+    {"root", "etcd", "connect", "durability", "root_options", "memory", "write"}
+    | {"tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file"}
+)
 """Keys that say where the store is; an engine may add its own."""
 
 MEMORY_KEYS = frozenset({"memory", "write"})
@@ -20,6 +24,9 @@ MEMORY_KEYS = frozenset({"memory", "write"})
 
 _WITH_ROOT = ("etcd", "durability", "root_options", "memory", "write")
 """What a worker has settings of its own for."""
+
+_WITH_CONNECT = ("tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
+"""What only workers ask for: files that prove who we are, and who they are."""
 
 _EITHER = 'give {"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
 
@@ -42,6 +49,12 @@ def check_keys(settings: Mapping[str, Any], known: frozenset[str], where: str) -
             f"{where} has {' and '.join(ignored)} beside connect: only a store that is opened by root takes them, "
             "workers have their own"
         )
+    ignored = [key for key in _WITH_CONNECT if settings.get(key)]
+    if settings.get("root") and ignored:
+        raise InvalidRequest(f"{where} has {' and '.join(ignored)} beside root: only workers ask for them, see connect")
+    for key in _WITH_CONNECT:
+        if settings.get(key) is not None and not isinstance(settings[key], str):
+            raise InvalidRequest(f"{where}: {key}={settings[key]!r}: expected the name of a file, or of a server")
     for key in ("connect", "etcd"):
         value = settings.get(key)
         if value is not None and not (
@@ -81,8 +94,18 @@ def open_store(settings: Mapping[str, Any], *, match_s: float, read_s: float, wr
             **_memory(settings),
         )
     workers = [connect] if isinstance(connect, str) else list(connect or ())
-    return kvstore.connect(*workers, limits=ClientLimits(match_s=match_s, read_s=read_s, write_s=write_s))
+    return kvstore.connect(
+        *workers,
+        limits=ClientLimits(match_s=match_s, read_s=read_s, write_s=write_s),
+        tls=_tls(settings),
+        token_file=settings.get("token_file"),
+    )
 
 
 def _memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in MEMORY_KEYS if settings.get(key) is not None}
+
+
+def _tls(settings: Mapping[str, Any]) -> ClientTls | None:
+    given = [settings.get(key) for key in ("tls_ca", "tls_cert", "tls_key", "tls_server_name")]
+    return ClientTls(*given) if any(given) else None

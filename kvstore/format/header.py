@@ -1,12 +1,14 @@
 """The header of a chunk file: bytes to fields and back, and the verdict whether it is the chunk that was asked for.
 
-``FORMAT.md`` beside this file is the normative description; this is its only implementation.  Pure: no I/O, no clock.
+Of version 1, in which sections lie as they are; ``encoded.py`` does version 2.  ``FORMAT.md`` beside this file is the
+normative description; this is its only implementation.  Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -37,6 +39,16 @@ FIXED_BYTES = _FIXED.size
 INCARNATION_AT = 104
 
 
+class Encoding(enum.IntFlag):
+    """What was done to the sections of a chunk file; all but PLAIN are of version 2 (``encoded.py``)."""
+
+    PLAIN = 0
+    COMPRESSED = 1
+    """Byte planes apart, then zstd, section by section."""
+    ENCRYPTED = 2
+    """AES-256-GCM of each section and of the identity."""
+
+
 class Kind(enum.IntEnum):
     """What the identity of a chunk file is."""
 
@@ -57,6 +69,10 @@ class Damage(enum.Enum):
     IDENTITY = "identity"
     GEOMETRY = "geometry"
     SECTION_CHECKSUM = "section_checksum"
+    SEAL = "seal"
+    """Encrypted bytes that their key does not open: forged, moved here, or damaged before they were written."""
+    ENCODING = "encoding"
+    """Compressed bytes that are whole, and do not give the section."""
 
 
 class Damaged(Exception):
@@ -79,6 +95,10 @@ class Expected:
     identity: bytes
     section_count: int
     section_bytes: int
+    tenant: str = ""
+    """Whose it is: whether it is encrypted, and with which keys, is said by tenant."""
+    itemsize: int = 1
+    """Bytes of one element, whose byte planes are compressed apart."""
 
     @property
     def header_bytes(self) -> int:
@@ -97,6 +117,14 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A section as it lies in an encoded file."""
+
+    checksum: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """A decoded header: what the file says of itself."""
 
@@ -107,13 +135,23 @@ class Header:
     incarnation: Incarnation
     depth: int
     identity: bytes
+    """Empty where it is encrypted."""
     section_bytes: int
     checksums: tuple[int, ...]
+    """Of the sections as they were put; empty where they are encrypted."""
     header_bytes: int
+    encoding: Encoding = Encoding.PLAIN
+    itemsize: int = 1
+    key_id: bytes = b""
+    """Which key it is encrypted with; empty where it is not."""
+    stored: tuple[Stored, ...] = ()
+    """Each section as it lies in the file; empty where that is as it is."""
 
     @property
     def file_bytes(self) -> int:
         """Bytes the whole file must have."""
+        if self.encoding:
+            return self.header_bytes + sum(each.size_bytes for each in self.stored)
         return self.header_bytes + len(self.checksums) * self.section_bytes
 
 
@@ -129,6 +167,8 @@ def expected_chunk(chain: Chain, index: int) -> Expected:
         bytes(chain.chunk_tokens(index)),
         layout.section_count,
         layout.section_bytes,
+        chain.namespace.tenant,
+        layout.itemsize,
     )
 
 
@@ -143,6 +183,8 @@ def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expecte
         key,
         1,
         size_bytes,
+        namespace.tenant,
+        namespace.layout.itemsize,
     )
 
 
@@ -156,30 +198,46 @@ def encode(expected: Expected, incarnation: Incarnation, section_checksums: list
     """The header's bytes. ``section_checksums`` has one entry per section, in order."""
     assert len(section_checksums) == expected.section_count
     assert len(incarnation) == ADDRESS_BYTES
-    size = expected.header_bytes
-    header = bytearray(size)
-    _FIXED.pack_into(
-        header,
-        0,
-        MAGIC,
-        VERSION,
-        XXH3_64,
-        BLAKE2B_128,
+    names = b"".join((expected.address, expected.parent, expected.namespace, incarnation))
+    return encode_parts(
         expected.kind,
-        size,
         expected.depth,
         len(expected.identity),
         expected.section_count,
         expected.section_bytes,
-        expected.address,
-        expected.parent,
-        expected.namespace,
-        incarnation,
+        names,
+        inner(expected, section_checksums),
     )
-    start = _FIXED.size
-    header[start : start + len(expected.identity)] = expected.identity
-    start += _padded(len(expected.identity))
-    struct.pack_into(f"<{expected.section_count}Q", header, start, *section_checksums)
+
+
+def inner_bytes(identity_bytes: int, section_count: int) -> int:
+    """Size of what lies between the fixed part and the padding: identity and section table."""
+    return _padded(identity_bytes) + _SUM.size * section_count
+
+
+def inner(expected: Expected, section_checksums: Sequence[int]) -> bytes:
+    """Identity and section table, as they lie behind the fixed part."""
+    table = struct.pack(f"<{expected.section_count}Q", *section_checksums)
+    return expected.identity.ljust(_padded(len(expected.identity)), b"\0") + table
+
+
+def encode_parts(
+    kind: Kind,
+    depth: int,
+    identity_bytes: int,
+    section_count: int,
+    section_bytes: int,
+    names: bytes,
+    inner: ReadBuffer,
+) -> bytearray:
+    """A header of what lies in it; ``names`` are address, parent, namespace digest and incarnation."""
+    size = header_bytes(identity_bytes, section_count)
+    header = bytearray(size)
+    _FIXED.pack_into(
+        header, 0, MAGIC, VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count,
+        section_bytes, names[:16], names[16:32], names[32:64], names[64:],
+    )  # fmt: skip
+    header[FIXED_BYTES : FIXED_BYTES + len(inner)] = inner
     _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
     return header
 
@@ -258,8 +316,11 @@ def incarnation_at(prefix: ReadBuffer) -> Incarnation:
 def is_self_consistent(header: Header) -> bool:
     """Whether address, namespace and identity of a header belong together, as far as the file alone can show.
 
-    For ``fsck``: a header written by us always satisfies it, whatever name the file has now.
+    For ``fsck``: a header written by us always satisfies it, whatever name the file has now. Of one that is encrypted
+    it does not show.
     """
+    if Encoding.ENCRYPTED in header.encoding:
+        return True
     if header.kind is Kind.TOKENS:
         return chunk_address(header.namespace, header.parent, header.identity) == header.address
     return hashed_block_address(header.namespace, header.identity) == header.address

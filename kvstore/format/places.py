@@ -25,12 +25,14 @@ PLANS = Name("plans")
 PINS = Name("pins")
 GENERATIONS = Name("generations")
 RESERVE = Name("reserve")
+LINEAGE = Name("lineage")
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8
 SWEEP_ID_BYTES = 16
 RUN_ID_BYTES = 8
 PIN_ID_BYTES = 16
+SESSION_BYTES = 16
 NUMBER_DIGITS_MAX = 18
 OWNER_CHARACTERS_MAX = 128
 """Of a folder's name; a longer owner's is a digest, since no file system has room for what etcd allows."""
@@ -139,6 +141,17 @@ def parse_generation(file_name: str) -> int | None:
     if not (file_name.isascii() and file_name.isdecimal()) or file_name.startswith("0"):
         return None
     return int(file_name) if len(file_name) <= NUMBER_DIGITS_MAX else None
+
+
+def writer(session: bytes) -> Name:
+    """The record of who a session was, written before its first chunk."""
+    return Name(f"{LINEAGE}/{session.hex()}.json")
+
+
+def parse_writer(file_name: str) -> bytes | None:
+    """The session from the last part of a writer's record's name; None for anything else."""
+    stem, dot, suffix = file_name.partition(".")
+    return _parse_id(stem, SESSION_BYTES) if dot and suffix == "json" else None
 
 
 def namespace_claim(key: bytes) -> Name:

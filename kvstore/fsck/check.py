@@ -13,6 +13,7 @@ from functools import partial
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import Kind as HeaderKind
+from kvstore.format.lineage import LineageId, written
 from kvstore.format.places import Name
 from kvstore.fsck.reach import Reach
 from kvstore.fsck.records import Records
@@ -23,12 +24,17 @@ from kvstore.recency import NS_PER_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
+from kvstore.root.lineages import read_writer
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; what it stages is younger than this."""
 REACH_MAX = 10_000_000
+WRITER_AGE_S = 30 * 86_400.0
+"""After this, no memory or local disk has chunks any more that a dead session wrote, and that the root has lost."""
+LINEAGES_MAX = 1_000_000
+"""Told apart. Chunks from before there was lineage have one each; beyond this many no record is taken for old."""
 
 _GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS})
 """Garbage collection's own, which it checks itself."""
@@ -71,6 +77,7 @@ def fsck(
     walk.chunks()
     walk.staging(live_sessions, staging_age_s, clock.now_s())
     walk.quarantine()
+    walk.lineage(live_sessions, clock.now_s())
     walk.reach()
     walk.report.read_bytes = inspector.read_bytes
     return walk.report
@@ -102,12 +109,15 @@ class _Walk:
         self._reach = Reach(reach_max)
         self._records = Records(root)
         self._undescribed: set[NamespaceId] = set()
+        self._lineages: set[LineageId] = set()
         self._files_count = 0
         self._shards_done = 0
 
     def top(self) -> None:
         """What lies in the root itself. The only folder that must be readable."""
-        ours = {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, *_GC_FOLDERS}
+        ours = {
+            places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE, *_GC_FOLDERS,
+        }  # fmt: skip
         for entry in list(self._root.list(TOP)):
             name = Name(entry.name)
             if entry.name in (places.FORMAT, places.RESERVE) or entry.name in FILE_SYSTEMS_OWN:
@@ -194,6 +204,24 @@ class _Walk:
                 self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._tell()
 
+    def lineage(self, live: Set[bytes] | None, now_s: float) -> None:
+        """Every record of a writer must be readable; one that no chunk names any more goes in time, with repair."""
+        for entry in self._entries(places.LINEAGE):
+            name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
+            if entry.stat is None or session is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            try:
+                writer = read_writer(self._root, name)
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+                continue
+            is_old = now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
+            if writer is None:
+                self._add(Kind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
+            elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
+                self._add(Kind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name))
+
     def reach(self) -> None:
         """Chunks whose parent is not there."""
         lost = self._reach.unreachable()
@@ -227,6 +255,9 @@ class _Walk:
             return
         self.report.chunks_count += 1
         self.report.chunks_bytes += header.file_bytes
+        said = written(header.incarnation)
+        if said is not None and len(self._lineages) < LINEAGES_MAX:
+            self._lineages.add(said.lineage)
         self._reach.add(name, header.address, header.parent if header.kind is HeaderKind.TOKENS else None)
         if parsed[1] not in self._records.ids and parsed[1] not in self._undescribed:
             self._undescribed.add(parsed[1])

@@ -36,11 +36,13 @@ class Kind(enum.Enum):
     """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
     UNREADABLE = "unreadable"
     """The root did not let us look: an I/O error, or no permission."""
+    OLD_WRITER = "old_writer"
+    """The record of a session that ended long ago, and of which the root has no chunk any more."""
     LEFTOVER = "leftover"
     """The scratch folder of a ``check-root`` that was killed."""
 
 
-INFORMATION = frozenset({Kind.UNREACHABLE, Kind.YOUNG_STAGING, Kind.NO_RECORD})
+INFORMATION = frozenset({Kind.UNREACHABLE, Kind.YOUNG_STAGING, Kind.NO_RECORD, Kind.OLD_WRITER})
 """Findings of a sound root; they do not make a check fail."""
 
 
@@ -57,6 +59,10 @@ class Action(enum.Enum):
     """Gone, or sound, when repairing looked again: another node was faster."""
     FAILED = "failed"
     """The root did not let us; the detail says why."""
+
+
+REPAIRED = frozenset({Action.QUARANTINED, Action.RESTORED, Action.REMOVED})
+"""Actions after which a problem is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class Report:
     counts: Counter[Kind] = field(default_factory=Counter)
     actions: Counter[Action] = field(default_factory=Counter)
     problems_count: int = 0
+    repaired_count: int = 0
     chunks_count: int = 0
     chunks_bytes: int = 0
     read_bytes: int = 0
@@ -109,8 +116,7 @@ class Report:
     @property
     def unrepaired_count(self) -> int:
         """Problems that are still there."""
-        done = (Action.QUARANTINED, Action.RESTORED, Action.REMOVED)
-        return self.problems_count - sum(self.actions[action] for action in done)
+        return self.problems_count - self.repaired_count
 
     @property
     def is_truncated(self) -> bool:
@@ -121,6 +127,7 @@ class Report:
         """Counts a finding, and keeps it while there is room."""
         self.counts[finding.kind] += 1
         self.problems_count += finding.is_problem
+        self.repaired_count += finding.is_problem and finding.action in REPAIRED
         if finding.action is not None:
             self.actions[finding.action] += 1
         if len(self.findings) < self.findings_max:

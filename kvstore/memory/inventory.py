@@ -229,8 +229,12 @@ class Inventory:
 
     def of_namespace(self, namespace: NamespaceDigest) -> list[Entry]:
         """The entries of a namespace, claimed ones too, the latest first. Looks at every entry there is."""
+        return [entry for entry in self.entries() if entry.namespace == namespace]
+
+    def entries(self) -> list[Entry]:
+        """All entries, claimed ones too, the latest first."""
         # So most children come before their parents: a run is shortened then, where else it would be split.
-        return [entry for entry in self._tree if entry.namespace == namespace][::-1]
+        return [*self._tree][::-1]
 
     def changes(self) -> set[int]:
         """Shards (0 to 63) in which entries became ready or went since this was last asked."""

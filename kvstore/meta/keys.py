@@ -15,6 +15,8 @@
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
+    /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
 that one watch orders all they must know of garbage collection (rule V1).
@@ -169,6 +171,23 @@ class Keys:
     def peer_cleared(self, digest: NamespaceDigest) -> str:
         """The mark that a namespace was cleared."""
         return f"{self.peers}cleared/{digest.hex()}"
+
+    @property
+    def clears(self) -> str:
+        """Prefix of all orders to clear by selection."""
+        return f"{self.prefix}clears/"
+
+    def clear_order(self, order: bytes) -> str:
+        """One order to clear."""
+        return f"{self.clears}{order.hex()}"
+
+    def clear_answers(self, order: bytes) -> str:
+        """Prefix of the answers of nodes to one order."""
+        return f"{self.prefix}cleared/{order.hex()}/"
+
+    def clear_answer(self, order: bytes, session: SessionId) -> str:
+        """One node's answer."""
+        return f"{self.clear_answers(order)}{session.hex()}"
 
     def parse_ref(self, key: str) -> tuple[str, PinId] | None:
         """Owner and pin of a ref's key; None for a key that is no ref."""

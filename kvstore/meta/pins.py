@@ -159,7 +159,8 @@ class Pins:
         self._ids = ids or RandomIds()
         self._clock = clock or SystemClock()
         self._twins = twins
-        self._quota = quota or PinQuota()
+        self.quota = quota or PinQuota()
+        """May change at any time: live pins stay."""
 
     def pin(
         self,
@@ -237,8 +238,8 @@ class Pins:
 
     def _check_quota(self, owner: str, deadline: Deadline) -> None:
         for whose, prefix, most in (
-            (f"owner {owner!r}", self._keys.refs_of(owner), self._quota.per_owner_max),
-            ("this store", self._keys.refs, self._quota.pins_max),
+            (f"owner {owner!r}", self._keys.refs_of(owner), self.quota.per_owner_max),
+            ("this store", self._keys.refs, self.quota.pins_max),
         ):
             count = self._meta.count(prefix, deadline.left_s(0.5))
             if count >= most:

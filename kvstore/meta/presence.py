@@ -57,6 +57,8 @@ class Presence:
         self._hooks: list[_Hook] = []
         self._told: list[_Hook] = []
         self._session: Session | None = None
+        self._heard_s = self._clock.monotonic_s()
+        """When the store last acknowledged something of the sessions before this one."""
         self._ready = False
         self._why_none: Exception | None = None
         self._closed = False
@@ -92,6 +94,23 @@ class Presence:
             if self._ready and self._session is not None and self._session.alive:
                 return self._session
             raise self._none()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the store last acknowledged a keepalive, or the opening of a session; since the start at most.
+
+        It grows while the store does not answer, and while this node may not have a session.
+        """
+        with self._changed:
+            session, heard_s = self._session, self._heard_s
+        return session.silent_s if session is not None else max(0.0, self._clock.monotonic_s() - heard_s)
+
+    @property
+    def margin_s(self) -> float:
+        """Seconds until the session ends unless a keepalive is acknowledged; 0 while there is none."""
+        with self._changed:
+            session = self._session if self._ready else None
+        return max(0.0, self._ttl_s - session.silent_s) if session is not None and session.alive else 0.0
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the session (without ``on_lost``) and the thread. Idempotent."""
@@ -151,6 +170,7 @@ class Presence:
 
     def _leave(self, session: Session) -> None:
         with self._changed:
+            self._heard_s = self._clock.monotonic_s() - session.silent_s
             self._session, self._ready = None, False
             told, self._told = self._told, []
         if not self._closed:

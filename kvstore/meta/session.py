@@ -139,6 +139,12 @@ class Session:
                 self._ended.set()  # wakes the thread, which tells on_lost
             return self._lost is None
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last acknowledged keepalive was sent: at ``ttl_s`` the session is over."""
+        with self._lock:
+            return max(0.0, self._clock.monotonic_s() - self._acknowledged_s)
+
     def check(self) -> None:
         """Raises SessionLost, with the reason, unless the session is alive."""
         if not self.alive:

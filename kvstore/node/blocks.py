@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.address import block_addresses
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
-from kvstore.format.header import expected_block
+from kvstore.format.header import Incarnation, expected_block, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
@@ -88,18 +88,19 @@ class Blocks:
         """Writes blocks from memory to the root; returns how many leading ones are there, or in memory no more."""
         assert self._tiers is not None
         memory, stop = self._tiers.memory, slots.first + len(slots.entries)
-        payloads = {
-            index: payload_of(keyed, index, slots.images(index, index + 1)[0])
+        images = {
+            index: slots.images(index, index + 1)[0]
             for index in range(slots.first, stop)
             if memory.still_right(slots, index)
         }
+        payloads = {index: payload_of(keyed, index, image) for index, image in images.items()}
         if not payloads:
             return stop
         keys = [keyed.keys[index] for index in payloads]
         indexes = [*payloads]
         stored = self._put_on_root(
             keyed.namespace, keys, [*payloads.values()], deadline, durable, hints,
-            lambda at: memory.still_right(slots, indexes[at]),
+            lambda at: memory.still_right(slots, indexes[at]), [incarnation_at(image) for image in images.values()],
         )  # fmt: skip
         left = (index for index, done in zip(payloads, stored, strict=True) if not done)
         return next(left, stop)
@@ -141,7 +142,9 @@ class Blocks:
         durable: bool,
         hints: Hints,
         still_right: StillRight = always,
+        origins: Sequence[Incarnation] = (),
     ) -> list[bool]:
+        """``origins``: of the images that the blocks are from, if they are; as for ``Chunks.stage``."""
         stored = [False] * len(keys)
         given_up = threading.Event()
         lacking: set[int] = set()
@@ -160,7 +163,8 @@ class Blocks:
             found = self._chunks.look(expected)
             if found is not None:
                 return found_there(index, found)
-            return publish(index, self._chunks.stage(expected, [buffers[index]], durable, hints))
+            origin = origins[index] if origins else None
+            return publish(index, self._chunks.stage(expected, [buffers[index]], durable, hints, origin))
 
         def publish(index: int, staged: Staged) -> bool:
             if given_up.is_set():
@@ -180,6 +184,8 @@ class Blocks:
 
         addresses = block_addresses(namespace, keys)
         run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers) if self._chunks.runs.stages else None
+        if run is not None:
+            run.origins = dict(enumerate(origins))
 
         def work_on_group(number: int) -> bool:
             assert run is not None
@@ -314,5 +320,3 @@ class Blocks:
         hits = tuple(address for address, hit in zip(addresses, done, strict=True) if hit)
         self._refresher.used(namespace.id, hits, chained=False)
         return [bool(each) for each in done]
-
-

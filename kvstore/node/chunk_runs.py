@@ -15,19 +15,21 @@ from kvstore import recency
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
 from kvstore.format import places
+from kvstore.format.header import Incarnation
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
+from kvstore.node.encoded import Encodings
 from kvstore.node.images import Images
+from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.runs import Run, block_run, chain_run
 from kvstore.planes import Planes
 from kvstore.recency import is_fresh, stamp_ns
 from kvstore.root.interface import Root, Stat, local_files
-from kvstore.sources import Ids
 
 
 class ChunkRuns:
@@ -41,16 +43,18 @@ class ChunkRuns:
         known: Known,
         counters: Counters,
         quantum: Callable[[], int],
-        ids: Ids,
+        incarnations: Incarnations,
         numbers: Iterator[int],
+        encodings: Encodings,
     ) -> None:
+        self._encodings = encodings
         self._files = local_files(root) if is_available() else None
         self._shard_bits = shard_bits
         self._session = session
         self._known = known
         self._counters = counters
         self._quantum = quantum
-        self._ids = ids
+        self._incarnations = incarnations
         self._numbers = numbers
 
     def of(self, chain: Chain, first: int, count: int, into: object = None, *, fills: bool = False) -> Run | None:
@@ -58,7 +62,7 @@ class ChunkRuns:
 
         ``into`` has their sections, and is written to if it ``fills``; a run without one is only for mapping.
         """
-        if self._files is None or count < 1:
+        if self._files is None or count < 1 or self._encodings.encrypts(chain.namespace.tenant):
             return None
         if into is None:
             return chain_run(self._files, self._shard_bits, chain, first, count, None)
@@ -90,6 +94,8 @@ class ChunkRuns:
         """The same of engine-hashed blocks, each with its buffer."""
         if self._files is None or not keys or not all(map(len, buffers)):
             return None
+        if self._encodings.encrypts(namespace.tenant):
+            return None
         if fills and any(buffer.readonly for buffer in buffers):
             return None
         return block_run(self._files, self._shard_bits, namespace, keys, addresses, buffers)
@@ -99,22 +105,25 @@ class ChunkRuns:
     ) -> npt.NDArray[np.bool_]:
         """Reads and verifies part of a run; True for what is right in its sections. The rest is ``Chunks.read``'s."""
         epoch = self._known.epoch
-        done = run.read(start, stop, borrowed)
-        self._note(run, start, stop, done, addresses, epoch)
+        with self._counters.timed("root", "read") as timed:
+            done = run.read(start, stop, borrowed)
+            timed.size_bytes = self._note(run, start, stop, done, addresses, epoch)
         return done
 
     def _note(
         self, run: Run, start: int, stop: int, done: npt.NDArray[np.bool_], addresses: Sequence[Address], epoch: int
-    ) -> None:
-        """Notes the chunks of part of a run that were read."""
+    ) -> int:
+        """Notes the chunks of part of a run that were read; the bytes that they have."""
         where = np.flatnonzero(done)
         if not where.size:
-            return
+            return 0
         quantum, items = self._quantum(), run.items[start - run.first : stop - run.first][where]
         renewed = items["mtime_ns"] >= quantum * recency.NS_PER_S
         read = [addresses[start + place] for place in where.tolist()]
         self._known.add_all(read, quantum, renewed=renewed, epoch=epoch)
-        self._counters.add_read(int((items["section_count"] * items["section_bytes"]).sum()), where.size)
+        size_bytes = int((items["section_count"] * items["section_bytes"]).sum())
+        self._counters.add_read(size_bytes, where.size)
+        return size_bytes
 
     def stage(
         self, run: Run, start: int, stop: int, addresses: Sequence[Address], depths: bool, durable: bool, hints: Hints
@@ -142,20 +151,28 @@ class ChunkRuns:
             self._known.forget(addresses[start + place])
             item = items[place]
             item["number"] = number
-            item["incarnation"] = self._ids.fresh()
+            item["incarnation"] = self._incarnation(run, start + place)
             item["mtime_ns"] = stamp_ns(quantum, start + place if depths else 0, hints)
-        run.stage(start, stop, session, durable)
-        for place in missing:
-            if items["status"][place] == native.DONE:
-                outcome[place] = names[place]
+        self._incarnations.record()
+        with self._counters.timed("root", "write") as timed:
+            run.stage(start, stop, session, durable)
+            for place in missing:
+                if items["status"][place] == native.DONE:
+                    outcome[place] = names[place]
+                    timed.size_bytes += int(items["section_count"][place] * items["section_bytes"][place])
         return outcome
+
+    def _incarnation(self, run: Run, index: int) -> Incarnation:
+        """Of what comes from images: what was written there, by whomever, is only published now."""
+        return self._incarnations.renewed(run.origins[index]) if run.origins else self._incarnations.fresh()
 
     def map(
         self, run: Run, start: int, stop: int, addresses: Sequence[Address]
     ) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
         """Verified payloads of part of a run, mapped read-only. The rest is ``Chunks.map``'s."""
         epoch = self._known.epoch
-        mapped = run.map(start, stop)
-        done = np.array([payload is not None for payload in mapped], np.bool_)
-        self._note(run, start, stop, done, addresses, epoch)
+        with self._counters.timed("root", "read") as timed:
+            mapped = run.map(start, stop)
+            done = np.array([payload is not None for payload in mapped], np.bool_)
+            timed.size_bytes = self._note(run, start, stop, done, addresses, epoch)
         return done, mapped

@@ -14,27 +14,29 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.checksum import checksum
+from kvstore.format.encoded import decode_any
 from kvstore.format.header import (
+    PAGE_BYTES,
     Damage,
     Damaged,
     Expected,
     Header,
     Incarnation,
     Kind,
-    decode,
     decode_as,
-    encode,
-    matches,
 )
 from kvstore.format.places import Name
 from kvstore.hints import Hints
-from kvstore.namespace import NamespaceId
+from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.counters import Counters
+from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
+from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
-from kvstore.sources import Clock, Ids
+from kvstore.root.posix import PosixReader
+from kvstore.sources import Clock
 
 VERIFY_BYTES = 4 << 20
 """Read and verify in runs of about this size: few system calls, and a checksum finds its bytes in the cache still."""
@@ -60,8 +62,9 @@ class Chunks:
         counters: Counters,
         quantum_s: int,
         clock: Clock,
-        ids: Ids,
+        incarnations: Incarnations,
         numbers: Iterator[int],
+        encodings: Encodings,
     ) -> None:
         self.root = root
         self.known = known
@@ -70,9 +73,12 @@ class Chunks:
         self._counters = counters
         self.quantum_s = quantum_s
         self._clock = clock
-        self._ids = ids
+        self._incarnations = incarnations
         self._numbers = numbers
-        self.runs = ChunkRuns(root, shard_bits, session, known, counters, self.quantum, ids, numbers)
+        self._encodings = encodings
+        self.runs = ChunkRuns(
+            root, shard_bits, session, known, counters, self.quantum, incarnations, numbers, encodings
+        )
 
     def quantum(self) -> int:
         """Start of the current recency quantum."""
@@ -93,8 +99,7 @@ class Chunks:
         if stat is None:
             self.known.forget(expected.address)
             return None
-        if stat.size_bytes != expected.file_bytes:
-            self._wrong_size(expected)
+        if stat.size_bytes != expected.file_bytes and not self._is_encoded(expected):
             return None
         self._seen(expected, stat, epoch)
         return stat
@@ -112,7 +117,8 @@ class Chunks:
         reader = self._open(expected)
         if reader is None:
             return False
-        with reader:
+        with reader, self._counters.timed("root", "read") as timed:
+            timed.size_bytes = expected.payload_bytes
             try:
                 _read_verified(reader, expected, sections, borrowed)
             except Damaged as damaged:
@@ -142,14 +148,33 @@ class Chunks:
             raise
         return reader, header
 
+    def is_private(self, namespace: Namespace) -> bool:
+        """Whether no file of a namespace is given to anybody, because what its tenant writes is encrypted."""
+        return self._encodings.encrypts(namespace.tenant)
+
+    def open_file(self, expected: Expected) -> PosixReader | None:
+        """The same for whoever reads the file elsewhere; None also where it is not to be read by others: an encoded
+        one, any of a tenant whose chunks are encrypted, and what is no file."""
+        if self._encodings.encrypts(expected.tenant):
+            return None
+        opened = self.open(expected)
+        if opened is None:
+            return None
+        if isinstance(opened[0], PosixReader):
+            return opened[0]
+        opened[0].close()
+        return None
+
     def read_range(
         self, reader: Reader, header: Header, expected: Expected, first: int, sections: Pieces, borrowed: Borrowed
     ) -> bool:
         """Reads and verifies sections ``first`` and following of an open chunk; False is a miss."""
         offset = header.header_bytes + first * header.section_bytes
         try:
-            _fill(reader, sections, offset, borrowed)
-            _verify(sections, header.checksums[first : first + len(sections)])
+            with self._counters.timed("root", "read") as timed:
+                timed.size_bytes = len(sections) * header.section_bytes
+                _fill(reader, sections, offset, borrowed)
+                _verify(sections, header.checksums[first : first + len(sections)])
         except Damaged as damaged:
             borrowed.check()
             self.set_aside(expected, damaged.damage)
@@ -163,14 +188,19 @@ class Chunks:
         reader = self._open(expected)
         if reader is None:
             return None
-        with reader:
+        with reader, self._counters.timed("root", "read") as timed:
+            timed.size_bytes = expected.payload_bytes
             try:
-                # Read, not touched through the mapping: a page that cannot be read there holds the GIL, or kills us.
-                _verify_whole(reader, expected)
+                if isinstance(reader, DecodedReader) or self._encodings.encrypts(expected.tenant):
+                    mapped: memoryview | None = _copied(reader, expected)
+                else:
+                    # Read, not touched through the mapping: a page that cannot be read there holds the GIL, or kills
+                    # us.
+                    _verify_whole(reader, expected)
+                    mapped = reader.map()
             except Damaged as damaged:
                 self.set_aside(expected, damaged.damage)
                 return None
-            mapped = reader.map()
             if mapped is None:
                 self._counters.add("miss_absent")
                 return None
@@ -178,13 +208,24 @@ class Chunks:
         self._counters.add_read(expected.payload_bytes)
         return mapped[expected.header_bytes :]
 
-    def stage(self, expected: Expected, sections: Pieces, durable: bool, hints: Hints) -> Staged:
-        """Writes a chunk under a staging name of its own."""
-        header = encode(expected, Incarnation(self._ids.fresh()), list(map(checksum, sections)))
+    def stage(
+        self,
+        expected: Expected,
+        sections: Pieces,
+        durable: bool,
+        hints: Hints,
+        origin: Incarnation | None = None,
+    ) -> Staged:
+        """Writes a chunk under a staging name of its own; ``origin`` is that of the image it is from, if it is."""
+        incarnation = self._incarnations.fresh() if origin is None else self._incarnations.renewed(origin)
+        self._incarnations.record()
+        pieces = self._encodings.pieces(expected, incarnation, sections)
         name = places.staged(self._session(), next(self._numbers))
         stamp = stamp_ns(self.quantum(), expected.depth, hints)
         try:
-            self.root.stage(name, [memoryview(header), *sections], stamp_ns=stamp, durable=durable)
+            with self._counters.timed("root", "write") as timed:
+                timed.size_bytes = expected.payload_bytes
+                self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
         except KVStoreError:
             self._discard(name)  # a full disk must not stay full of our torn files
             raise
@@ -231,14 +272,17 @@ class Chunks:
             self._counters.add("quarantine_failed")
 
     def _is_intact(self, name: Name, expected: Expected) -> bool:
-        reader = self.root.open(name)
-        if reader is None:
+        found = self.root.open(name)
+        if found is None:
             return False
-        with reader:
-            if reader.stat.size_bytes != expected.file_bytes:
-                return False
+        with found:
             try:
+                reader = self._plain(found, expected)
+                if reader is None:
+                    return False
                 _verify_whole(reader, expected)
+            except NotDecodable:
+                return True  # nothing says that it is damaged: with its key it may be as good as ever
             except Damaged:
                 return False
         return True
@@ -250,32 +294,79 @@ class Chunks:
             self.known.forget(expected.address)
             self._counters.add("miss_absent")
             return None
-        if reader.stat.size_bytes != expected.file_bytes:
+        try:
+            plain = self._plain(reader, expected)
+        except NotDecodable as reason:
+            reader.close()
+            self._not_decodable(expected, reason)
+            return None
+        except Damaged as damaged:
+            reader.close()
+            self._wrong_size(expected, damaged.damage)
+            return None
+        except BaseException:
+            reader.close()
+            raise
+        if plain is None:
             reader.close()
             self._wrong_size(expected)
-            return None
-        return reader
+        return plain
 
-    def _wrong_size(self, expected: Expected) -> None:
+    def _plain(self, reader: Reader, expected: Expected) -> Reader | None:
+        """A file as one of version 1; None where it is of neither version, or of another size.
+
+        Raises Damaged and NotDecodable where it is encoded.
+        """
+        if reader.stat.size_bytes == expected.file_bytes:
+            return reader  # of version 1: an encoded one never has that size
+        return self._encodings.reader(reader, expected)
+
+    def _is_encoded(self, expected: Expected) -> bool:
+        """Whether the file, which has not the size of version 1, is an encoded one that this node can read; another is
+        set aside."""
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            self.known.forget(expected.address)
+            return False
+        with reader:
+            try:
+                if self._encodings.is_whole(reader, expected):
+                    return True
+                damage = Damage.SIZE
+            except NotDecodable as reason:
+                self._not_decodable(expected, reason)
+                return False
+            except Damaged as damaged:
+                damage = damaged.damage
+        self._wrong_size(expected, damage)
+        return False
+
+    def _not_decodable(self, expected: Expected, reason: NotDecodable) -> None:
+        """A miss of this node alone: another has the key."""
+        self.known.forget(expected.address)
+        self._counters.add(reason.counter)
+
+    def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
         """A file of another size than asked for is damaged, unless the engine asked for a block with another size."""
         if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
             self._counters.add("miss_other_size")
             return
-        self.set_aside(expected, Damage.SIZE)
+        self.set_aside(expected, damage)
 
     def _is_block_of_other_size(self, expected: Expected) -> bool:
         reader = self.root.open(self._name_of(expected))
         if reader is None:
             return False
         with reader:
-            raw = bytearray(expected.header_bytes)
+            raw = bytearray(min(expected.header_bytes + PAGE_BYTES, reader.stat.size_bytes))
             if reader.read([memoryview(raw)], 0, Borrowed()) != len(raw):
                 return False
             try:
-                header = decode(raw)
+                header = decode_any(raw)
             except Damaged:
                 return False
-            return header.file_bytes == reader.stat.size_bytes and matches(header, expected)
+            same = (header.address, header.namespace) == (expected.address, expected.namespace)
+            return same and header.kind is Kind.BLOCK and header.file_bytes == reader.stat.size_bytes
 
     def _seen(self, expected: Expected, stat: Stat, epoch: int) -> None:
         quantum = self.quantum()
@@ -317,6 +408,14 @@ def _verify_whole(reader: Reader, expected: Expected) -> None:
         part = _split(scratch[: count * expected.section_bytes], expected.section_bytes)
         offset += _fill(reader, part, offset, Borrowed())
         _verify(part, header.checksums[start : start + count])
+
+
+def _copied(reader: Reader, expected: Expected) -> memoryview:
+    """The whole file in memory of its own, verified. Raises Damaged."""
+    image = memoryview(bytearray(expected.file_bytes))
+    sections = _split(image[expected.header_bytes :], expected.section_bytes)
+    _read_verified(reader, expected, sections, Borrowed())
+    return image.toreadonly()
 
 
 def _read_header(reader: Reader, expected: Expected) -> Header:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.node.timings import Operation, TierName, TierTimings, Timed
+
 COUNTERS = {
     "requests_match": "match calls",
     "requests_get": "reads of a hold or prompt",
@@ -19,12 +21,19 @@ COUNTERS = {
     "miss_absent": "chunks that were not there when read",
     "miss_damaged": "chunks that failed verification (each is set aside)",
     "miss_other_size": "engine-hashed blocks asked for with another size than they have",
+    "miss_key": "chunks encrypted with a key that this node does not have",
+    "miss_encoding": "compressed chunks on a node without zstandard",
     "miss_unreadable": "chunks that could not be read (I/O error, no permission)",
     "miss_deadline": "requests cut short by their deadline",
     "miss_shed": "requests refused because a queue was full or the root hung",
     "quarantined": "damaged files set aside",
     "quarantine_failed": "damaged files that could not be set aside",
     "quarantine_restored": "files set aside by mistake in a race, and put back",
+    "keys_reloaded": "times that a changed key file was taken over",
+    "keys_refused": "times that a changed key file was refused, and the keys from before kept",
+    "bytes_encrypted": "payload bytes encrypted, on their way to the root or the local disk",
+    "chunks_recoded": "chunks on the root rewritten compressed, decompressed or with another key",
+    "recoded_saved_bytes": "bytes by which these became smaller",
     "refreshed": "chunks whose recency was renewed, or hints raised",
     "refresh_dropped": "renewals dropped because the queue was full or the root refused",
     "put_failed": "puts that ended with an error",
@@ -68,10 +77,14 @@ GAUGES = {
     "holds": "holds that have not ended",
     "lane_queue": "reads and writes of the root that wait for a thread",
     "root_hangs": "1 while the root does not answer",
+    "keys_known": "keys of tenants that this node has, old ones included",
     "native_path": "1 where the C library is in use",
     "session_alive": "1 while the session in etcd lives",
     "protected": "1 while collectors respect what is held here",
     "etcd_operations": "calls to etcd",
+    "etcd_silent_seconds": "since etcd last acknowledged a keepalive or a new session of this node",
+    "lease_margin_seconds": "until the session ends unless etcd acknowledges a keepalive; 0 without one",
+    "root_full": "1 while a collector says that the root is full, and puts are refused",
     "memory_size_bytes": "shared memory for hot chunks, all of it",
     "memory_chunks": "chunks in memory",
     "memory_held_bytes": "bytes of memory that chunks take, headers included",
@@ -81,6 +94,7 @@ GAUGES = {
     "memory_leased_bytes": "bytes in memory that clients of this host map and may read",
     "leases": "runs of chunks in memory that clients of this host may read",
     "behind_bytes": "bytes acknowledged that wait to be written to the root",
+    "behind_bytes_max": "bytes that may wait so; puts that find no room are written through or shed",
     "disk_entries": "chunks on the local disk",
     "disk_held_bytes": "bytes that files on the local disk take",
     "disk_bytes_max": "bytes that files on the local disk may take",
@@ -98,6 +112,12 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(COUNTERS, 0)
+        self.tiers = TierTimings()
+        """How long the tiers take."""
+
+    def timed(self, tier: TierName, operation: Operation) -> Timed:
+        """Around one step of a tier."""
+        return self.tiers.timed(tier, operation)
 
     def add(self, name: str, count: int = 1) -> None:
         """Adds to one counter."""

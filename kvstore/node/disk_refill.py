@@ -15,11 +15,12 @@ import numpy as np
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.header import Header
+from kvstore.format.header import Damaged, Header
 from kvstore.format.places import Name
 from kvstore.namespace import NamespaceId
 from kvstore.node.disk_folder import SHARD_BITS
 from kvstore.node.disk_shelf import DiskShelf, Found
+from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.interface import Root
 
@@ -37,8 +38,14 @@ class Refill:
     """
 
     def __init__(
-        self, root: Root, shelf: DiskShelf, failed: Callable[[KVStoreError], None], ended: Callable[[], None]
+        self,
+        root: Root,
+        shelf: DiskShelf,
+        encodings: Encodings,
+        failed: Callable[[KVStoreError], None],
+        ended: Callable[[], None],
     ) -> None:
+        self._encodings = encodings
         self._root = root
         self._shelf = shelf
         self._failed = failed
@@ -130,10 +137,24 @@ class Refill:
 
     def _take(self, inspector: Inspector, found: Found) -> None:
         verdict = inspector.look(found.name)
-        if isinstance(verdict, Whole) and _is_of(verdict.header, found) and self._shelf.admit(found, verdict.header):
-            return
+        if isinstance(verdict, Whole) and _is_of(verdict.header, found):
+            header = self._opened(found, verdict.header)
+            if header is not None and self._shelf.admit(found, header):
+                return
         self._root.remove(found.name)
         self._shelf.gone(found)
+
+    def _opened(self, found: Found, header: Header) -> Header | None:
+        """A header whose tokens can be read; None where it is encrypted and its key is not known any more."""
+        reader = self._root.open(found.name) if header.encoding else None
+        if reader is None:
+            return None if header.encoding else header
+        with reader:
+            try:
+                opened = self._encodings.header_of(reader)
+            except (NotDecodable, Damaged):
+                return None
+        return opened and opened[0]
 
 
 def _found(records: bytearray, place: int) -> Found:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
+from kvstore.census.standing import NOTHING, Standing
 from kvstore.format import places
 from kvstore.format.header import Header, Kind
 from kvstore.format.places import Name
@@ -87,6 +88,7 @@ class DiskShelf:
         self._cleared: set[bytes] = set()
         """Until then, namespaces of which nothing is taken in."""
         self._clears_count = 0
+        self._standing = NOTHING
 
     def set_block_bytes(self, block_bytes: int) -> None:
         """The file system's block size; before anything is charged."""
@@ -209,7 +211,7 @@ class DiskShelf:
         tokens = header.identity if header.kind is Kind.TOKENS else b""
         place = Place(header.namespace, header.address, header.parent, tokens)
         with self._lock:
-            if header.namespace in self._cleared:
+            if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
                 return False
             self._room.give(self._room.charge(found.size_bytes))
             used_s = min(float(was.last_use_s), self._clock.now_s())
@@ -246,6 +248,21 @@ class DiskShelf:
                     if entry.is_ready:  # else it is gone by now; or somebody writes it, who takes it away: ``ready``
                         self._inventory.refer(entry)
                         self._leave(entry)
+
+    def forbid(self, standing: Standing) -> None:
+        """What must not come here from now on (rule P6)."""
+        with self._lock:
+            self._standing = standing
+
+    def forbids(self, header: Header) -> bool:
+        """Whether a chunk must not come here."""
+        with self._lock:
+            return self._standing.forbids(header.namespace, header.incarnation)
+
+    def entries(self) -> list[Entry]:
+        """Those that are there at this moment, none of them referenced."""
+        with self._lock:
+            return [entry for entry in self._inventory.entries() if entry.is_ready]
 
     def stats(self) -> dict[str, int | float]:
         """As ``DiskTier.stats``."""

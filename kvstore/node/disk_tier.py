@@ -15,10 +15,12 @@ from contextlib import contextmanager, suppress
 from kvstore import recency
 from kvstore.address import Address
 from kvstore.bounded import within
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, byte_length
+from kvstore.census.selection import ClearOrder
+from kvstore.census.standing import Standing
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
-from kvstore.format.header import Damaged, decode
+from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.inventory import Entry, Place
@@ -30,8 +32,10 @@ from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.disk_gate import Pause, Readers
 from kvstore.node.disk_refill import Refill
 from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, name_of
+from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import moved_on
-from kvstore.node.wanted import Wanted
+from kvstore.node.timings import TierName
+from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.posix import FULL_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
@@ -46,7 +50,7 @@ SWEEP_MAX = 64
 class DiskTier:
     """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until what the folder holds is taken in."""
 
-    name = "disk"
+    name: TierName = "disk"
 
     def __init__(
         self,
@@ -56,9 +60,11 @@ class DiskTier:
         clock: Clock,
         ids: Ids,
         *,
+        encodings: Encodings | None = None,
         make_root: Callable[[str], Root] = PosixRoot,
     ) -> None:
         self._folder = DiskFolder(path, clock, ids, make_root)
+        self._encodings = encodings or Encodings(None, counters, ids)
         self._counters = counters
         self._clock = clock
         self._session = ids.fresh()
@@ -79,7 +85,9 @@ class DiskTier:
         """
         self._root = self._folder.open()
         self._shelf.set_block_bytes(self._folder.block_bytes)
-        self._refill = Refill(self._root, self._shelf, lambda error: self._failed(self._reads, error), self._end_use)
+        self._refill = Refill(
+            self._root, self._shelf, self._encodings, lambda error: self._failed(self._reads, error), self._end_use
+        )
         self._is_open = True
         self._users_count = 1
         self._refill.start()
@@ -90,10 +98,14 @@ class DiskTier:
             return 0
         return self._shelf.leading(wanted.addresses, first)
 
+    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+        """See ``Tier``."""
+        return (self.name,) if self.leading(wanted, index) else ()
+
     def fetch(
         self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
-        """Reads whole files; True for each that had exactly the size of its image. Nothing is verified (rule I1).
+        """Reads whole files; True for each that gave exactly its image. Nothing is verified but encryption (rule I1).
 
         May block on the disk for longer than ``deadline``: called on lanes. Never raises KVStoreError.
         """
@@ -107,7 +119,7 @@ class DiskTier:
                         break
                     moved_on()
                     self._readers.moved_on()
-                    came[at] = self._fetch(wanted.addresses[index], image)
+                    came[at] = self._fetch(wanted, index, image)
             finally:
                 self._readers.leave()
         self._counters.add("disk_hits", sum(came))
@@ -166,6 +178,28 @@ class DiskTier:
                 self._shelf.drop_namespace(NamespaceDigest(digest))
                 within(CLEAR_S, self._sweep_all)
 
+    def forbid(self, standing: Standing) -> None:
+        """What must not come here from now on (rule P6); what is there already is looked at when it is read."""
+        self._shelf.forbid(standing)
+
+    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
+        """Removes all chunks that orders name, which takes a look at each file of their namespaces.
+
+        In the calling thread, as long as that takes. Never raises KVStoreError: what the disk refuses to show stays,
+        and is looked at when it is read.
+        """
+        for entry in self._shelf.entries():
+            if not any(order.means(entry.namespace) for order in orders):
+                continue
+            with self._inside() as is_open:
+                held = self._shelf.refer(entry.address) if is_open else None
+                if held is None:
+                    continue
+                if self._is_ordered(held, orders):
+                    self._remove(held)
+                else:
+                    self._shelf.unrefer(held, used=False)
+
     def stats(self) -> dict[str, int | float]:
         """disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, 1 until all
         that the folder held is taken in."""
@@ -203,14 +237,16 @@ class DiskTier:
                 self._folder.unlock()
                 self._changed.notify_all()
 
-    def _fetch(self, address: Address, image: memoryview) -> bool:
-        entry = self._shelf.refer(address)
+    def _fetch(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+        entry = self._shelf.refer(wanted.addresses[index])
         if entry is None:
             return False
-        whole, stays = False, entry.size_bytes != len(image)
+        # Of another size it is a block that was put with that size, or encrypted.
+        whole, stays = False, entry.size_bytes != len(image) and not self._encodings.has_keys
         try:
             if not stays:
-                whole = stays = self._read(name_of(entry), image)
+                found = self._read(entry, expected_of(wanted, index), image)
+                whole, stays = found is True, found is not False
                 self._reads.succeeded()
         except Overloaded as error:
             self._failed(self._reads, error)
@@ -223,15 +259,34 @@ class DiskTier:
             self._remove(entry)
         return whole
 
-    def _read(self, name: Name, image: memoryview) -> bool:
-        """Whether the file is there, and has exactly the size of the image, which it fills then."""
+    def _is_ordered(self, entry: Entry, orders: Sequence[ClearOrder]) -> bool:
+        try:
+            seen = self._root.look(name_of(entry), FIXED_BYTES)
+        except KVStoreError as error:
+            self._failed(self._reads, error)
+            return False
+        found = incarnation_at(b"" if seen is None else seen.prefix)
+        return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
+
+    def _read(self, entry: Entry, expected: Expected, image: memoryview) -> bool | None:
+        """Whether the file is there and gives exactly the image, which it fills then; None where nothing is wrong with
+        it but that it is another size's, or not to be decrypted here."""
+        name = name_of(entry)
         reader = self._root.open(name)
         if reader is None:
             return False
         with reader:
-            mtime_ns, size_bytes = reader.stat.mtime_ns, reader.stat.size_bytes
-            if size_bytes != len(image) or reader.read([image], 0, Borrowed()) != size_bytes:
-                return False
+            mtime_ns = reader.stat.mtime_ns
+            try:
+                plain = reader if reader.stat.size_bytes == len(image) else self._encodings.reader(reader, expected)
+                if plain is None:
+                    return None if entry.size_bytes != len(image) else False
+                if plain.read([image], 0, Borrowed()) != len(image):
+                    return False
+            except NotDecodable:
+                return None
+            except Damaged as damaged:
+                return None if expected.kind is Kind.BLOCK and damaged.damage is Damage.GEOMETRY else False
         stamp_ns = recency.renewed_ns(mtime_ns, self._quantum(), QUANTUM_S, recency.decode(mtime_ns, QUANTUM_S).depth)
         if stamp_ns is not None:
             with suppress(KVStoreError):  # what was read is right, whatever becomes of its time
@@ -243,23 +298,30 @@ class DiskTier:
             header = decode(image)
         except Damaged:
             return False
+        if self._shelf.forbids(header):
+            return False
         if header.address != place.address or header.file_bytes != len(image):
             return False  # of memory that went wrong: it would be removed at the next start
-        name = name_of(place)
+        pieces = self._encodings.pieces_of_image(header, image)
+        if pieces is None:
+            return False
+        name, size_bytes = name_of(place), byte_length(pieces)
         # A file without an entry has not been taken in yet, or is about to be removed.
         if self._shelf.has(place.address) or self._root.stat(name) is not None:
             return False
-        if not self._shelf.make_room(place, len(image)):
+        if not self._shelf.make_room(place, size_bytes):
             return False
         self._sweep()
-        claimed = self._shelf.claim(place, len(image), hints)
+        claimed = self._shelf.claim(place, size_bytes, hints)
         if claimed is None:
             return False
         staged = places.staged(self._session, next(self._numbers))
         stamp_ns = recency.stamp_ns(self._quantum(), header.depth, hints)
         try:
-            self._root.stage(staged, [image], stamp_ns=stamp_ns, durable=False)
-            won = self._root.publish(staged, name, durable=False)
+            with self._counters.timed("disk", "write") as timed:
+                timed.size_bytes = size_bytes
+                self._root.stage(staged, pieces, stamp_ns=stamp_ns, durable=False)
+                won = self._root.publish(staged, name, durable=False)
         except BaseException:
             self._remove(claimed.entry, staged, name)
             raise
@@ -268,7 +330,7 @@ class DiskTier:
             return False
         self._writes.succeeded()
         self._counters.add("disk_writes")
-        self._counters.add("disk_write_bytes", len(image))
+        self._counters.add("disk_write_bytes", size_bytes)
         return True
 
     def _remove(self, entry: Entry, *names: Name) -> None:

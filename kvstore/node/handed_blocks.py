@@ -80,6 +80,12 @@ class HandedBlocks:
         """The open files of blocks, the caller's to close; None for those that the root does not have."""
         return open_each(self._chunks, self._lanes, self._counters, wanted, indexes, deadline)
 
+    def is_elsewhere(self, wanted: Keyed, index: int) -> bool:
+        """Whether the root has, or may have, a block that ``open_files`` did not give because it is encoded."""
+        if self._chunks.is_private(wanted.namespace):
+            return True
+        return self._chunks.known.is_present(wanted.addresses[index], self._chunks.quantum())
+
     def begin_copy(self, wanted: Keyed, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
         """Begins to read whole files from the root into ``into(index)``; goes on after a miss."""
         return copying(self._chunks, self._lanes, self._counters, wanted, indexes, into, stop_at_miss=False)

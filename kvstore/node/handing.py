@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
+from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
@@ -38,10 +39,16 @@ def copying(
         if opened is None:
             return False
         reader, _ = opened
-        with reader:
+        with reader, counters.timed("root", "read") as timed:
             memory = into(indexes[at])
-            if reader.read([memory], 0, borrowed) != len(memory):
-                counters.add("miss_unreadable")
+            timed.size_bytes = len(memory)
+            try:
+                if reader.read([memory], 0, borrowed) != len(memory):
+                    counters.add("miss_unreadable")
+                    return False
+            except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                borrowed.check()
+                chunks.set_aside(expected, damaged.damage)
                 return False
         counters.add_read(expected.payload_bytes)
         return True
@@ -87,20 +94,19 @@ def _opened(
 
     def work(at: int) -> bool:
         try:
-            found = chunks.open(expected_of(wanted, indexes[at]))
+            found = chunks.open_file(expected_of(wanted, indexes[at]))
         except KVStoreError:
             counters.add("miss_unreadable")
             return not stop_at_miss
         if found is None:
             return not stop_at_miss
-        reader = found[0]
         with lock:
             # Opened after the caller gave up: nobody else would close it.
-            keep = not given_up and isinstance(reader, PosixReader)
-            if keep and isinstance(reader, PosixReader):
-                opened[at] = reader
+            keep = not given_up
+            if keep:
+                opened[at] = found
         if not keep:
-            reader.close()
+            found.close()
         return keep
 
     try:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
-from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes
+from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes, incarnation_at
 from kvstore.layout import Layout
 from kvstore.native import library as native
 from kvstore.node.wanted import Wanted, describe, expected_of, kind_of
@@ -87,6 +87,10 @@ class Images:
         image, size = self._images[index - self._first], self._section_bytes
         return [image[start : start + size] for start in range(self._header_bytes, len(image), size)]
 
+    def origin(self, index: int) -> Incarnation:
+        """The incarnation of the image of chunk ``index``: who wrote what is in it, and when."""
+        return incarnation_at(self._images[index - self._first])
+
     def covers(self, first: int, count: int) -> bool:
         """Whether it has these chunks."""
         return first >= self._first and first - self._first + count <= len(self._images)
@@ -102,10 +106,11 @@ def make_images(
 ) -> None:
     """Makes the images of the chunks at ``indexes`` in ``images``, writable and each of its image's size, from
     ``source(index)``, which must not change meanwhile: what is changed then is found when the image is read.
+    ``ids`` gives each its incarnation.
     """
     if native.library is None:
         for index, image in zip(indexes, images, strict=True):
-            _make_one(wanted, index, source(index), image, ids)
+            _make_one(wanted, index, source(index), image, Incarnation(ids.fresh()))
         return
     batch = _Batch(wanted, indexes, images)
     batch.lay(source)
@@ -220,7 +225,7 @@ def lay_planes(planes: Planes, indexes: Sequence[int], items: npt.NDArray[Any]) 
     return [planes, bases]
 
 
-def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, ids: Ids) -> None:
+def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, incarnation: Incarnation) -> None:
     expected = expected_of(wanted, index)
     assert len(image) == expected.file_bytes
     sums = []
@@ -229,7 +234,7 @@ def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, i
         sums.append(checksum(section))
         image[at : at + len(section)] = section
         at += len(section)
-    image[: expected.header_bytes] = encode(expected, Incarnation(ids.fresh()), sums)
+    image[: expected.header_bytes] = encode(expected, incarnation, sums)
 
 
 def _take_one(wanted: Wanted, index: int, image: memoryview, sections: Sections, borrowed: Borrowed) -> bool:

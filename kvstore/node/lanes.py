@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from kvstore import tracing
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
@@ -159,7 +160,7 @@ class Lanes:
             raise Unavailable("the root does not answer: every lane waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
-        batch = Batch(count, work)
+        batch = Batch(count, tracing.carried(work))
         for _ in range(min(count, self.width) - helped):
             self._queue.put(batch)
         return batch

@@ -8,6 +8,17 @@ from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
 
+CHANGEABLE = (
+    "match_deadline_s",
+    "read_deadline_s",
+    "write_deadline_s",
+    "behind_share",
+    "moves_max",
+    "pins_per_owner_max",
+    "pins_max",
+)
+"""Those that may change while the node runs: nothing was made as large as they say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

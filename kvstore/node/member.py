@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
+from kvstore.census.selection import ClearOrder, Selection
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.meta.clears import Clears
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
@@ -22,12 +25,17 @@ from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.node.clearing import Clearing
+from kvstore.node.clears import ClearsFollower
+from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory
 from kvstore.node.twins import NodeTwins
+from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 
 CLEAR_DEADLINE_S = 600.0
+CLOSE_S = 0.5
 
 
 class Member:
@@ -38,6 +46,7 @@ class Member:
 
     def __init__(self, node: Node, meta: Meta, presence: Presence, *, shared: bool = False) -> None:
         self.node = node
+        self.shared = shared
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
@@ -49,9 +58,19 @@ class Member:
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
+        self.clears = Clears(meta, self.keys) if shared else None
+        """What was cleared by selection, and is told to others; None for a node alone."""
+        self._follower: ClearsFollower | None = None
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, self._lost)
+
+    def follow_clears(self) -> None:
+        """Hears what others clear by selection, in a thread of its own, until it is closed."""
+        assert self.clears is not None and self._follower is None
+        node = self.node
+        self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, node.limits.meta_deadline_s)
+        self.presence.attach(self._follower.begin, self._follower.end)
 
     def claim_namespace(self, namespace: Namespace) -> None:
         """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
@@ -116,11 +135,8 @@ class Member:
 
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin; False where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
-        owner, _, pin = pin_id.rpartition("/")
-        parsed = parse_id(pin)
-        if not owner or parsed is None:
-            raise InvalidRequest(f"pin id {pin_id!r}: expected OWNER/{2 * ID_BYTES} hex digits, as pin and ls print it")
-        found = self._pins.unpin(owner, PinId(parsed), self.node.limits.meta_deadline_s)
+        owner, pin = _parsed_pin_id(pin_id)
+        found = self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
         if self._pinned is not None:
             self._pinned.remove(pin_id)
         return found
@@ -129,10 +145,13 @@ class Member:
         """All live pins of the store."""
         with self._one_listing():
             refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
-            return [
-                PinRecord(_pin_id(ref), ref.owner, self._name_of(ref.namespace), ref.tokens_count, ref.expires_s)
-                for ref in refs
-            ]
+            return [self._record_of(ref) for ref in refs]
+
+    def find_pin(self, pin_id: str) -> PinRecord | None:
+        """A live pin by its id; None where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
+        owner, pin = _parsed_pin_id(pin_id)
+        refs = self._pins.list(owner, self.node.limits.meta_deadline_s)
+        return next((self._record_of(ref) for ref in refs if ref.id == pin and ref.owner == owner), None)
 
     def refcount(self, chain: Chain) -> int:
         """Live pins that cover the last full chunk of the chain, and so all of it; 0 for an empty chain."""
@@ -141,20 +160,50 @@ class Member:
         with self._one_listing():
             return self._pins.refcount(chain.addresses[-1], self.node.limits.meta_deadline_s)
 
+    def clear_selected(
+        self, selection: Selection, progress: Progress = unwatched, *, dry_run: bool = False, pinned: bool = False
+    ) -> Cleared:
+        """Deletes what a selection names, on the root and from the memory of all nodes, except what is pinned, unless
+        ``pinned``; ``dry_run`` only counts. ``progress`` in shards, after the other nodes have answered.
+
+        Raises InvalidRequest where nothing is meant, Unavailable where the others could not be told, and what
+        ``progress`` raises: each time, clear again.
+        """
+        clearing = Clearing(self.node, self.clears, () if pinned else self._all_pinned())
+        order = clearing.resolve(selection)
+        return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
+
     def clear(self, namespace: Namespace) -> Cleared:
         """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone.
 
         Raises Unavailable also where the others, whose memory may have some, could not be told: clear again.
         """
-        with self._one_listing():
-            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
-            if self._twins is not None:
-                refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
-            pinned = {address for ref in refs for address in ref.addresses}
-        cleared = self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S)
+        pinned = self._all_pinned()
+        order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
+        cleared = Clearing(self.node, self.clears, pinned).around(
+            order, lambda: self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S), lambda: None
+        )
         for tell in self.on_cleared:
             tell(namespace.digest)
         return cleared
+
+    def adjust(self, limits: Limits) -> None:
+        """See ``Node.adjust``; the quota of pins too."""
+        self.node.adjust(limits)
+        self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
+
+    def pins_of(self, chain: Chain) -> list[int]:
+        """For each chunk of a chain, how many live pins cover it."""
+        counts = [0] * len(chain)
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+        for ref in refs:
+            if ref.namespace == chain.namespace.digest:
+                # A pin covers a leading run of its own chain, and what two chains share is a leading run of both.
+                covered = bisect_left(chain.addresses, True, key=lambda address: not ref.contains(address))
+                for index in range(covered):
+                    counts[index] += 1
+        return counts
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters, and the state of the session."""
@@ -165,11 +214,19 @@ class Member:
             alive = 0
         protected = int(self.node.gc_view.protects)
         operations = self.meta.operations_count
-        return {**self.node.stats(), "session_alive": alive, "protected": protected, "etcd_operations": operations}
+        return {
+            **self.node.stats(),
+            "session_alive": alive,
+            "protected": protected,
+            "etcd_operations": operations,
+            "etcd_silent_seconds": self.presence.silent_s,
+            "lease_margin_seconds": self.presence.margin_s,
+        }
 
     def expire(self) -> None:
         """Ends what is past its time: to be called now and then."""
         self.node.holds.expire()
+        self.node.expire_replaced()
         if self._pinned is not None:
             self._pinned.expire()
 
@@ -177,6 +234,8 @@ class Member:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""
         if self._pid != os.getpid():
             return
+        if self._follower is not None:
+            self._follower.close(CLOSE_S)
         self.node.close()
         self.presence.close()
         self.meta.close()
@@ -191,18 +250,35 @@ class Member:
         finally:
             self._listing.release()
 
+    def _all_pinned(self) -> set[Address]:
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            if self._twins is not None:
+                refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
+            return {address for ref in refs for address in ref.addresses}
+
     def _lost(self, _: Session) -> None:
         self.node.counters.add("sessions_lost")
 
     def _no_pin(self, owner: str, chain: Chain) -> PinRecord:
         return PinRecord("", owner, chain.namespace.name, 0, self.node.clock.now_s())
 
-    def _name_of(self, digest: NamespaceDigest) -> str:
+    def _record_of(self, ref: Ref) -> PinRecord:
         try:
-            namespace = self.find_namespace(digest)
+            namespace = self.find_namespace(ref.namespace)
         except KVStoreError:
             namespace = None
-        return namespace.name if namespace else digest.hex()
+        name, tenant = (namespace.name, namespace.tenant) if namespace else (ref.namespace.hex(), "*")
+        return PinRecord(_pin_id(ref), ref.owner, name, ref.tokens_count, ref.expires_s, tenant)
+
+
+def _parsed_pin_id(pin_id: str) -> tuple[str, PinId]:
+    """Owner and id."""
+    owner, _, pin = pin_id.rpartition("/")
+    parsed = parse_id(pin)
+    if not owner or parsed is None:
+        raise InvalidRequest(f"pin id {pin_id!r}: expected OWNER/{2 * ID_BYTES} hex digits, as pin and ls print it")
+    return owner, PinId(parsed)
 
 
 def _pin_id(ref: Ref) -> str:

@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from kvstore.address import Address
 from kvstore.buffers import Borrowed
+from kvstore.census.selection import ClearOrder
+from kvstore.census.standing import NOTHING, Standing
+from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
 from kvstore.memory.extents import Extents
@@ -58,6 +61,7 @@ class MemoryTier:
         self._leased_bytes = 0
         self._released: deque[References] = deque()
         self._is_closed = False
+        self._standing = NOTHING
 
     @property
     def size_bytes(self) -> int:
@@ -95,7 +99,9 @@ class MemoryTier:
         there = [index for index, entry in enumerate(found, start) if entry is not None]
         entries = [entry for entry in found if entry is not None]
         if there:
-            taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
+            with self._counters.timed("memory", "read") as timed:
+                taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
+                timed.size_bytes = sum(entry.size_bytes for entry in entries)
             if not taken.all():
                 borrowed.check()  # or the caller has changed what was verified
                 self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right])
@@ -154,11 +160,16 @@ class MemoryTier:
             self._counters.add("memory_full")
         return slot
 
-    def ready(self, slots: Sequence[Slot]) -> None:
-        """They are complete: from now on they are found, and never change again (rule I2)."""
+    def ready(self, slots: Sequence[Slot], *, fetched: bool = False) -> None:
+        """They are complete: from now on they are found, and never change again (rule I2).
+
+        Of what was ``fetched`` from elsewhere, what was cleared meanwhile is dropped (rule P6).
+        """
         with self._lock:
             for slot in slots:
                 self._filling.discard(slot.entry.address)
+                if fetched and self._standing.forbids(slot.entry.namespace, incarnation_at(slot.memory)):
+                    self._inventory.drop(slot.entry)
                 self._inventory.ready(slot.entry)
                 self._inventory.unrefer(slot.entry)
 
@@ -253,6 +264,22 @@ class MemoryTier:
                     self._inventory.drop(entry)
         return len(entries)
 
+    def drop_ordered(self, orders: Sequence[ClearOrder], standing: Standing) -> int:
+        """Drops all chunks that orders name; ``standing`` is what must not be fetched from now on. How many went."""
+        with self._lock:
+            # Before the entries are listed: what is fetched at this moment is either listed, or looked at in ``ready``.
+            self._standing = standing
+            entries = self._inventory.entries()
+        dropped_count = 0
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._lock:
+                since_s = self._clock.now_s() - self._clock.monotonic_s()  # from one clock to the other
+                for entry in entries[start : start + DROP_COUNT]:
+                    if entry.is_ready and self._is_ordered(entry, orders, entry.used_s + since_s):
+                        self._inventory.drop(entry)
+                        dropped_count += 1
+        return dropped_count
+
     def lease(self, slots: Slots) -> bool:
         """Whether others may have these chunks mapped until ``slots`` is released (rule L1), which was not; idempotent.
 
@@ -337,6 +364,10 @@ class MemoryTier:
             if not self._leases[entry]:
                 del self._leases[entry]
                 self._leased_bytes -= entry.size_bytes
+
+    def _is_ordered(self, entry: Entry, orders: Sequence[ClearOrder], last_use_s: float) -> bool:
+        image = self._memory[entry.offset : entry.offset + FIXED_BYTES]
+        return any(order.forbids(entry.namespace, incarnation_at(image), last_use_s) for order in orders)
 
     def _found(self, wanted: Wanted, index: int) -> Entry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])

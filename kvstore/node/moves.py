@@ -147,7 +147,8 @@ class Moves:
     def __init__(self, work: Callable[[Move], None], moves_max: int, deadline_s: float, clock: Clock) -> None:
         """``work`` does one, in a thread of ours; it raises KVStoreError where that fails."""
         self._work = work
-        self._moves_max = moves_max
+        self.moves_max = moves_max
+        """May change at any time: those that are asked for stay."""
         self._deadline_s = deadline_s
         self._clock = clock
         self._changed = threading.Condition()
@@ -167,8 +168,8 @@ class Moves:
                 raise Unavailable("the store is closed: open it again")
             # Those that were cancelled while they waited take nobody's place.
             self._waiting = deque(each for each in self._waiting if not each.done)
-            if len(self) >= self._moves_max:
-                raise Overloaded(f"{self._moves_max} prefetches and moves are not done yet: back off")
+            if len(self) >= self.moves_max:
+                raise Overloaded(f"{self.moves_max} prefetches and moves are not done yet: back off")
             self._waiting.append(move)
             if len(self._threads) < min(MOVERS, len(self)):
                 thread = threading.Thread(target=self._run, name="kvstore-move", daemon=True)

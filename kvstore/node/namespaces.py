@@ -46,13 +46,13 @@ class NamespaceRecords:
     def check(self, namespace: Namespace) -> None:
         """Raises LayoutMismatch where the name is claimed for another layout; claims nothing."""
         name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
-        found = self._read(name)
+        found = _read(self._root, name)
         if found is not None:
             _check(namespace, name, found)
 
     def find(self, digest: NamespaceDigest) -> Namespace | None:
         """The namespace with this digest, if it was ever recorded here."""
-        raw = self._read(places.namespace_record(digest))
+        raw = _read(self._root, places.namespace_record(digest))
         try:
             namespace = None if raw is None else Namespace.from_json(raw)
         except InvalidRequest:
@@ -61,21 +61,11 @@ class NamespaceRecords:
 
     def list(self) -> list[Namespace]:
         """All namespaces recorded on this root; unreadable records are left out (``fsck`` names them)."""
-        found = []
-        for entry in self._root.list(places.NAMESPACES):
-            if entry.stat is None or not entry.name.endswith(".json"):
-                continue
-            raw = self._read(Name(f"{places.NAMESPACES}/{entry.name}"))
-            try:
-                if raw is not None:
-                    found.append(Namespace.from_json(raw))
-            except InvalidRequest:
-                continue
-        return sorted(found, key=lambda each: (each.tenant, each.name, each.fingerprint, each.attributes))
+        return read_namespaces(self._root)
 
     def _write_once(self, name: Name, record: bytes) -> bytes:
         """The record under ``name``: this one if there was none, else the one that is there."""
-        found = self._read(name)
+        found = _read(self._root, name)
         if found is not None:
             return found
         staged = places.staged(self._session(), next(self._numbers))
@@ -86,23 +76,39 @@ class NamespaceRecords:
         except BaseException:
             self._root.discard(staged)
             raise
-        found = self._read(name)
+        found = _read(self._root, name)
         return record if found is None else found
 
-    def _read(self, name: Name) -> bytes | None:
-        reader = self._root.open(name)
-        if reader is None:
-            return None
-        with reader:
-            raw = bytearray(min(reader.stat.size_bytes, RECORD_BYTES_MAX))
-            count = reader.read([memoryview(raw)], 0, Borrowed())
-            return bytes(raw[:count])
+
+def read_namespaces(root: Root) -> list[Namespace]:
+    """All namespaces recorded on a root; unreadable records are left out. Raises the root's errors."""
+    found = []
+    for entry in root.list(places.NAMESPACES):
+        if entry.stat is None or not entry.name.endswith(".json"):
+            continue
+        raw = _read(root, Name(f"{places.NAMESPACES}/{entry.name}"))
+        try:
+            if raw is not None:
+                found.append(Namespace.from_json(raw))
+        except InvalidRequest:
+            continue
+    return sorted(found, key=lambda each: (each.tenant, each.name, each.fingerprint, each.attributes))
 
 
 def claim_key(tenant: str, name: str) -> bytes:
     """A digest of tenant and name, for use in file names and keys of any alphabet and length."""
     packed = json.dumps([tenant, name]).encode()
     return hashlib.blake2b(packed, digest_size=16, person=b"kvstore.claim.1").digest()
+
+
+def _read(root: Root, name: Name) -> bytes | None:
+    reader = root.open(name)
+    if reader is None:
+        return None
+    with reader:
+        raw = bytearray(min(reader.stat.size_bytes, RECORD_BYTES_MAX))
+        count = reader.read([memoryview(raw)], 0, Borrowed())
+        return bytes(raw[:count])
 
 
 def _check(namespace: Namespace, name: Name, claim: bytes) -> None:

@@ -6,7 +6,7 @@ It joins the parts of this package and gives every call its deadline.  No call h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
+from kvstore.census.selection import ClearOrder
+from kvstore.census.standing import Standing
+from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.hints import DEFAULT, Hints
@@ -25,13 +28,16 @@ from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.encoded import Encodings
 from kvstore.node.handed_blocks import HandedBlocks
 from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
+from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.layers import LayerReader
 from kvstore.node.limits import Limits
+from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
@@ -40,6 +46,7 @@ from kvstore.node.publish import Source
 from kvstore.node.puts import Puts
 from kvstore.node.putting import Putting
 from kvstore.node.reading import Reading
+from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.stack import TierStack
@@ -48,7 +55,7 @@ from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
-from kvstore.root.interface import Root
+from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode
@@ -75,8 +82,13 @@ class Node:
         lanes: Lanes | None = None,
         arena: Arena | None = None,
         settings: TierSettings = NO_TIERS,
+        label: str = "",
+        keys: KeyFile | None = None,
     ) -> None:
-        """``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say."""
+        """``label`` is what an operator calls this roll-out; ``keys`` (loaded) say whose chunks are encrypted.
+
+        ``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say.
+        """
         self.root = root
         self.identity = identity
         self.limits = limits = limits or Limits()
@@ -92,10 +104,17 @@ class Node:
         numbers = itertools.count()
         session = session or (lambda: self.id)
         self._session = session
+        self.encodings = Encodings(keys, self.counters, ids)
+        self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
-            root, identity.shard_bits, session, self.known, self.counters, limits.quantum_s, clock, ids, numbers
-        )
+            root, identity.shard_bits, session, self.known, self.counters, limits.quantum_s, clock, self.incarnations,
+            numbers, self.encodings,
+        )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)
+        self.recoder = Recoder(
+            root, self.encodings, self.incarnations, self.gc_view, self.counters, clock, session, numbers,
+            self._records.find, hold_max_s=limits.hold_max_s, durable=durable,
+        )  # fmt: skip
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
         self.tiers: TierStack | None = None
@@ -111,6 +130,9 @@ class Node:
                 ids,
                 durable=durable,
                 lanes=lanes,
+                incarnations=self.incarnations,
+                record=self._record_writer,
+                encodings=self.encodings,
             )
         self._reads = TieredReads(self._chunks, self._lanes, self.counters, self.tiers)
         self.blocks = Blocks(
@@ -129,6 +151,7 @@ class Node:
                 self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, limits, clock
             )
             self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
+        self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
 
@@ -311,24 +334,53 @@ class Node:
 
     # Ahead of reads
 
-    def begin_move(self, chain: Chain, act: Act, level: Level) -> Move:
-        """Begins to bring what is stored of a prompt to a tier, or lets it go first; nobody waits for it.
-
-        Raises InvalidRequest where this node has no such tier, Overloaded where too many are not done.
-        """
+    def check_move(self, act: Act, level: Level) -> None:
+        """Raises InvalidRequest where this node has no such tier, or the act makes no sense on any."""
         check(act, level)
         if self._moving is None:
             raise InvalidRequest(
                 f"{act.value}: this node has no memory; start it with --memory SIZE (memory= of kvstore.open)"
             )
         self._moving.check(level)
+
+    def begin_move(self, chain: Chain, act: Act, level: Level) -> Move:
+        """Begins to bring what is stored of a prompt to a tier, or lets it go first; nobody waits for it.
+
+        Raises as ``check_move`` does, and Overloaded where too many are not done.
+        """
+        self.check_move(act, level)
         return self._moves.begin(chain, act, level)
 
     # Looking after it
 
+    def adjust(self, limits: Limits) -> None:
+        """Takes over those of ``limits`` that may change at run time (``CHANGEABLE``); what is under way goes on as it
+        was.
+        """
+        self.limits = self.puts.limits = limits
+        if self._moving is not None:
+            self._moving.limits = limits
+            self._moves.moves_max = limits.moves_max
+        if self.tiers is not None:
+            self.tiers.behind.bytes_max = int(self.tiers.memory.size_bytes * limits.behind_share)
+
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
         return self._lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
+
+    def expire_replaced(self) -> None:
+        """Removes files that were replaced long enough ago, without waiting for it: to be called now and then."""
+        if self.recoder.has_asides:
+            with suppress(KVStoreError):  # a root that hangs: another time
+                self._lanes.start(1, lambda _: self.recoder.sweep())
+
+    def space(self, deadline_s: float) -> Space:
+        """What the root says of its room, as a look whether it answers. Raises Unavailable."""
+        return self._lanes.run(self.root.space, self._deadline(None, deadline_s))
+
+    def begin_on_root(self, count: int, work: Callable[[int], bool]) -> Batch:
+        """Begins a long work on the root, in pieces, on lanes, as ``Lanes.start`` says. It says when it moved on."""
+        return self._lanes.start(count, work)
 
     def forget(self) -> None:
         """Forgets what was known to be present; holds stay."""
@@ -373,6 +425,20 @@ class Node:
             raise Unavailable(f"deleted {len(removed)} chunks until the deadline: call again for the rest")
         return Cleared(len(removed), sum(removed))
 
+    def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
+        """Drops from memory what ``new`` orders to clear name, and lets nothing back in that any of ``orders`` does
+        (rule P6); what is known to be present is forgotten. False where that is not done yet: call again.
+        """
+        self.known.clear()
+        is_done = self.tiers is None or self.tiers.drop_ordered(new, Standing(orders))
+        self.known.clear()
+        return is_done
+
+    def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
+        """Removes what orders to clear name from the local disk, as long as that takes."""
+        if self.tiers is not None:
+            self.tiers.sweep_disk(orders)
+
     def stats(self) -> dict[str, int | float]:
         """All counters, and how full the bounded things are."""
         return {
@@ -381,7 +447,9 @@ class Node:
             "holds": len(self.holds),
             "lane_queue": self._lanes.waiting_count,
             "root_hangs": int(self._lanes.stalled),
+            "root_full": int(self.gc_view.is_full),
             "native_path": int(self._chunks.runs.is_native),
+            "keys_known": len(self.encodings.ring.by_id),
             **(self.tiers.stats() if self.tiers is not None else {}),
         }
 
@@ -406,7 +474,10 @@ class Node:
         self._refresher.close(timeout_s)
         try:
             folder = places.staging_folder(self._session())
-            self._lanes.run(lambda: self.root.remove_folder(folder), Deadline(self.clock, timeout_s))
+            self._lanes.run(
+                lambda: self.recoder.sweep(even_held=True) and self.root.remove_folder(folder),
+                Deadline(self.clock, timeout_s),
+            )
         except KVStoreError:
             pass  # a hung or read-only root: fsck finds an empty folder later
         self._lanes.close(timeout_s)
@@ -435,6 +506,17 @@ class Node:
     def _used(self, chain: Chain, count: int) -> None:
         self._reads.used(chain, count)
         self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True)
+
+    def _record_writer(self) -> None:
+        """Soon, on a lane: for what no put on the root would bring there."""
+
+        def record(_: int) -> bool:
+            self.incarnations.record()
+            return True
+
+        if self.incarnations.owes_record:
+            with suppress(KVStoreError):
+                self._lanes.start(1, record)
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)

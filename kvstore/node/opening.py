@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from kvstore.encodings.keys import KeyFile
 from kvstore.errors import RootMismatch
 from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
@@ -47,6 +48,8 @@ def open_member(
     clock: Clock | None = None,
     ids: Ids | None = None,
     settings: TierSettings = NO_TIERS,
+    label: str = "",
+    keys: KeyFile | None = None,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     limits, clock, ids = limits or Limits(), clock or SystemClock(), ids or RandomIds()
@@ -74,7 +77,7 @@ def open_member(
             bind_root(meta, root.url, identity.root)
         member = join(
             root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd),
-            settings=settings,
+            settings=settings, label=label, keys=keys,
         )  # fmt: skip
         undo.pop_all()
         return member
@@ -91,23 +94,25 @@ def join(
     ids: Ids,
     shared: bool = False,
     settings: TierSettings = NO_TIERS,
+    label: str = "",
+    keys: KeyFile | None = None,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
     ``shared`` metadata are a cluster's, which is told where the root is.
     """
-    keys, sessions = Keys(identity.root), [ids.fresh()]
+    etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
     arena = Arena(settings.memory_bytes // PAGE_BYTES * PAGE_BYTES).open() if settings.memory_bytes else None
     node = Node(
         root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids,
-        arena=arena, settings=settings,
+        arena=arena, settings=settings, label=label, keys=keys,
     )  # fmt: skip
 
     def standing() -> Standing:
         return node.on_root(
             lambda: join_generation(
                 meta,
-                keys,
+                etcd_keys,
                 ids,
                 read_root=lambda: read_newest(root),
                 publish_root=lambda mine: publish(root, mine, ids=ids, clock=clock),
@@ -116,8 +121,8 @@ def join(
         )
 
     follower = Follower(
-        meta, keys, root, identity.shard_bits, node.gc_view, node.holds, node.counters, limits, clock, node.on_root,
-        standing if shared else None,
+        meta, etcd_keys, root, identity.shard_bits, node.gc_view, node.holds, node.counters, limits, clock,
+        node.on_root, standing if shared else None,
     )  # fmt: skip
 
     def began(session: Session) -> None:
@@ -130,10 +135,12 @@ def join(
         follower.begin(session)
         threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
 
-    presence = Presence(meta, keys, clock=clock, ids=ids)
+    presence = Presence(meta, etcd_keys, clock=clock, ids=ids)
     presence.attach(began)
     presence.attach(follow, follower.end)
     member = Member(node, meta, presence, shared=shared)
+    if shared:
+        member.follow_clears()
     try:
         if node.tiers is not None and settings.disk_folder:
             node.tiers.add_disk(settings.disk_folder, settings.disk_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.format.header import expected_chunk
+from kvstore.format.header import Incarnation, expected_chunk
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
@@ -89,10 +89,10 @@ class Publication:
             return True
         return False
 
-    def add(self, index: int, sections: Pieces) -> None:
-        """Stages chunk ``index`` and publishes all whose parents are published."""
+    def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:
+        """Stages chunk ``index`` and publishes all whose parents are published; ``origin`` as for ``Chunks.stage``."""
         expected = expected_chunk(self._chain, index)
-        staged = self._chunks.stage(expected, sections, self._durable, self._hints)
+        staged = self._chunks.stage(expected, sections, self._durable, self._hints, origin)
         if self._chunks.root.traits.ordered_publish:
             self._completed(index, staged)
         elif self._abandoned:

@@ -63,7 +63,8 @@ class Puts:
         self._memory = tiers.memory if tiers is not None else None
         self._publish_blocks = publish_blocks
         self.counters = counters
-        self._limits = limits
+        self.limits = limits
+        """Its deadlines may change at any time: those of puts under way stay."""
         self.clock = clock
         self.durable = durable
 
@@ -111,7 +112,7 @@ class Puts:
         chain = chain.leading(self.view.leading(chain.addresses))
         size = chain.namespace.layout.chunk_tokens
         # A root that does not answer must not take the time for copying: what only it may have counts as absent then.
-        look = Deadline(self.clock, min(deadline.left_s(), self._limits.match_deadline_s))
+        look = Deadline(self.clock, min(deadline.left_s(), self.limits.match_deadline_s))
         there = self._reads.matched_count(chain, look)
         if there < min(first, len(chain)):
             return PutResult(there * size, 0, 0, 0)
@@ -221,7 +222,7 @@ class Puts:
         """Writes chunks from memory to the root; returns up to which index they are there then."""
         memory = self._memory
         assert memory is not None
-        wanted, wait_s = job.wanted, self._limits.write_deadline_s
+        wanted, wait_s = job.wanted, self.limits.write_deadline_s
         if isinstance(wanted, Keyed):
             return self._publish_blocks(wanted, slots, job.hints, Deadline(self.clock, wait_s), self.durable)
         count = memory.verified(slots)
@@ -237,11 +238,11 @@ class Puts:
     def write_out(self, chain: Chain) -> None:
         """Returns when what was put behind of this prompt is on the root or lost, or not within a write's deadline."""
         if self._tiers is not None:
-            self._tiers.behind.settle(chain, 0, len(chain), self._limits.write_deadline_s)
+            self._tiers.behind.settle(chain, 0, len(chain), self.limits.write_deadline_s)
 
     def present_leading(self, chain: Chain, count: int) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
-        deadline = Deadline(self.clock, self._limits.match_deadline_s)
+        deadline = Deadline(self.clock, self.limits.match_deadline_s)
         return self._leading(count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline)
 
     def run_of(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
@@ -261,4 +262,4 @@ class Puts:
         return min(missing)
 
     def _deadline(self, asked_s: float | None) -> Deadline:
-        return Deadline(self.clock, self._limits.write_deadline_s if asked_s is None else asked_s)
+        return Deadline(self.clock, self.limits.write_deadline_s if asked_s is None else asked_s)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Overloaded
+from kvstore.format.header import Incarnation
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 from kvstore.node.publish import GROUP_BYTES_MAX, GROUP_FILES_MAX, GROUP_SYNCED_MAX, Publication, Source
 from kvstore.node.reading import group_size
@@ -50,12 +52,12 @@ class Putting:
         self.refused = present < first
         """Whether a chunk before the first is missing, so that nothing will be stored."""
 
-    def store(self, index: int, sections: Pieces) -> bool:
+    def store(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> bool:
         """Stores one chunk, in the calling thread, unless it is there, or being swept."""
         if index >= len(self._chain):
             return True
         if not self._publication.find(index):
-            self._publication.add(index, sections)
+            self._publication.add(index, sections, origin)
         return True
 
     def store_all(self, source: Source, deadline: Deadline) -> None:
@@ -74,7 +76,7 @@ class Putting:
     def _begin(self, source: Source, first: int, count: int) -> Batch:
         run = self._puts.run_of(self._chain, first, count, source)
         if run is None:
-            return self._lanes.start(count, lambda at: self.store(first + at, source(first + at)))
+            return self._lanes.start(count, lambda at: self._store_from(source, first + at))
         files_max = GROUP_SYNCED_MAX if self._puts.durable else GROUP_FILES_MAX
         chunk_bytes = self._chain.namespace.layout.chunk_bytes
         size = group_size(count, chunk_bytes, self._lanes.width, GROUP_BYTES_MAX, files_max)
@@ -84,17 +86,20 @@ class Putting:
             full: Overloaded | None = None
             for index in self._publication.add_run(run, start, min(start + size, first + count)):
                 try:
-                    self.store(index, source(index))
+                    self._store_from(source, index)
                 except Overloaded as error:
                     if not self._publication.make_room(index):
                         raise
                     full = error
-                    self.store(index, source(index))
+                    self._store_from(source, index)
             if full is not None:
                 raise full  # what made room is not stored
             return True
 
         return self._lanes.start(-(-count // size), store)
+
+    def _store_from(self, source: Source, index: int) -> bool:
+        return self.store(index, source(index), source.origin(index) if isinstance(source, Images) else None)
 
     def add(self, index: int, sections: Pieces, deadline_s: float) -> None:
         """Begins to store one chunk; its memory must stay as it is until ``finish``.

@@ -48,7 +48,7 @@ def matched_count(
     count = remembered(chunks, chain, 0, above)
     try:
         while count < len(chain):
-            found = lanes.run(partial(_bisect, chunks, chain, count), deadline)
+            found = lanes.run(partial(_looked, chunks, counters, chain, count), deadline)
             if found == count or above is None:
                 return found
             count = remembered(chunks, chain, found, above)
@@ -71,6 +71,11 @@ def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) 
             return known
         count = found
     return count
+
+
+def _looked(chunks: Chunks, counters: Counters, chain: Chain, known: int) -> int:
+    with counters.timed("root", "look"):
+        return _bisect(chunks, chain, known)
 
 
 def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 
 from kvstore.address import Chain
+from kvstore.census.selection import ClearOrder
+from kvstore.census.standing import Standing
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.memory.arena import Arena
@@ -17,6 +20,7 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
+from kvstore.node.encoded import Encodings
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.memory_puts import Kept, MemoryPuts
@@ -52,8 +56,14 @@ class TierStack:
         ids: Ids,
         *,
         durable: bool,
+        incarnations: Ids,
+        record: Callable[[], None],
+        encodings: Encodings,
         lanes: Lanes | None = None,
     ) -> None:
+        """``incarnations`` gives those of the images made here; ``record`` has it said on the root whose they are,
+        soon, whether or not a put brings them there.
+        """
         self.settings = settings
         self.memory = MemoryTier(arena, counters, clock)
         self.disk: DiskTier | None = None
@@ -65,7 +75,9 @@ class TierStack:
         self._counters = counters
         self.copiers = lanes or Lanes(limits.width, limits.width, limits.queue_max, limits.stall_s, clock)
         """Lanes that never wait for a device: so memory is read while the root hangs."""
-        self._puts = MemoryPuts(self.memory, self.copiers, ids)
+        self._record = record
+        self.encodings = encodings
+        self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
         self.behind = WriteBehind(
             self.memory,
             publish,
@@ -80,7 +92,9 @@ class TierStack:
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
         """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""
-        disk = self.disk = DiskTier(folder, size_bytes, self._counters, self._clock, self._ids)
+        disk = self.disk = DiskTier(
+            folder, size_bytes, self._counters, self._clock, self._ids, encodings=self.encodings
+        )
         disk.open()
         self.below.append(disk)
         self._demoting = threading.Thread(target=self._demote, name="kvstore-demote", daemon=True)
@@ -103,7 +117,7 @@ class TierStack:
 
     def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
-        self.filling()
+        self.filling(wanted)
         try:
             return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
         except (Overloaded, Unavailable):
@@ -111,12 +125,15 @@ class TierStack:
 
     def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
-        self.filling()
+        self.filling(wanted)
         if not self.reaches_root(hints):
-            return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+            kept = self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+            self._record()  # no put on the root ever will
+            return kept
         granted = self.behind.reserve([image_bytes(wanted, index) for index in range(first, first + count)])
         try:
             kept = self._puts.keep(wanted, first, len(granted), source, hints, deadline, dirty=True)
+            self._record()
         except BaseException:
             self.behind.give_back(sum(granted))
             raise
@@ -134,8 +151,9 @@ class TierStack:
             self._counters.add("behind_shed", shed)
         return Kept(kept.there + [False] * (count - len(granted)), kept.fresh)
 
-    def filling(self) -> None:
+    def filling(self, wanted: Wanted) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
+        self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
             self._filled.set()
 
@@ -148,9 +166,31 @@ class TierStack:
         # A read may have brought some from there since; one that claims room from now on finds none there.
         self.memory.drop_namespace(digest)
 
+    def drop_ordered(self, orders: Sequence[ClearOrder], standing: Standing) -> bool:
+        """Drops from memory what orders name, and keeps it from coming back there from below (rule P6).
+
+        False where something is still being written to the root that may be named by them.
+        """
+        if self.disk is not None:
+            self.disk.forbid(standing)
+        self.memory.drop_ordered(orders, standing)
+        # What waited to be written finds its images gone; what is being written has read them already.
+        return self.behind.pass_by(FORGET_S)
+
+    def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
+        """Removes from the local disk what orders name: as long as that takes, since what is read from there is looked
+        at. Never raises KVStoreError.
+        """
+        if self.disk is not None:
+            self.disk.drop_ordered(orders)
+
     def stats(self) -> dict[str, int | float]:
         """Gauges of all tiers."""
-        found: dict[str, int | float] = {**self.memory.stats(), "behind_bytes": self.behind.size_bytes}
+        found: dict[str, int | float] = {
+            **self.memory.stats(),
+            "behind_bytes": self.behind.size_bytes,
+            "behind_bytes_max": self.behind.bytes_max,
+        }
         for tier in self.below:
             found.update(tier.stats())
         return found

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import KVStoreError
-from kvstore.format.header import expected_chunk
+from kvstore.format.header import Damaged, expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
@@ -142,7 +142,7 @@ class TieredReads:
         assert tiers is not None
         with tiers.memory.refer(wanted, first, stop - first) as slots:
             missing = [first + at for at, entry in enumerate(slots.entries) if entry is None]
-        tiers.filling()
+        tiers.filling(wanted)
         for tier, indexes in self._sources(tiers, wanted, missing, even_once=even_once):
             if tier is not None or even_root:
                 for index in self._fetch(tiers.memory, wanted, tier, indexes, deadline):
@@ -164,7 +164,7 @@ class TieredReads:
                 if verify_images(wanted, [index], [image]).all():
                     return True
         for tier in tiers.below:
-            if tier.leading(wanted, index) and tier.fetch(wanted, [index], [image], deadline)[0]:
+            if tier.leading(wanted, index) and self._fetch_from(tier, wanted, [index], [image], deadline)[0]:
                 if verify_images(wanted, [index], [image]).all():
                     return True
                 tier.damaged(wanted, index)
@@ -183,7 +183,7 @@ class TieredReads:
         """Fetches what is not ``done`` into memory where that is worth it, and reads it there; updates ``done``."""
         memory = tiers.memory
         missing = [first + at for at in np.flatnonzero(~done).tolist()]
-        tiers.filling()
+        tiers.filling(wanted)
         for tier, indexes in self._sources(tiers, wanted, missing, even_once=False):
             fetched = self._fetch(memory, wanted, tier, indexes, deadline)
             for index in fetched:
@@ -232,20 +232,30 @@ class TieredReads:
             if tier is None:
                 came = [self._from_root(wanted, index, image) for index, image in zip(claimed, images, strict=True)]
             elif claimed:
-                came = tier.fetch(wanted, claimed, images, deadline)
+                came = self._fetch_from(tier, wanted, claimed, images, deadline)
         finally:
-            memory.ready([slot for slot, whole in zip(slots, came, strict=True) if whole])
+            memory.ready([slot for slot, whole in zip(slots, came, strict=True) if whole], fetched=True)
             memory.drop([slot for slot, whole in zip(slots, came, strict=True) if not whole])
         return [index for index, whole in zip(claimed, came, strict=True) if whole]
 
+    def _fetch_from(
+        self, tier: Tier, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        with self._counters.timed(tier.name, "read") as timed:
+            came = tier.fetch(wanted, indexes, images, deadline)
+            timed.size_bytes = sum(len(image) for image, whole in zip(images, came, strict=True) if whole)
+        return came
+
     def _from_root(self, wanted: Wanted, index: int, image: memoryview) -> bool:
         try:
-            opened = self._chunks.open(expected_of(wanted, index))
-            if opened is None:
-                return False
-            with opened[0] as reader:
-                return reader.read([image], 0, Borrowed()) == len(image)
-        except KVStoreError:
+            with self._counters.timed("root", "read") as timed:
+                opened = self._chunks.open(expected_of(wanted, index))
+                if opened is None:
+                    return False
+                with opened[0] as reader:
+                    timed.size_bytes = reader.read([image], 0, Borrowed())
+                return timed.size_bytes == len(image)
+        except (KVStoreError, Damaged):
             return False  # whoever reads the chunk itself finds out, and counts it
 
 

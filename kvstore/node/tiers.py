@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.deadline import Deadline
+from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 
 
@@ -17,7 +18,7 @@ class Tier(Protocol):
     """Somewhere that may have chunks and gives whole images (header and payload, as in the chunk file). Thread-safe."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> TierName:
         """What counters and reports call it."""
         ...
 
@@ -26,6 +27,10 @@ class Tier(Protocol):
 
         From what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
         """
+        ...
+
+    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+        """Who of this tier has one chunk, or is said to have it, for people who ask where it lies; as ``leading``."""
         ...
 
     def fetch(

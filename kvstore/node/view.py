@@ -84,6 +84,11 @@ class View:
         """Whether an address counts as absent (rule H1)."""
         return not self.leading((address,))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a collector says that the root is full, so that puts are refused."""
+        return self._full
+
     def check_room(self) -> None:
         """Raises Overloaded while a collector says that the root is full."""
         if self._full:

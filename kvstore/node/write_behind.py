@@ -75,7 +75,8 @@ class WriteBehind:
         self._publish = publish
         self._counters = counters
         self._clock = clock
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
+        """May change at any time: what waits stays."""
         self._give_up_s = give_up_s
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -94,7 +95,7 @@ class WriteBehind:
         """Room for so many leading ones of these as fit: the caller's until ``add`` or ``give_back``."""
         granted: list[int] = []
         with self._changed:
-            left = 0 if self._closed else self._bytes_max - self._bytes
+            left = 0 if self._closed else self.bytes_max - self._bytes
             for size_bytes in sizes_bytes:
                 left -= size_bytes
                 if left < 0:
@@ -139,6 +140,12 @@ class WriteBehind:
                 lambda: all(job.wanted.namespace.digest != digest for job in self._writing),
                 ends_s - self._clock.monotonic_s(),
             )
+
+    def pass_by(self, timeout_s: float) -> bool:
+        """Whether what is being written at this moment was written, or failed, within the time."""
+        with self._changed:
+            now = [*self._writing]
+            return self._changed.wait_for(lambda: not any(job in self._writing for job in now), timeout_s)
 
     def settle(self, wanted: Wanted, first: int, count: int, timeout_s: float) -> bool:
         """Whether ``count`` chunks from index ``first`` on were written, or lost, within the time, if they waited."""

@@ -17,8 +17,9 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
-from kvstore.wire.messages import pack_tokens, sealed
+from kvstore.wire.messages import pack_tokens
 from kvstore.wire.statuses import UnknownNamespace
+from kvstore.wire.traces import traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview]
         memory_only=True,
     )
     channel, number = link.channel, link.next_number()
-    channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, sealed(request))])
+    channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
     link.receive(Kind.START)
     for index, image in enumerate(images, first):
         head = channel.receive_head()

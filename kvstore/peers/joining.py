@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.node.member import Member
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.peers import Peers
 
 
-def join_peers(member: Member) -> Peers | None:
+def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None:
     """The tier of peers, added to the member's; None for one without memory, which reads from nobody's.
 
     Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
@@ -24,6 +25,7 @@ def join_peers(member: Member) -> Peers | None:
         member.node.clock,
         PeerLimits(sync_interval_s=tiers.settings.sync_interval_s),
         on_cleared=member.node.forget_namespace,
+        credentials=credentials,
     )
     tiers.add_peers(peers)
     member.on_cleared.append(peers.tell_cleared)

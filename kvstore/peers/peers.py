@@ -9,6 +9,7 @@ from random import Random
 from threading import Lock
 
 from kvstore.address import Address, Chain
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.meta.digests import Digests
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
@@ -17,6 +18,7 @@ from kvstore.meta.workers import WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 from kvstore.peers.clearing import Clearing
 from kvstore.peers.directory import Directory
@@ -43,7 +45,7 @@ class Peers:
     was refilled may have chunks from before.
     """
 
-    name = "peers"
+    name: TierName = "peers"
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Peers:
         limits: PeerLimits | None = None,
         on_cleared: Callable[[NamespaceDigest], None] = _nobody,
         chance: Random | None = None,
+        credentials: Credentials = PLAIN,
     ) -> None:
         self.limits = limits or PeerLimits()
         self._digests = Digests(meta, keys)
@@ -64,7 +67,7 @@ class Peers:
         self._counters = counters
         self._clock = clock
         self._on_cleared = on_cleared
-        self._roster = Roster(self.limits, clock, chance or Random())
+        self._roster = Roster(self.limits, clock, chance or Random(), credentials)
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
         self._lock = Lock()
@@ -94,6 +97,12 @@ class Peers:
         if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
+
+    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+        """See ``Tier``. The addresses of peers, those that are left alone for a while included."""
+        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+            return ()
+        return tuple(sorted(self._follower.directory.coverage(wanted.addresses[index : index + 1])))
 
     def fetch(
         self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline

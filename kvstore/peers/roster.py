@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from kvstore.client.bulk.links import Bulk
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.peers.limits import PeerLimits
@@ -29,9 +30,9 @@ S_PER_BYTE_MIN = 1 / (64 << 30)
 class Peer:
     """One peer. Its fields are the roster's, under its lock; ``endpoint`` and ``turn`` are for whoever asks it."""
 
-    def __init__(self, address: str, limits: PeerLimits) -> None:
+    def __init__(self, address: str, limits: PeerLimits, credentials: Credentials = PLAIN) -> None:
         self.address = address
-        self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits))
+        self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits), credentials)
         self.turn = threading.BoundedSemaphore(limits.links_max)
         """One for each connection there may be."""
         self.s_per_byte = S_PER_BYTE_FIRST
@@ -47,12 +48,13 @@ class Peer:
 class Roster:
     """All peers that were ever chosen and are still there. Thread-safe."""
 
-    def __init__(self, limits: PeerLimits, clock: Clock, chance: Random) -> None:
+    def __init__(self, limits: PeerLimits, clock: Clock, chance: Random, credentials: Credentials = PLAIN) -> None:
         self.aside: frozenset[str] = frozenset()
         """Addresses of those that are left alone at the moment."""
         self._limits = limits
         self._clock = clock
         self._chance = chance
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._closed = False
@@ -107,7 +109,12 @@ class Roster:
         """
         with self._lock:
             # Not of those that are being read from: ``close`` has to find them.
-            gone = [peer for address, peer in self._peers.items() if address not in listed and not peer.asked]
+            version = self._credentials.connection_version
+            gone = [
+                peer
+                for address, peer in self._peers.items()
+                if not peer.asked and (address not in listed or peer.endpoint.connection_version != version)
+            ]
             for peer in gone:
                 del self._peers[peer.address]
             for peer in self._peers.values():
@@ -127,7 +134,7 @@ class Roster:
     def _peer(self, address: str) -> Peer:
         found = self._peers.get(address)
         if found is None:
-            found = self._peers[address] = Peer(address, self._limits)
+            found = self._peers[address] = Peer(address, self._limits, self._credentials)
         return found
 
     def _look_at(self, peer: Peer) -> None:

@@ -45,6 +45,7 @@ _OURS = frozenset(
         places.PINS,
         places.GENERATIONS,
         places.RESERVE,
+        places.LINEAGE,
     }
 )
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import xxhash
 
 from kvstore.buffers import Borrowed
-from kvstore.format.header import PAGE_BYTES, Damage, Damaged, Header, decode, header_bytes, is_self_consistent
+from kvstore.format.encoded import HEADER_BYTES_MAX, decode_any
+from kvstore.format.header import PAGE_BYTES, Damage, Damaged, Header, Stored, is_self_consistent
 from kvstore.format.places import Name
-from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.root.interface import Reader, Root
 
-HEADER_BYTES_MAX = header_bytes(4 * CHUNK_TOKENS_MAX, 2 * LAYERS_MAX)
 READ_BYTES = 4 << 20
 
 _SIZE_FIELD = slice(16, 20)
@@ -92,25 +91,27 @@ class Inspector:
     def _header(self, reader: Reader) -> Header:
         page = self._read(reader, 0, PAGE_BYTES)
         try:
-            return decode(page)
+            return decode_any(page)
         except Damaged as damaged:
             # A header of several pages looks like this after the first. Its size field is checked before it is used.
             size = int.from_bytes(page[_SIZE_FIELD], "little") if len(page) >= PAGE_BYTES else 0
             if damaged.damage is not Damage.GEOMETRY or not PAGE_BYTES < size <= HEADER_BYTES_MAX:
                 raise
-        return decode(self._read(reader, 0, size))
+        return decode_any(self._read(reader, 0, size))
 
     def _payload(self, reader: Reader, header: Header) -> None:
         offset = header.header_bytes
-        for expected in header.checksums:
-            state, end = xxhash.xxh3_64(), offset + header.section_bytes
+        # Of an encoded file as it is stored: whole is what its writer wrote, which takes no key to tell.
+        plain = [Stored(each, header.section_bytes) for each in header.checksums]
+        for expected in header.stored or plain:
+            state, end = xxhash.xxh3_64(), offset + expected.size_bytes
             while offset < end:
                 part = self._read(reader, offset, min(end - offset, READ_BYTES))
                 if not part:
                     raise Damaged(Damage.SIZE)
                 state.update(part)
                 offset += len(part)
-            if state.intdigest() != expected:
+            if state.intdigest() != expected.checksum:
                 raise Damaged(Damage.SECTION_CHECKSUM)
 
     def _read(self, reader: Reader, offset: int, size: int) -> memoryview:

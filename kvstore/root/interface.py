@@ -166,6 +166,16 @@ class Root(Protocol):
         """
         ...
 
+    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
+        """Gives a staged file a name that another has, if that is still the one that ``look`` found; False where it is
+        not, and then nothing was done. For rule W5 alone; the staged name is gone afterwards.
+
+        At every moment one of the two has the name. The one that was replaced has the name ``aside``, which nobody else
+        uses, in the folder of the staged file, until it is removed: it may be open or mapped elsewhere. Raises
+        InvalidRequest where the root cannot.
+        """
+        ...
+
     def make_folder(self, name: Name) -> None:
         """Makes a folder, and those above it; no error where it exists."""
         ...

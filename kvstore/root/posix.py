@@ -40,7 +40,8 @@ _scratch = threading.local()
 class PosixRoot:
     """A folder. ``step`` is called at named points between system calls, so that a test can stop there.
 
-    The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done.
+    The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done,
+    replace.before, replace.done.
 
     ``direct``: native reads of what is not cached go around the page cache (O_DIRECT), where the file system can.
     """
@@ -163,6 +164,27 @@ class PosixRoot:
                 else:
                     return True
         return False
+
+    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
+        path, kept = self._at(name), self._at(aside)
+        with _translated("replace", path):
+            try:
+                os.link(path, kept, follow_symlinks=False)
+            except OSError as cause:
+                if cause.errno in MISSING_ERRORS:
+                    return False  # the folder of ``aside`` is there: the staged file lies in it
+                raise
+            # Looked at under the name that nobody else uses: another may have got the first one meanwhile.
+            found = self.look(aside, len(seen.prefix))
+            if found is None or (found.prefix, found.stat.size_bytes) != (seen.prefix, seen.stat.size_bytes):
+                self.remove(aside)
+                return False
+            self._step("replace.before")
+            os.rename(self._at(staged), path)
+            self._step("replace.done")
+            if durable:
+                _sync_folder(os.path.dirname(path))
+        return True
 
     def make_folder(self, name: Name) -> None:
         path = self._at(name)

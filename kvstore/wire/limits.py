@@ -7,6 +7,7 @@ from typing import Any
 from kvstore.tokens import TOKENS_MAX
 
 SERVICE = "kvstore.v1.KVStore"
+CONTROL = "kvstore.v1.Control"
 
 MESSAGE_BYTES_MAX = 4 << 20
 """A message of data: the default receive limit of gRPC in every language."""
@@ -56,5 +57,6 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 def method(name: str) -> str:
-    """The path of a call of the service."""
-    return f"/{SERVICE}/{name}"
+    """The path of a call of the service, or of the control service: ``Control.Health``."""
+    service, _, call = name.rpartition(".")
+    return f"/{CONTROL if service else SERVICE}/{call}"

@@ -19,6 +19,7 @@ from kvstore.errors import (
     PermissionDenied,
     RootMismatch,
     SessionLost,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -31,6 +32,10 @@ MESSAGE_BYTES_MAX = 4096
 
 class UnknownNamespace(InvalidRequest):
     """Nobody ever opened this namespace on this root. Call OpenNamespace, then repeat the call."""
+
+
+class NoTicket(InvalidRequest):
+    """This worker has no ticket with this id: another one has it, it was forgotten, or the worker was restarted."""
 
 
 class BrokenTransfer(Unavailable):
@@ -48,9 +53,11 @@ class Busy(Overloaded):
 STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownNamespace: grpc.StatusCode.NOT_FOUND,
+    NoTicket: grpc.StatusCode.NOT_FOUND,
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     RootMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
@@ -62,9 +69,7 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
 """The status of each class. Where several share a code, the first is what the code alone is taken for."""
 
 _BY_NAME = {error.__name__: error for error in STATUSES}
-_BY_CODE = {code: error for error, code in reversed(STATUSES.items())} | {
-    grpc.StatusCode.UNAUTHENTICATED: PermissionDenied,
-}
+_BY_CODE = {code: error for error, code in reversed(STATUSES.items())}
 _NOTHING_DONE = (Draining, Busy)
 
 

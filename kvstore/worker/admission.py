@@ -13,7 +13,8 @@ class Gate:
     """Counts the calls inside; thread-safe."""
 
     def __init__(self, calls_max: int) -> None:
-        self._calls_max = calls_max
+        self.calls_max = calls_max
+        """May change at any time: what is inside stays."""
         self._changed = threading.Condition()
         self._inside = 0
         self._draining = False
@@ -35,8 +36,8 @@ class Gate:
             if not light:
                 if self._draining:
                     raise Draining("the worker is draining and takes no new calls: turn to another one")
-                if self._inside >= self._calls_max:
-                    raise Busy(f"the worker has {self._calls_max} calls in progress: back off, or turn to another one")
+                if self._inside >= self.calls_max:
+                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or turn to another one")
                 self._inside += 1
         try:
             yield
@@ -61,7 +62,8 @@ class BytesInFlight:
     """A bound on the memory that calls in progress use for payload; thread-safe."""
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
+        """May change at any time: what is reserved stays."""
         self._lock = threading.Lock()
         self.count = 0
 
@@ -72,10 +74,10 @@ class BytesInFlight:
         One call may use more than the limit if it is alone: a limit under a chunk must not make it unreachable.
         """
         with self._lock:
-            if self.count and self.count + count > self._bytes_max:
+            if self.count and self.count + count > self.bytes_max:
                 raise Busy(
                     f"the worker has {self.count} bytes in flight and this call needs {count}, over its limit of "
-                    f"{self._bytes_max}: back off, or turn to another worker"
+                    f"{self.bytes_max}: back off, or turn to another worker"
                 )
             self.count += count
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import grpc
-
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -15,6 +13,7 @@ from kvstore.wire.limits import MESSAGE_BYTES_MAX
 from kvstore.wire.messages import hints_of, parse, unpack_keys, unpack_sizes, write_of
 from kvstore.wire.parts import Incoming, encode_parts
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -32,11 +31,11 @@ class BlockStreams:
         self._calls = calls
         self._limits = limits
 
-    def put(self, frames: Iterator[Frame], context: grpc.ServicerContext) -> bytes:
+    def put(self, frames: Iterator[Frame], context: Call) -> bytes:
         """The encoded answer to one stream."""
         opening = next(frames)
         start = parse(pb.PutBlocksStart, opening.start or b"")
-        namespace = self._prompts.namespace(start.namespace)
+        namespace = self._prompts.namespace(start.namespace, context)
         keys = unpack_keys(start.keys)
         sizes = unpack_sizes(start.sizes, len(keys))
         hints, write = hints_of(start.hints), write_of(start.write)
@@ -69,9 +68,9 @@ class BlockStreams:
             store()
         return pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()
 
-    def match(self, request: pb.MatchBlocksRequest, context: grpc.ServicerContext) -> pb.MatchBlocksResponse:
+    def match(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
         """How many leading keys are there, and which of all where that is asked for."""
-        namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
+        namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         self._prompts.settle_blocks(namespace, keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
         if request.each:
@@ -79,9 +78,9 @@ class BlockStreams:
             return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)
         return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
 
-    def get(self, request: pb.GetBlocksRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def get(self, request: pb.GetBlocksRequest, context: Call) -> Iterator[bytes]:
         """The encoded messages of one answer."""
-        namespace, keys = self._prompts.namespace(request.namespace), unpack_keys(request.keys)
+        namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         sizes = unpack_sizes(request.sizes, len(keys))
         self._prompts.settle_blocks(namespace, keys)
         groups = list(_groups(sizes, self._limits.window_bytes))

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from kvstore import tracing
 from kvstore.errors import KVStoreError
+from kvstore.node.timings import Latencies, Latency
+from kvstore.security.audit import AuditLog
+from kvstore.security.authenticator import Authenticator
+from kvstore.security.guard import COUNTERS as GUARD_COUNTERS
+from kvstore.security.guard import Guard, Visit
+from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
+from kvstore.worker.bulk.context import BulkContext
+from kvstore.worker.call import Call, peer_of, presented_by
 
 log = logging.getLogger(__name__)
 
-LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
 WORKER_COUNTERS = {
+    "tickets_done": "tickets of the control service that were done",
+    "tickets_failed": "tickets that failed",
+    "tickets_cancelled": "tickets that somebody cancelled, or that the end of the worker did",
     "wire_bytes_in": "payload bytes received from clients",
     "wire_bytes_out": "payload bytes sent to clients",
     "wire_damaged": "streams of clients that did not match their checksums",
@@ -34,18 +42,38 @@ WORKER_COUNTERS = {
     "puts_deferred_lost": "those of them that could not be written",
     "bulk_connections": "bulk connections of clients that proved their grant",
     "bulk_refused": "bulk connections cut off: no grant, too many, garbage, or too slow to greet",
+    **GUARD_COUNTERS,
 }
 """Every counter of the worker itself, beside those of its node."""
 
 WORKER_GAUGES = {
     "calls_in_flight": "calls under way",
+    "calls_max": "calls that may be under way at once; more are refused",
     "bytes_in_flight": "payload bytes of calls under way",
     "client_holds": "holds of clients that have not ended",
     "bulk_connections_open": "bulk connections of clients that are open",
     "deferred_chunks": "chunks received that wait to be written",
+    "root_free_bytes": "room left on what holds the root; absent where nobody can tell",
+    "root_total_bytes": "all of its room",
+    "tickets_running": "tickets of the control service that are under way",
+    "tickets_waiting": "tickets that wait for their turn",
+    "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }
 """How things stand now with the worker itself, beside the gauges of its node."""
+
+
+GRPC = "grpc"
+_MOVED = {"wire_bytes_in": "in", "wire_bytes_out": "out"}
+
+
+class Ended(NamedTuple):
+    """What calls are counted by."""
+
+    method: str
+    code: str
+    path: str
+    """``grpc``, or of the bulk protocol ``unix`` or ``tcp``."""
 
 
 class CallContext(Protocol):
@@ -53,6 +81,10 @@ class CallContext(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds the client still waits; None where it did not say."""
+        ...
+
+    def invocation_metadata(self) -> Any:
+        """What the client sent with the call: pairs of a key and a value."""
         ...
 
     def is_active(self) -> bool:
@@ -68,53 +100,75 @@ class CallContext(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Latency:
-    """How long the calls of one method took: a count per bucket (the last: longer than all), and their sum."""
-
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_S) + 1))
-    sum_s: float = 0.0
-
-
 class Calls:
     """What the worker did, call by call; thread-safe."""
 
-    def __init__(self, gate: Gate, ids: Ids) -> None:
+    def __init__(
+        self, gate: Gate, ids: Ids, authenticator: Authenticator | None = None, audit: AuditLog | None = None
+    ) -> None:
         self.gate = gate
+        self.guard = Guard(self.add, authenticator, audit)
         self._ids = ids
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(WORKER_COUNTERS, 0)
-        self._ended: dict[tuple[str, str], int] = {}
-        self._latencies: dict[str, Latency] = {}
+        self._ended: dict[Ended, int] = {}
+        self._latencies: Latencies[tuple[str, str]] = Latencies()
+        self._bytes: dict[tuple[str, str], int] = {}
+        self._serving = threading.local()
+        """Of each thread, the visit that it serves and by which way the call came."""
 
     def add(self, name: str, count: int = 1) -> None:
         """Adds to one of the worker's counters."""
         with self._lock:
             self._counters[name] += count
+            if name in _MOVED:
+                key = (_MOVED[name], getattr(self._serving, "path", GRPC))
+                self._bytes[key] = self._bytes.get(key, 0) + count
+        visit: Visit | None = getattr(self._serving, "visit", None)
+        if visit is not None and name in _MOVED:
+            visit.moved(**{f"bytes_{_MOVED[name]}": count})
 
     def counters(self) -> dict[str, int]:
         """The worker's own counters."""
         with self._lock:
             return dict(self._counters)
 
-    def ended(self) -> dict[tuple[str, str], int]:
-        """Calls that ended, by method and status code."""
+    def ended(self) -> dict[Ended, int]:
+        """Calls that ended, by method, status code and path."""
         with self._lock:
             return dict(self._ended)
 
-    def latencies(self) -> dict[str, Latency]:
-        """How long they took, by method."""
+    def latencies(self) -> dict[tuple[str, str], Latency]:
+        """How long they took, by method and path."""
+        return self._latencies.snapshot()
+
+    def moved_bytes(self) -> dict[tuple[str, str], int]:
+        """Payload bytes from and to clients, by direction (``in``, ``out``) and path."""
         with self._lock:
-            return {name: Latency(list(each.buckets), each.sum_s) for name, each in self._latencies.items()}
+            return dict(self._bytes)
 
     @contextmanager
-    def serving(self, name: str, context: CallContext, *, light: bool = False) -> Iterator[None]:
-        """Around the work of one call. What it raises becomes the call's status."""
+    def serving(self, name: str, context: CallContext, *, light: bool = False) -> Iterator[Call]:
+        """Around the work of one call, once it is let in. What it raises becomes the call's status.
+
+        Inside ``tracing.request_id()`` is the id that the client gave the call.
+        """
+        path = context.path if isinstance(context, BulkContext) else GRPC
+        with tracing.served(f"kvstore.{name}", context.invocation_metadata() or (), path=path):
+            self._serving.path = path
+            with self._answering(name, path, context, light) as call:
+                yield call
+
+    @contextmanager
+    def _answering(self, name: str, path: str, context: CallContext, light: bool) -> Iterator[Call]:
         began_s = time.perf_counter()
         code = grpc.StatusCode.OK
+        visit: Visit | None = None
         try:
+            visit = self._admitted(name, context)
             with self.gate.passing(light=light):
-                yield
+                self._serving.visit = visit
+                yield Call(context, visit)
         except KVStoreError as error:
             refused = refusal(error)
             if context.is_active():
@@ -138,7 +192,16 @@ class Calls:
             log.exception("call.failed method=%s incident=%s", name, incident)
             _abort(context, Refusal(code, f"the worker failed: look for incident {incident} in its log", ()))
         finally:
-            self._observe(name, code, time.perf_counter() - began_s)
+            self._serving.visit = None
+            if visit is not None:
+                visit.end(code.name)
+            self._observe(Ended(name, code.name, path), time.perf_counter() - began_s)
+
+    def _admitted(self, name: str, context: CallContext) -> Visit:
+        """Lets a call in. Raises PermissionDenied."""
+        if not self.guard.asks:
+            return self.guard.admit(name, NOTHING)
+        return self.guard.admit(name, presented_by(context), peer_of(context), tracing.request_id())
 
     def _note(self, error: KVStoreError) -> None:
         if isinstance(error, (Busy, Draining)):
@@ -146,12 +209,14 @@ class Calls:
         elif isinstance(error, BrokenTransfer):
             self.add("wire_damaged")
 
-    def _observe(self, name: str, code: grpc.StatusCode, seconds: float) -> None:
+    def _observe(self, ended: Ended, seconds: float) -> None:
         with self._lock:
-            self._ended[name, code.name] = self._ended.get((name, code.name), 0) + 1
-            latency = self._latencies.setdefault(name, Latency())
-            latency.buckets[bisect.bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
-            latency.sum_s += seconds
+            self._ended[ended] = self._ended.get(ended, 0) + 1
+        self._latencies.observe((ended.method, ended.path), seconds)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "call.ended method=%s path=%s code=%s seconds=%.6f", ended.method, ended.path, ended.code, seconds
+            )
 
 
 def seconds_left(context: CallContext, most_s: float) -> float:

@@ -6,8 +6,6 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import cast
 
-import grpc
-
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
@@ -18,6 +16,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame
 from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -35,7 +34,7 @@ class GetStreams:
         self._calls = calls
         self._limits = limits
 
-    def get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
         """The encoded messages of one answer."""
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
@@ -55,7 +54,7 @@ class GetStreams:
                     else self._by_chunk(hold, request.first, count, context)
                 )
 
-    def _by_chunk(self, hold: Hold, first: int, count: int, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _by_chunk(self, hold: Hold, first: int, count: int, context: Call) -> Iterator[bytes]:
         node, layout = self._node, hold.chain.namespace.layout
         window = max(1, min(count - first, self._limits.window_bytes // layout.chunk_bytes))
         windows = [(at, min(window, count - at)) for at in range(first, count, window)]
@@ -91,7 +90,7 @@ class GetStreams:
                 reading.withdraw()
                 node.used(hold, good)
 
-    def _by_layer(self, hold: Hold, count: int, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _by_layer(self, hold: Hold, count: int, context: Call) -> Iterator[bytes]:
         if count < hold.count:
             raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
         layout = hold.chain.namespace.layout

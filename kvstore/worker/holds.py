@@ -14,8 +14,9 @@ class ClientHolds:
     """The live holds of all clients; thread-safe. ``release`` ends one in the node."""
 
     def __init__(self, holds_max: int, tokens_max: int, release: Callable[[Hold], None], clock: Clock) -> None:
-        self._holds_max = holds_max
-        self._tokens_max = tokens_max
+        self.holds_max = holds_max
+        """May change at any time, as the next one: what is held stays."""
+        self.tokens_max = tokens_max
         self._release = release
         self._clock = clock
         self._lock = threading.Lock()
@@ -29,15 +30,15 @@ class ClientHolds:
         """Keeps a hold until it is released or over. Raises Overloaded where there are too many, and releases it."""
         size = len(hold.chain.tokens)
         with self._lock:
-            fits = len(self._live) < self._holds_max and self._tokens + size <= self._tokens_max
+            fits = len(self._live) < self.holds_max and self._tokens + size <= self.tokens_max
             if fits:
                 self._live[hold.id] = hold
                 self._tokens += size
         if not fits:
             self._release(hold)
             raise Overloaded(
-                f"clients hold {len(self._live)} prompts of {self._tokens} tokens here, and {self._holds_max} "
-                f"prompts or {self._tokens_max} tokens are the limit: release some, or back off"
+                f"clients hold {len(self._live)} prompts of {self._tokens} tokens here, and {self.holds_max} "
+                f"prompts or {self.tokens_max} tokens are the limit: release some, or back off"
             )
 
     def find(self, hold_id: bytes) -> Hold:
@@ -46,6 +47,10 @@ class ClientHolds:
         if hold is None or hold.ends_s <= self._clock.monotonic_s():
             raise HoldBroken("the hold has ended (released, past its time, or the worker was restarted): match again")
         return hold
+
+    def peek(self, hold_id: bytes) -> Hold | None:
+        """The hold with this id, be it over or not; None where it was released."""
+        return self._live.get(hold_id)
 
     def release(self, hold_id: bytes) -> bool:
         """Ends a hold; False where it had ended already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from kvstore.errors import InvalidRequest
 
@@ -12,7 +13,9 @@ class WorkerLimits:
     """What a worker allows its clients. Raises InvalidRequest where a value makes no sense."""
 
     calls_max: int = 64
-    """Calls at once, one thread each; more are refused, to be repeated at another worker."""
+    """Calls at once, one thread each; more are refused, to be repeated at another worker. It can be raised while the
+    worker runs, to ``RAISE_MAX`` times as many.
+    """
     spare_calls_max: int = 8
     """Calls beyond these: health, reflection, stats, releases of holds, and saying that there are too many."""
     bytes_in_flight_max: int = 1 << 30
@@ -23,6 +26,8 @@ class WorkerLimits:
     """Memory of its own that one client on this host may share over one connection."""
     buffers_bytes_max: int = 256 << 20
     """Memory that is kept to receive and send with again."""
+    connections_max: int = 8192
+    """gRPC connections at once, one file descriptor each; more are closed."""
     bulk_connections_max: int = 1024
     """Bulk connections at once, one file descriptor each; more are closed."""
     hello_s: float = 5.0
@@ -37,8 +42,18 @@ class WorkerLimits:
     """Holds of clients alive at once."""
     hold_tokens_max: int = 1 << 28
     """Tokens of all held prompts together, 4 bytes each."""
+    recode_bytes_per_s_max: float = 256 << 20
+    """How fast chunks are compressed or re-encrypted by tickets, as they are read: clients need the root as well."""
     health_period_s: float = 0.5
     """How often it is looked whether the root still answers."""
+
+    RAISE_MAX: ClassVar[int] = 4
+    """How many times ``calls_max`` it can be raised to while the worker runs."""
+
+    @property
+    def threads_max(self) -> int:
+        """Threads for calls, made as they are needed."""
+        return self.RAISE_MAX * self.calls_max + self.spare_calls_max
 
     def __post_init__(self) -> None:
         for each in fields(self):

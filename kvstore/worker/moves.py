@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import grpc
-
 from kvstore.errors import InvalidRequest
 from kvstore.node.moves import Act, Level
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.statuses import Draining
 from kvstore.worker.admission import Gate
+from kvstore.worker.call import Call
 from kvstore.worker.prompts import Prompts
 
 LOOK_S = 1.0
@@ -19,8 +18,8 @@ LOOK_S = 1.0
 PROGRESS_S = 0.1
 """Between two messages at least."""
 
-_ACTS = {pb.ACT_PREFETCH: Act.PREFETCH, pb.ACT_MOVE: Act.MOVE, pb.ACT_RELEASE: Act.RELEASE}
-_LEVELS = {
+ACTS = {pb.ACT_PREFETCH: Act.PREFETCH, pb.ACT_MOVE: Act.MOVE, pb.ACT_RELEASE: Act.RELEASE}
+LEVELS = {
     pb.TIER_UNSPECIFIED: Level.MEMORY,
     pb.TIER_MEMORY: Level.MEMORY,
     pb.TIER_DISK: Level.DISK,
@@ -36,14 +35,14 @@ class MoveStreams:
         self._prompts = prompts
         self._gate = gate
 
-    def move(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def move(self, request: pb.MoveRequest, context: Call) -> Iterator[bytes]:
         """The encoded messages of one answer. Ends what it began, however the call ends."""
-        act, level = _ACTS.get(request.act), _LEVELS.get(request.tier)
+        act, level = ACTS.get(request.act), LEVELS.get(request.tier)
         if act is None:
             raise InvalidRequest(f"act is {request.act}: expected ACT_PREFETCH (1), ACT_MOVE (2) or ACT_RELEASE (3)")
         if level is None:
             raise InvalidRequest(f"tier is {request.tier}: expected TIER_MEMORY (1), TIER_DISK (2) or TIER_ROOT (3)")
-        chain = self._prompts.chain(request.namespace, request.tokens)
+        chain = self._prompts.chain(request.namespace, request.tokens, context)
         size = chain.namespace.layout.chunk_tokens
         move = self._node.begin_move(chain, act, level)
         try:

@@ -16,7 +16,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
 from kvstore.worker.bulk.deferred import Deferred
-from kvstore.worker.calls import CallContext, seconds_left
+from kvstore.worker.call import Call
+from kvstore.worker.calls import seconds_left
 from kvstore.worker.holds import ClientHolds
 
 DIGEST_BYTES = 32
@@ -32,8 +33,11 @@ class Prompts:
         self._holds = holds
         self._deferred = deferred
 
-    def namespace(self, digest: bytes) -> Namespace:
-        """The namespace with this digest. Raises UnknownNamespace, InvalidRequest, or what the root raised."""
+    def namespace(self, digest: bytes, call: Call) -> Namespace:
+        """The namespace with this digest, which ``call`` is allowed to be about: there is no other way to one.
+
+        Raises UnknownNamespace, InvalidRequest, PermissionDenied, Overloaded, or what the root raised.
+        """
         if len(digest) != DIGEST_BYTES:
             raise InvalidRequest(
                 f"namespace has {len(digest)} bytes: expected the {DIGEST_BYTES} that OpenNamespace gave"
@@ -43,11 +47,12 @@ class Prompts:
             raise UnknownNamespace(
                 f"namespace {digest.hex()} was never opened on this root: call OpenNamespace, then repeat"
             )
+        call.allow(namespace.tenant, namespace.name)
         return namespace
 
-    def chain(self, digest: bytes, packed_tokens: bytes, chunks_max: int = 0) -> Chain:
+    def chain(self, digest: bytes, packed_tokens: bytes, call: Call, chunks_max: int = 0) -> Chain:
         """The full chunks of a prompt, the first ``chunks_max`` of them unless that is 0."""
-        namespace = self.namespace(digest)
+        namespace = self.namespace(digest, call)
         tokens = unpack_tokens(packed_tokens)
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
@@ -55,9 +60,9 @@ class Prompts:
         self._deferred.settle(chain.addresses, SETTLE_S)
         return chain
 
-    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes) -> Keyed:
-        """The blocks of a request. Raises UnknownNamespace, InvalidRequest, or what the root raised."""
-        namespace, keys = self.namespace(digest), unpack_keys(packed_keys)
+    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
+        """The blocks of a request. Raises as ``namespace`` does."""
+        namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
         return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
 
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
@@ -65,7 +70,7 @@ class Prompts:
         if self._deferred.chunks_count:
             self._deferred.settle(block_addresses(namespace, keys), SETTLE_S)
 
-    def known_chain(self, request: pb.GetRequest) -> Chain:
+    def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:
         """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody
         waits for puts (rule P2). Raises UnknownNamespace, InvalidRequest.
         """
@@ -74,23 +79,26 @@ class Prompts:
         namespace = self._member.known_namespace(request.namespace)
         if namespace is None:
             raise UnknownNamespace(f"namespace {request.namespace.hex()} was not used here: a miss")
+        # The tenant pays where its client asked; a peer only brings what that one is already paying for.
+        call.allow(namespace.tenant, namespace.name, metered=not call.sees_every)
         tokens = unpack_tokens(request.tokens)
         if request.chunks_max:
             tokens = tokens[: request.chunks_max * namespace.layout.chunk_tokens]
         return self._member.node.chains.of(namespace, tokens)
 
     @contextmanager
-    def held(self, request: pb.GetRequest, context: CallContext) -> Iterator[tuple[Hold, int]]:
+    def held(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[Hold, int]]:
         """The hold to read under, and how many leading chunks: the client's own, or one for the time of this call."""
         if request.hold:
             if request.namespace or request.tokens:
                 raise InvalidRequest("a Get has both a hold and a prompt: expected one of them")
             hold = self._holds.find(request.hold)
+            call.allow(hold.chain.namespace.tenant, hold.chain.namespace.name)
             yield hold, min(hold.count, request.chunks_max or hold.count)
             return
         node = self._member.node
-        chain = self.chain(request.namespace, request.tokens, request.chunks_max)
-        hold = node.hold(chain, deadline_s=seconds_left(context, node.limits.match_deadline_s))
+        chain = self.chain(request.namespace, request.tokens, call, request.chunks_max)
+        hold = node.hold(chain, deadline_s=seconds_left(call, node.limits.match_deadline_s))
         try:
             yield hold, hold.count
         finally:

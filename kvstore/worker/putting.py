@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import grpc
-
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
@@ -17,6 +15,7 @@ from kvstore.wire.limits import MESSAGE_BYTES_MAX
 from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.writing import Writing, begin_writing
@@ -37,11 +36,11 @@ class PutStreams:
         self._in_flight = in_flight
         self._calls = calls
 
-    def put(self, frames: Iterator[Frame], context: grpc.ServicerContext) -> bytes:
+    def put(self, frames: Iterator[Frame], context: Call) -> bytes:
         """The encoded answer to one stream."""
         opening = next(frames)
         start = parse(pb.PutStart, opening.start or b"")
-        chain = self._prompts.chain(start.namespace, start.tokens)
+        chain = self._prompts.chain(start.namespace, start.tokens, context)
         if start.first > len(chain):
             raise InvalidRequest(
                 f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
@@ -73,7 +72,7 @@ class PutStreams:
         run: int,
         opening: Frame,
         frames: Iterator[Frame],
-        context: grpc.ServicerContext,
+        context: Call,
     ) -> None:
         """Stores chunks in runs, as they come from ``first`` on; those before ``begin`` are there."""
         layout = chain.namespace.layout

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
-from kvstore.wire.limits import SERVICE
+from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore.security.guard import Guard
+from kvstore.wire.limits import CONTROL, SERVICE
+from kvstore.wire.statuses import Busy, refusal
 from kvstore.wire.watch import Watch
+from kvstore.worker.call import peer_of, presented_by, request_of
 
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection."
+STRANGERS_MAX = 16
 _MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore[server]'"
 
 
@@ -35,7 +43,9 @@ class Health:
         """Serves health and reflection."""
         reflection = _imported("grpc_reflection.v1alpha.reflection")
         _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(self._servicer, server)
-        reflection.enable_server_reflection((SERVICE, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (SERVICE, CONTROL, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
 
 
 def _imported(name: str) -> Any:
@@ -45,17 +55,65 @@ def _imported(name: str) -> Any:
         raise ModuleNotFoundError(_MISSING) from missing
 
 
+class Door:
+    """Asks who calls, of calls that are not served by us, or not yet.
+
+    The health service is open to all (rule X4), but to strangers only a few at once: each call keeps a thread, and a
+    watch of it for as long as it likes.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._strangers = threading.BoundedSemaphore(STRANGERS_MAX)
+
+    def knock(self, method: str, context: grpc.ServicerContext) -> None:
+        """Returns where the caller may come in, to be asked what for inside; aborts the call otherwise."""
+        service, _, name = method.removeprefix("/").rpartition("/")
+        if self._guard.is_open:
+            return
+        if service == HEALTH:
+            self._admit_to_health(context)
+            return
+        try:
+            if service in (SERVICE, CONTROL):
+                # What it may do is asked where that is known; that it is somebody, before anybody waits for it.
+                method = name if service == SERVICE else f"Control.{name}"
+                self._guard.identify(method, presented_by(context), peer_of(context), request_of(context))
+            else:
+                method = "Reflection" if service.startswith(REFLECTION) else f"{service}/{name}"
+                self._guard.admit(method, presented_by(context), peer_of(context), request_of(context))
+        except PermissionDenied as error:
+            _abort(context, error)
+
+    def _admit_to_health(self, context: grpc.ServicerContext) -> None:
+        if self._guard.knows(presented_by(context)):
+            return
+        if not self._strangers.acquire(blocking=False):
+            _abort(context, Busy(f"{STRANGERS_MAX} others who show no token ask how this worker is: back off"))
+        if not context.add_callback(self._strangers.release):
+            self._strangers.release()  # it has ended already
+
+
+def _abort(context: grpc.ServicerContext, error: KVStoreError) -> NoReturn:
+    refused = refusal(error)
+    context.set_trailing_metadata(refused.trailers)
+    context.abort(refused.code, refused.message)
+    raise AssertionError("abort raises")
+
+
 class Patience(grpc.ServerInterceptor):
     """Bounds how long a peer may keep a thread without sending what it announced.
 
     gRPC waits in a thread of the pool for the message of a call that has only one, before any handler is asked, and for
     as long as the peer keeps its connection.  So such calls are taken as streams, whose one message is waited for under
-    watch; and streams of reflection, on which a peer need never send anything, end after a time.
+    watch; and streams of reflection, on which a peer need never send anything, end after a time.  ``door`` is where a
+    peer is asked who it is, before anybody waits for it.
     """
 
-    def __init__(self, watch: Watch, most_s: float) -> None:
+    def __init__(self, watch: Watch, most_s: float, door: Door) -> None:
         self._watch = watch
         self._most_s = most_s
+        self._door = door
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         handler = continuation(details)
@@ -63,24 +121,35 @@ class Patience(grpc.ServerInterceptor):
             return None
         serializers = (handler.request_deserializer, handler.response_serializer)
         if not handler.request_streaming and not handler.response_streaming:
-            return grpc.stream_unary_rpc_method_handler(partial(self._one_to_one, handler.unary_unary), *serializers)
+            return grpc.stream_unary_rpc_method_handler(
+                partial(self._one_to_one, handler.unary_unary, details.method), *serializers
+            )
         if not handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(partial(self._one_to_many, handler.unary_stream), *serializers)
+            return grpc.stream_stream_rpc_method_handler(
+                partial(self._one_to_many, handler.unary_stream, details.method), *serializers
+            )
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(partial(self._bounded, handler.stream_stream), *serializers)
+            return grpc.stream_stream_rpc_method_handler(
+                partial(self._bounded, handler.stream_stream, details.method), *serializers
+            )
         return handler  # ours, which watch over themselves
 
-    def _one_to_one(self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+    def _one_to_one(
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Any:
+        self._door.knock(method, context)
         return answer(self._first(messages, context), context)
 
     def _one_to_many(
-        self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
     ) -> Iterator[Any]:
+        self._door.knock(method, context)
         yield from answer(self._first(messages, context), context)
 
     def _bounded(
-        self, answer: Callable[..., Any], messages: Iterator[Any], context: grpc.ServicerContext
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
     ) -> Iterator[Any]:
+        self._door.knock(method, context)
         with self._watch.begin(self._most_s, self._most_s, context.cancel):
             yield from answer(messages, context)
 

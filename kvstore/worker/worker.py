@@ -6,7 +6,9 @@ import logging
 import os
 import socket
 import threading
+import time
 from concurrent import futures
+from contextlib import suppress
 from typing import cast
 
 import grpc
@@ -15,18 +17,25 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
+from kvstore.security.server import ServerSecurity
 from kvstore.sources import Clock, SystemClock
+from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import SERVER_OPTIONS
 from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.control.health import About
+from kvstore.worker.control.service import ControlService, Drain
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
-from kvstore.worker.standard import Health, Patience
+from kvstore.worker.standard import Door, Health, Patience
 from kvstore.worker.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
 DEREGISTER_S = 2.0
 LAST_ANSWERS_S = 5.0
+ROOM_PERIOD_S = 10.0
+ROOM_S = 1.0
+"""How long the root may take to say what room it has."""
 
 
 class Worker:
@@ -36,7 +45,8 @@ class Worker:
     clients reach it, where that differs: it is what discovery tells them.  ``version`` is for whoever lists workers.
     With ``bulk`` it also takes bulk connections (kvstore/wire/bulk/BULK.md): on ``bulk_port`` of the same host (0:
     chosen by the system), and on a unix socket in a folder of its own under ``bulk_folder`` (where temporary files go),
-    which clients on this host must see under the same path.
+    which clients on this host must see under the same path.  ``on_drain`` ends the program that this worker is in,
+    when a client of the control service asks for that.
     """
 
     def __init__(
@@ -51,13 +61,23 @@ class Worker:
         bulk: bool = True,
         bulk_port: int = 0,
         bulk_folder: str | None = None,
+        on_drain: Drain | None = None,
+        security: ServerSecurity | None = None,
     ) -> None:
         self.limits = limits or WorkerLimits()
+        self._security = security or ServerSecurity()
         self.address = ""
         """Where it listens, once started."""
         self.advertised = advertise or ""
         """What discovery tells clients, once started."""
-        self.service = Service(member, self.limits, clock or SystemClock())
+        self.service = Service(member, self.limits, clock or SystemClock(), self._security)
+        self.control = ControlService(
+            member,
+            self.service,
+            clock or SystemClock(),
+            lambda: About(self.advertised, self._version, self.is_serving),
+            on_drain,
+        )
         self._member = member
         self._listen = listen
         self._bulk = bulk
@@ -68,6 +88,7 @@ class Worker:
         self._registering = threading.Lock()
         self._stopping = threading.Event()
         self._leaving = False
+        self._room_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
         self._health: Health | None = None
@@ -86,18 +107,19 @@ class Worker:
         if is_path and _is_answering(self._listen.removeprefix("unix:").removeprefix("//")):
             raise self._cannot_listen()
         self._health = Health()
-        calls_max = self.limits.calls_max + self.limits.spare_calls_max
-        threads = DaemonThreads(calls_max, "kvstore-call")
+        threads = DaemonThreads(self.limits.threads_max, "kvstore-call")
         server = grpc.server(
             cast(futures.ThreadPoolExecutor, threads),  # the stubs say so; gRPC only submits to it
-            handlers=[self.service.handler()],
-            interceptors=[Patience(self.service.watch, self.limits.idle_s)],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=calls_max,
+            handlers=[self.service.handler(), self.control.handler()],
+            interceptors=[
+                Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard)),
+            ],
+            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self.limits.connections_max)],
+            maximum_concurrent_rpcs=self.limits.threads_max,
         )
         self._health.add_to(server)
         try:
-            bound = server.add_insecure_port(self._listen)
+            bound = self._bind(server)
         except RuntimeError as cause:
             raise self._cannot_listen() from cause
         if not bound:
@@ -111,6 +133,7 @@ class Worker:
                 None if is_path else host,
                 self._bulk_port,
                 self._bulk_folder,
+                self._security.tls,
             )
             service.bulk.start()
         server.start()
@@ -132,6 +155,7 @@ class Worker:
             self._health.set(False)
         self._deregister()
         self.service.gate.close()
+        self.control.close()
         ended = self.service.gate.wait_empty(timeout_s)
         if not ended:
             log.warning("worker.drain_cut calls=%d", self.service.gate.inside_count)
@@ -143,6 +167,7 @@ class Worker:
         """Stops serving: calls in progress are cancelled after ``grace_s``. Idempotent."""
         self._leaving = True
         self.service.gate.close()
+        self.control.close()
         self._stopping.set()
         if self._server is None:
             self.service.close()
@@ -169,10 +194,26 @@ class Worker:
         while not self._stopping.wait(self.limits.health_period_s):
             self.service.holds.expire()
             self._member.expire()
+            self._look_at_room()
             serving = not self._member.node.stats()["root_hangs"] and not self._leaving
             if serving != self._health.is_serving and not self._stopping.is_set():
                 log.warning("worker.serving %s", serving)
                 self._health.set(serving)
+
+    def _look_at_room(self) -> None:
+        """Now and then: how much room the root has, for metrics. While it does not answer the last answer stays."""
+        now_s = time.monotonic()
+        if now_s >= self._room_at_s:
+            self._room_at_s = now_s + ROOM_PERIOD_S
+            with suppress(KVStoreError):
+                self.service.room = self._member.node.space(ROOM_S)
+
+    def _bind(self, server: grpc.Server) -> int:
+        tls = self._security.tls
+        if tls is None:
+            return server.add_insecure_port(self._listen)
+        credentials = server_credentials(tls, asks_certificates=self._security.asks_certificates)
+        return server.add_secure_port(self._listen, credentials)
 
     def _register(self, session: Session) -> None:
         with self._registering:

@@ -17,6 +17,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.node.deadline import Deadline
+from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.root.faulty import FaultyRoot, Hang, Rule
@@ -405,7 +406,7 @@ def names_of(served: Served, chain: Chain) -> list[Name]:
 class Below:
     """A tier that has the images of one chain."""
 
-    name = "below"
+    name: TierName = "disk"
 
     def __init__(self, chain: Chain, images: list[bytes]) -> None:
         self._images = dict(zip(chain.addresses, images, strict=True))
@@ -413,6 +414,9 @@ class Below:
     def leading(self, wanted: Wanted, first: int) -> int:
         addresses = list(wanted.addresses)[first:]
         return next((at for at, each in enumerate(addresses) if each not in self._images), len(addresses))
+
+    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+        return ()
 
     def fetch(
         self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -86,6 +88,32 @@ def test_a_server_is_asked_once() -> None:
         assert not stopper.wait(0.0)
         interrupt()
         assert stopper.asked and stopper.wait(0.0)
+
+
+def test_a_server_that_was_asked_by_its_own_is_not_ended_at_once_by_the_first_signal() -> None:
+    at_once: list[str] = []
+    with Stopper(at_once=lambda: at_once.append("ended")) as stopper:
+        stopper.ask()
+        assert stopper.wait(0.0)
+        interrupt()
+        assert stopper.asked and not at_once
+
+
+def test_a_signal_in_the_middle_of_a_wait_never_waits_for_itself() -> None:
+    script = """
+import faulthandler, signal
+from kvstore.cli.signals import Stopper
+faulthandler.dump_traceback_later(60, exit=True)
+for number in range(1000):
+    with Stopper() as stopper:
+        signal.signal(signal.SIGALRM, lambda *_: stopper.ask())
+        signal.setitimer(signal.ITIMER_REAL, (1 + number % 97) / 1e6)
+        while not stopper.wait(0.00001):
+            pass
+"""
+    # In a program of its own: the timer is what ends tests that take too long.
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_nohup_is_respected() -> None:

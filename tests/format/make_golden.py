@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.address import Chain
+from kvstore.encodings.codec import Wish, encode_chunk
+from kvstore.encodings.keys import Key
 from kvstore.format.checksum import checksum
 from kvstore.format.header import VERSION, Expected, Incarnation, encode, expected_block, expected_chunk
 from kvstore.layout import Layout
@@ -33,6 +35,23 @@ class Golden:
         sums = [checksum(self.payload[start : start + size]) for start in range(0, len(self.payload), size)]
         return bytes(encode(self.expected, self.incarnation, sums)) + self.payload
 
+
+@dataclass(frozen=True)
+class EncodedGolden:
+    """The same of version 2."""
+
+    file: str
+    plain: Golden
+    wish: Wish
+    salt: bytes
+
+    def content(self) -> bytes:
+        payload, size = memoryview(self.plain.payload), self.plain.expected.section_bytes
+        sections = [payload[start : start + size] for start in range(0, len(payload), size)]
+        return b"".join(encode_chunk(self.plain.expected, self.plain.incarnation, sections, self.wish, self.salt))
+
+
+KEY = Key("2026-11", bytes(range(100, 132)))
 
 SMALL = Namespace.of(
     "golden",
@@ -56,9 +75,22 @@ def goldens() -> list[Golden]:
     ]
 
 
+def encoded_goldens() -> list[EncodedGolden]:
+    """The chunk and the block encrypted, the long one compressed, and that one both."""
+    chunk, block, long = goldens()
+    salt = bytes(range(200, 216))
+    return [
+        EncodedGolden("chunk.v2.bin", chunk, Wish(key=KEY), salt),
+        EncodedGolden("block.v2.bin", block, Wish(key=KEY), salt),
+        EncodedGolden("long.v2.bin", long, Wish(compress=True), b""),
+        EncodedGolden("long-both.v2.bin", long, Wish(compress=True, key=KEY), salt),
+    ]
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for golden in goldens():
+    every: list[Golden | EncodedGolden] = [*goldens(), *encoded_goldens()]
+    for golden in every:
         with (folder / golden.file).open("xb") as file:
             file.write(golden.content())
 

@@ -84,7 +84,7 @@ def test_an_empty_root_is_clean() -> None:
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Damage]] = {
     "magic": (lambda content: b"\0" + content[1:], Damage.MAGIC),
-    "version": (lambda content: content[:8] + b"\x02" + content[9:], Damage.VERSION),
+    "version": (lambda content: content[:8] + b"\x03" + content[9:], Damage.VERSION),
     "algorithm": (lambda content: content[:10] + b"\x09" + content[11:], Damage.ALGORITHM),
     "header": (lambda content: content[:200] + b"\xff" + content[201:], Damage.HEADER_CHECKSUM),
     "geometry": (lambda content: content[:16] + b"\xff" * 4 + content[20:], Damage.GEOMETRY),

@@ -91,6 +91,11 @@ class RootPort:
     def remove_if(self, name: Name, seen: Seen) -> bool:
         return self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), Call.TAKE)
 
+    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
+        return self._change(
+            "replace", name, lambda: self._inner.replace(staged, name, seen, aside, durable=durable), Call.PUBLISH
+        )
+
     def make_folder(self, name: Name) -> None:
         self._change("make_folder", name, lambda: self._inner.make_folder(name), _fencing(name))
 

@@ -26,6 +26,7 @@ THREADED = (
     "kvstore.meta.session",
     "kvstore.node.lanes",
     "kvstore.node.refresh",
+    "kvstore.node.clears",
     "kvstore.node.follower",
     "kvstore.node.opening",
     "kvstore.node.member",

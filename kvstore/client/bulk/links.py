@@ -15,6 +15,7 @@ import grpc
 
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
 from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
@@ -78,6 +79,8 @@ class Link:
         self._ledger = ledger
         self._number = 0
         self._never_blocks: dict[int, bool] = {}
+        self.credentials_version = 0
+        """Of what the worker knows us by on this connection."""
 
     @property
     def is_shared(self) -> bool:
@@ -152,8 +155,16 @@ class Link:
 class Links:
     """The connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer."""
 
-    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits, ask: Callable[[bytes, float], bytes]) -> None:
+    def __init__(
+        self,
+        address: str,
+        bulk: Bulk,
+        limits: ClientLimits,
+        ask: Callable[[bytes, float], bytes],
+        credentials: Credentials = PLAIN,
+    ) -> None:
         self._address = address
+        self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
         self._ask = ask
@@ -226,9 +237,10 @@ class Links:
                 self._dialling += dials
             if link is None:
                 break
-            if link.channel.is_quiet():
+            if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
                 return link
-            self._drop(link)  # the worker went away, or was restarted
+            # The worker went away, or was restarted; or knows us there by a token that has been renewed since.
+            self._drop(link)
         if dials:
             try:
                 link = self._dial(timeout_s)
@@ -308,11 +320,12 @@ class Links:
         if not answer.tcp_port or self._address.startswith("unix:"):
             raise Unavailable("the worker offers no port")
         host = self._address.rpartition(":")[0]
-        channel = Channel(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._limits.probe_s)
-        return self._greeted(channel, answer)
+        sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._address)
+        return self._greeted(Channel(sock, self._limits.probe_s), answer)
 
     def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Link:
         """Both ends prove that they know the secret, which only gRPC carried."""
+        version = self._credentials.version
         try:
             channel.limit(self._limits.probe_s, self._limits.probe_s)
             grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
@@ -325,7 +338,9 @@ class Links:
         except BaseException:
             channel.close()
             raise
-        return Link(channel, answer.files and channel.is_unix, ledger, memory, self._address)
+        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address)
+        link.credentials_version = version
+        return link
 
     def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
         """The worker's memory, mapped once for all connections; None where it cannot be mapped here."""

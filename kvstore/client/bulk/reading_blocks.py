@@ -24,7 +24,8 @@ from kvstore.node.images import take_images
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
-from kvstore.wire.messages import pack_keys, pack_sizes, sealed
+from kvstore.wire.messages import pack_keys, pack_sizes
+from kvstore.wire.traces import traced
 
 
 class BlockReading:
@@ -136,5 +137,5 @@ class BlockReading:
         timeout_s = limits.stream_s(limits.read_s, sum(asked.sizes_bytes))
         channel, number = self._link.channel, self._link.next_number()
         channel.limit(limits.read_s, timeout_s)
-        channel.send(Kind.GET_BLOCKS, number, [encode_request(timeout_s, mode, sealed(request))])
+        channel.send(Kind.GET_BLOCKS, number, [encode_request(timeout_s, mode, traced(request))])
         return number, timeout_s

@@ -30,7 +30,8 @@ from kvstore.wire.bulk.frames import (
     encode_span,
 )
 from kvstore.wire.bulk.sums import plane_sums
-from kvstore.wire.messages import parse, sealed
+from kvstore.wire.messages import parse
+from kvstore.wire.traces import traced
 
 RUNS_MIN = 4
 """Runs for which an arena must have room: the worker keeps up to three, and the end of the ring may be too short."""
@@ -70,7 +71,7 @@ def send_put(
     # A put that does not fit into the arena as a whole has to be stored while it is copied.
     in_arena = arena is not None and arena.size_bytes >= size_bytes
     deferred = deferred and (in_arena or not link.is_shared)
-    channel.send(Kind.PUT, number, [encode_request(timeout_s, int(deferred), sealed(start))])
+    channel.send(Kind.PUT, number, [encode_request(timeout_s, int(deferred), traced(start))])
     payload = link.receive(Kind.READY)[1]
     first, wanted = decode_span(payload)
     if wanted and not (start.first <= first and first + wanted == count):

@@ -31,7 +31,8 @@ from kvstore.wire.bulk.frames import (
     encode_span,
 )
 from kvstore.wire.bulk.sums import block_sums
-from kvstore.wire.messages import parse, sealed
+from kvstore.wire.messages import parse
+from kvstore.wire.traces import traced
 
 PLACED_BYTES_MAX = 64 << 20
 """A run in the arena, while the next is copied. Each costs a hand-over, and one that is in the worker's memory is being
@@ -68,7 +69,7 @@ def send_blocks(
     # A put that does not fit into the arena as a whole has to be stored while it is copied.
     in_arena = arena is not None and arena.size_bytes >= size_bytes
     deferred = deferred and (in_arena or not link.is_shared)
-    channel.send(Kind.PUT_BLOCKS, number, [encode_request(timeout_s, int(deferred), sealed(start))])
+    channel.send(Kind.PUT_BLOCKS, number, [encode_request(timeout_s, int(deferred), traced(start))])
     if decode_span(link.receive(Kind.READY)[1]) != (0, len(buffers)):
         raise channel.break_off(f"the worker does not want the {len(buffers)} blocks that it was told of")
     run_bytes = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest
+from kvstore.security.secret_files import read_secret
 
 ENDPOINTS_MAX = 64
 PEM_BYTES_MAX = 1 << 20
@@ -93,4 +94,14 @@ def read_pem(what: str, path: str | Path | None) -> bytes | None:
         raise InvalidRequest(f"etcd TLS: cannot read the {what} {str(path)!r}: {cause.strerror}") from cause
     if b"-----BEGIN" not in content:
         raise InvalidRequest(f"etcd TLS: the {what} {str(path)!r} is not in PEM format")
+    return content
+
+
+def read_key(path: str | Path | None) -> bytes | None:
+    """The content of a key's PEM file, which nobody else may read. Raises InvalidRequest."""
+    if path is None:
+        return None
+    content = read_secret(path, "etcd TLS client key", PEM_BYTES_MAX)
+    if b"-----BEGIN" not in content:
+        raise InvalidRequest(f"etcd TLS: the client key {str(path)!r} is not in PEM format")
     return content

@@ -6,6 +6,7 @@ operations above are one line each and none of them can wait for ever.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from typing import Any
 import grpc
 
 from kvstore.bounded import CLOSE_S, within
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.deadline import Deadline
-from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_pem
+from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_key, read_pem
 from kvstore.meta.etcd.faults import Effect, Fault, fault_of
 from kvstore.meta.etcd.wire import Message, rpc
+from kvstore.security.secret_files import Watched
+
+log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
 Send = Callable[["Member", float, Metadata], Message]
@@ -75,15 +79,14 @@ class Members:
 
     def __init__(self, endpoints: Endpoints, tls: EtcdTls | None, user: EtcdUser | None) -> None:
         self.endpoints = endpoints
-        credentials = None
-        if tls is not None:
-            credentials = grpc.ssl_channel_credentials(
-                read_pem("CA file", tls.ca_file),
-                read_pem("client key", tls.key_file),
-                read_pem("client certificate", tls.cert_file),
-            )
-        server_name = tls.server_name if tls else None
-        self._members = tuple(Member(target, credentials, server_name) for target in endpoints.targets)
+        self._tls = tls
+        self._watched = Watched(
+            [file for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None] if tls is not None else []
+        )
+        self._watched.changed()
+        self._members = self._connected()
+        self._retired: tuple[Member, ...] = ()
+        """Of a certificate before this one: calls and watches may still be under way there."""
         self._user = user
         self._lock = threading.Lock()
         self._index = 0
@@ -92,7 +95,9 @@ class Members:
         self._closed = threading.Event()
 
     def current(self) -> Member:
-        """The member to ask next."""
+        """The member to ask next. Where TLS files have changed, by a new connection."""
+        if self._watched.changed():
+            self._renew()
         with self._lock:
             return self._members[self._index]
 
@@ -162,8 +167,32 @@ class Members:
     def close(self) -> None:
         """Closes the channels; calls under way end with Unavailable. Idempotent."""
         self._closed.set()
-        for member in self._members:
+        for member in (*self._members, *self._retired):
             within(CLOSE_S, member.channel.close)
+
+    def _connected(self) -> tuple[Member, ...]:
+        """All members, by the TLS files as they are now. Raises InvalidRequest."""
+        tls, credentials = self._tls, None
+        if tls is not None:
+            credentials = grpc.ssl_channel_credentials(
+                read_pem("CA file", tls.ca_file),
+                read_key(tls.key_file),
+                read_pem("client certificate", tls.cert_file),
+            )
+        server_name = tls.server_name if tls is not None else None
+        return tuple(Member(target, credentials, server_name) for target in self.endpoints.targets)
+
+    def _renew(self) -> None:
+        try:
+            members = self._connected()
+        except InvalidRequest as error:
+            log.error("etcd.certificate_not_reloaded the one before stays in use: %s", error)
+            return
+        with self._lock:
+            over, self._retired, self._members = self._retired, self._members, members
+        for member in over:
+            within(CLOSE_S, member.channel.close)
+        log.warning("etcd.certificate_reloaded")
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
         """The token, from ``member`` where there is none yet; "" where etcd has no authentication switched on."""

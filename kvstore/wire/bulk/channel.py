@@ -10,6 +10,7 @@ import array
 import os
 import select
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from contextlib import suppress
 from kvstore.buffers import Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
+from kvstore.wire.bulk.records import receive_records, send_records
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 STEP_BYTES = 1 << 19
@@ -79,10 +81,15 @@ class Channel:
 
     def is_quiet(self) -> bool:
         """Whether nothing came and the peer is there: between requests it has nothing to say."""
-        if not self.alive or self._returned:
+        if not self.alive or self.has_pending:
             return False
         self._poll.register(self._socket, select.POLLIN)
         return not self._poll.poll(0)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether bytes have come that were not received, and that no selector sees."""
+        return bool(self._returned) or (isinstance(self._socket, ssl.SSLSocket) and bool(self._socket.pending()))
 
     def send(
         self,
@@ -106,9 +113,15 @@ class Channel:
         left = byte_length(pieces)
         while left:
             try:
-                count = self._socket.sendmsg(_step(pieces), ancillary)
-            except BlockingIOError:
+                if isinstance(self._socket, ssl.SSLSocket):
+                    count = send_records(self._socket, pieces, STEP_BYTES)
+                else:
+                    count = self._socket.sendmsg(_step(pieces), ancillary)
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 self._wait(select.POLLOUT)
+                continue
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN)
                 continue
             except OSError as cause:
                 raise self._broken(f"sending failed: {cause}") from cause
@@ -149,9 +162,15 @@ class Channel:
             return self._again(pieces[0])
         while True:
             try:
-                count = self._socket.recvmsg_into(_step(pieces))[0]
-            except BlockingIOError:
+                if isinstance(self._socket, ssl.SSLSocket):
+                    count = receive_records(self._socket, pieces, STEP_BYTES)
+                else:
+                    count = self._socket.recvmsg_into(_step(pieces))[0]
+            except (BlockingIOError, ssl.SSLWantReadError):
                 self._wait(select.POLLIN)
+                continue
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
                 continue
             except OSError as cause:
                 raise self._broken(f"receiving failed: {cause}") from cause
@@ -195,13 +214,18 @@ class Channel:
         """Ends the connection under a thread that uses it, which then fails; that thread closes it."""
         self.alive = False
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not that of SSLSocket: it first forgets the encryption, and the other thread would go on without.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _receive_small(self, view: memoryview) -> None:
         """Fills ``view``, taking in the files that come along."""
         room = socket.CMSG_SPACE(self._files_max * _FD) if self._is_unix else 0
         while self._returned and len(view):
             view = view[self._again(view) :]
+        if isinstance(self._socket, ssl.SSLSocket):
+            while len(view):
+                view = view[self.receive_some([view]) :]
+            return
         while len(view):
             try:
                 count, ancillary, flags, _ = self._socket.recvmsg_into(

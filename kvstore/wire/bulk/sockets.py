@@ -1,4 +1,4 @@
-"""The one place where sockets of the bulk protocol are made, at both ends: where TLS would wrap them."""
+"""The one place where sockets of the bulk protocol are made, at both ends; TLS wraps those that leave the host."""
 
 from __future__ import annotations
 

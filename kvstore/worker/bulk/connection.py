@@ -11,6 +11,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
+from kvstore.security.identity import NOTHING, Presented
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
 
@@ -40,8 +41,10 @@ class Ledger:
 class Connection:
     """A channel and what belongs to it. Used by one thread at a time, except the ledger."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, presented: Presented = NOTHING) -> None:
         self.channel = channel
+        self.presented = presented
+        """What the client showed when it asked for leave to connect: looked at again with each request."""
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
         self._closing = threading.Event()

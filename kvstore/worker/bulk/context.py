@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import grpc
 
+from kvstore.security.identity import NOTHING, Presented
+from kvstore.tracing import Metadata
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.statuses import Refusal
 
@@ -23,14 +25,28 @@ class Refused(Exception):
 class BulkContext:
     """What a request allows: its time, and how it is refused."""
 
-    def __init__(self, channel: Channel, timeout_s: float) -> None:
+    def __init__(
+        self, channel: Channel, timeout_s: float, metadata: Metadata = (), presented: Presented = NOTHING
+    ) -> None:
         self._channel = channel
+        self.presented = presented
+        """What the client showed when it asked for leave to connect."""
+        self._metadata = metadata
         self._ends_s = time.monotonic() + timeout_s
         self._trailers: tuple[tuple[str, str], ...] = ()
 
     def time_remaining(self) -> float | None:
         """Seconds the client still waits."""
         return max(0.0, self._ends_s - time.monotonic())
+
+    @property
+    def path(self) -> str:
+        """By which way it came."""
+        return "unix" if self._channel.is_unix else "tcp"
+
+    def invocation_metadata(self) -> Metadata:
+        """What the client says of the call that this request belongs to."""
+        return self._metadata
 
     def is_active(self) -> bool:
         """Whether the client is there."""

@@ -15,7 +15,8 @@ from kvstore.worker.bulk.handing import ChunkHanding
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ChunkStream
-from kvstore.worker.calls import CallContext, Calls
+from kvstore.worker.call import Call
+from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 
@@ -41,7 +42,7 @@ class BulkGets:
         self._buffers = buffers
         self._leases = leases
 
-    def get(self, channel: Channel, number: int, mode: int, message: bytes, context: CallContext) -> None:
+    def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
         """Answers one request."""
         request = parse(pb.GetRequest, message)
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS):
@@ -52,6 +53,8 @@ class BulkGets:
             raise InvalidRequest("files can be handed over only on a unix socket, of a root that has files")
         if mode == Mode.SLOTS and not (channel.is_unix and self._leases is not None):
             raise InvalidRequest("slots can be given only on a unix socket, by a worker that has memory")
+        if mode != Mode.STREAM:
+            context.allow_every()  # what is shared is not one tenant's alone (rule X8)
         if request.memory_only:
             self._from_memory(channel, number, mode, request, context)
             return
@@ -64,14 +67,12 @@ class BulkGets:
                 self._stream(channel, number, hold.chain, hold).send(request.first, count, context)
             channel.send(Kind.END, number)
 
-    def _from_memory(
-        self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: CallContext
-    ) -> None:
+    def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         """Gives what memory has at this moment, and asks nobody else: the client is a peer (rule P2)."""
         memory = self._node.memory
         if mode == Mode.FILES:
             raise InvalidRequest("memory_only with files: expected mode 0 (a stream) or 2 (slots)")
-        chain = self._prompts.known_chain(request)
+        chain = self._prompts.known_chain(request, context)
         first = request.first
         count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
         self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
@@ -83,14 +84,15 @@ class BulkGets:
         channel.send(Kind.END, number)
 
     def _hand_over(
-        self, channel: Channel, number: int, mode: int, hold: Hold, first: int, count: int, context: CallContext
+        self, channel: Channel, number: int, mode: int, hold: Hold, first: int, count: int, context: Call
     ) -> None:
         handing = ChunkHanding(self._node, channel, number, hold.chain, hold, count, self._leases, context)
         good = handing.serve(mode)
         read = max(0, good - first)
-        size_bytes = read * hold.chain.namespace.layout.chunk_bytes
-        self._calls.add("wire_bytes_out", size_bytes)
-        self._node.counters.add_read(size_bytes, read)
+        chunk_bytes = hold.chain.namespace.layout.chunk_bytes
+        self._calls.add("wire_bytes_out", read * chunk_bytes)
+        from_files = max(0, read - handing.from_memory_count)
+        self._node.counters.add_read(from_files * chunk_bytes, from_files)
         self._node.used(hold, good)
 
     def _start(self, channel: Channel, number: int, count: int, chunk_tokens: int) -> None:

@@ -24,6 +24,7 @@ from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.handing import HandingOver
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.call import Call
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -55,14 +56,16 @@ class BlockGets:
         self._buffers = buffers
         self._leases = leases
 
-    def get(self, channel: Channel, number: int, mode: int, message: bytes, context: CallContext) -> None:
+    def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
         """Answers one request."""
         request = parse(pb.GetBlocksRequest, message)
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
             raise InvalidRequest(f"the mode of a GET_BLOCKS is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
         if mode != Mode.STREAM and not channel.is_unix:
             raise InvalidRequest("files and slots can be given only on a unix socket")
-        wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes)
+        if mode != Mode.STREAM:
+            context.allow_every()  # what is shared is not one tenant's alone (rule X8)
+        wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
         self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
             BlockStream(
@@ -70,10 +73,11 @@ class BlockGets:
             ).send(context)
             return
         leases = self._leases if mode == Mode.SLOTS else None
-        given = BlockHanding(self._node, channel, number, wanted, leases, context).serve()
-        size_bytes = sum(wanted.sizes_bytes[index] for index in given)
-        self._calls.add("wire_bytes_out", size_bytes)
-        self._node.counters.add_read(size_bytes, len(given))
+        handing = BlockHanding(self._node, channel, number, wanted, leases, context)
+        given = handing.serve()
+        self._calls.add("wire_bytes_out", sum(wanted.sizes_bytes[index] for index in given))
+        from_files = [index for index in given if index not in handing.in_memory]
+        self._node.counters.add_read(sum(wanted.sizes_bytes[index] for index in from_files), len(from_files))
         self._node.handed_blocks.used(wanted, given)
 
 
@@ -97,6 +101,8 @@ class BlockHanding:
         self._handing = HandingOver(channel, number, len(wanted), leases)
         self._has_slots = leases is not None
         self._given: list[int] = []
+        self.in_memory: set[int] = set()
+        """Those of the blocks given that were handed over in memory; the others in files."""
 
     def serve(self) -> list[int]:
         """Hands over what the client wants until it has read it; which blocks were given."""
@@ -116,12 +122,17 @@ class BlockHanding:
             if there and slots is not None and self._has_slots and self._handing.lease(slots):
                 slots, offsets = None, there
                 self._node.counters.add("memory_hits", len(there))
+                self.in_memory.update(there)
             left = [index for index in allowed if index not in offsets]
             how.update(dict.fromkeys(offsets, Kind.SLOTS))
             if self._node.hands_files:
                 readers = self._opened(left, deadline)
                 how.update(dict.fromkeys(readers, Kind.FILES))
-                left = [index for index in left if index in there and index not in readers]
+                left = [
+                    index
+                    for index in left
+                    if index not in readers and (index in there or blocks.is_elsewhere(self._wanted, index))
+                ]
             # Of a root that has no files to hand over it is not known here whether it has them.
             how.update(dict.fromkeys(left, Kind.ELSEWHERE))
             for kind, run in groupby(how, how.__getitem__):

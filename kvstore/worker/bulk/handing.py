@@ -109,6 +109,8 @@ class ChunkHanding:
         self._hold = hold
         self._context = context
         self._handing = HandingOver(channel, number, count, leases)
+        self.from_memory_count = 0
+        """Chunks that were handed over in memory; the others in files."""
 
     def serve(self, mode: int) -> int:
         """Hands over what the client wants until it says how many leading chunks it read, which this returns."""
@@ -147,6 +149,7 @@ class ChunkHanding:
             return 0
         self._handing.send_slots(first, offsets)
         self._node.counters.add("memory_hits", len(offsets))
+        self.from_memory_count += len(offsets)
         return len(offsets)
 
     def _missing(self, first: int, stop: int) -> int:

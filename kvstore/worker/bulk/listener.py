@@ -17,7 +17,9 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.security.identity import NOTHING, Presented
+from kvstore.security.tls import Certificate
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
 from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
@@ -25,6 +27,7 @@ from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.folder import SocketFolder
 from kvstore.worker.bulk.serving import BulkRequests
+from kvstore.worker.bulk.stranger import Stranger
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.threads import DaemonThreads
@@ -40,21 +43,12 @@ STRANGERS_MAX = 64
 _CREDENTIALS = struct.Struct("3i")
 
 
-class _Stranger:
-    """A connection before its grant is proved."""
-
-    def __init__(self, sock: socket.socket, ends_s: float) -> None:
-        self.socket = sock
-        self.ends_s = ends_s
-        self.said = bytearray()
-
-
 class BulkListener:
     """Listens for bulk connections, on a unix socket in a folder of its own and on ``port`` of ``host`` if there is one
     (0: of the system's choice).
 
     ``folder`` is where that folder is made: both ends must see it under the same path. The system's folder for
-    temporary files where it is None.
+    temporary files where it is None.  With ``tls`` the port speaks it; the unix socket does not leave this host.
     """
 
     def __init__(
@@ -65,22 +59,24 @@ class BulkListener:
         host: str | None,
         port: int = 0,
         folder: str | None = None,
+        tls: Certificate | None = None,
     ) -> None:
         self._requests = requests
         self._calls = calls
         self._limits = limits
         self._host = host
         self._port = port
+        self._tls = tls
         self._folder = SocketFolder(folder or tempfile.gettempdir())
         self._lock = threading.Lock()
-        self._grants: dict[bytes, tuple[Grant, float]] = {}
+        self._grants: dict[bytes, tuple[Grant, float, Presented]] = {}
         self._connections: set[Connection] = set()
-        self._strangers: deque[_Stranger] = deque()
+        self._strangers: deque[Stranger] = deque()
         self._returned: deque[Connection] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listeners: list[socket.socket] = []
-        self._threads = DaemonThreads(limits.calls_max + limits.spare_calls_max, "kvstore-bulk")
+        self._threads = DaemonThreads(limits.threads_max, "kvstore-bulk")
         self._thread = threading.Thread(target=self._run, name="kvstore-bulk-listener", daemon=True)
         self._closed = False
         self.unix_path = ""
@@ -107,15 +103,15 @@ class BulkListener:
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def grant(self) -> Grant:
-        """Leave for one connection within ``hello_s``."""
+    def grant(self, presented: Presented = NOTHING) -> Grant:
+        """Leave for one connection within ``hello_s``, of who showed this: each request on it is theirs (rule X8)."""
         grant, now_s = Grant.fresh(), time.monotonic()
         with self._lock:
-            for old in [each for each, (_, ends_s) in self._grants.items() if ends_s < now_s]:
+            for old in [each for each, (_, ends_s, _) in self._grants.items() if ends_s < now_s]:
                 del self._grants[old]
             while len(self._grants) >= GRANTS_MAX:
                 del self._grants[next(iter(self._grants))]  # the oldest: its client turns to gRPC
-            self._grants[grant.id] = (grant, now_s + self._limits.hello_s)
+            self._grants[grant.id] = (grant, now_s + self._limits.hello_s, presented)
         return grant
 
     @property
@@ -164,7 +160,7 @@ class BulkListener:
             if key.fd == self._wake_in:
                 with suppress(BlockingIOError):
                     os.read(self._wake_in, 4096)
-            elif isinstance(key.data, _Stranger):
+            elif isinstance(key.data, Stranger):
                 self._greet(key.data)
             elif isinstance(key.data, Connection):
                 self._hand_on(key.data)
@@ -189,13 +185,17 @@ class BulkListener:
                 raise OSError("another user")
             if len(self._connections) + len(self._strangers) >= self._limits.bulk_connections_max:
                 raise OSError("too many connections")
-        except OSError:
+            if self._tls is not None and sock.family != socket.AF_UNIX:
+                # The handshake goes on as the client's bytes come: nobody waits for it here.
+                context = self._tls.context(server=True)
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except (OSError, KVStoreError):
             self._calls.add("bulk_refused")
             sock.close()
             return
         if len(self._strangers) >= STRANGERS_MAX:
             self._turn_away(self._strangers[0])
-        stranger = _Stranger(sock, time.monotonic() + self._limits.hello_s)
+        stranger = Stranger(sock, time.monotonic() + self._limits.hello_s)
         try:
             self._selector.register(sock, selectors.EVENT_READ, stranger)
         except OSError:
@@ -203,25 +203,20 @@ class BulkListener:
             return
         self._strangers.append(stranger)
 
-    def _greet(self, stranger: _Stranger) -> None:
+    def _greet(self, stranger: Stranger) -> None:
         """Reads as much of a greeting as there is, and answers a whole one that is right."""
-        try:
-            said = stranger.socket.recv(HEAD_BYTES + HELLO_BYTES - len(stranger.said))
-        except BlockingIOError:
+        said = stranger.hear()
+        if said is None:
             return
-        except OSError:
-            said = b""
-        stranger.said += said
-        if said and len(stranger.said) < HEAD_BYTES + HELLO_BYTES:
-            return
-        answer = self._answer(bytes(stranger.said)) if said else None
-        if answer is None:
+        welcomed = self._welcomed(said, stranger.thumbprint) if said else None
+        if welcomed is None:
             self._turn_away(stranger)
             return
+        answer, presented = welcomed
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.socket)
         try:
-            connection = Connection(Channel(stranger.socket, self._limits.idle_s, FILES_MAX))
+            connection = Connection(Channel(stranger.socket, self._limits.idle_s, FILES_MAX), presented)
         except OSError as error:
             log.warning("bulk.no_connection %s", error)  # out of files, perhaps
             stranger.socket.close()
@@ -238,8 +233,10 @@ class BulkListener:
             self._connections.add(connection)
         self._listen_to(connection)
 
-    def _answer(self, said: bytes) -> bytes | None:
-        """The proof for a greeting; None for one that is not right. A grant is used up either way."""
+    def _welcomed(self, said: bytes, thumbprint: bytes) -> tuple[bytes, Presented] | None:
+        """The proof for a greeting, and who was granted it; None for one that is not right. A grant is used up either
+        way.
+        """
         try:
             head = decode_head(said[:HEAD_BYTES])
         except InvalidRequest:
@@ -248,12 +245,18 @@ class BulkListener:
             return None
         grant_id, nonce, proof = read_hello(said[HEAD_BYTES:])
         with self._lock:
-            grant, ends_s = self._grants.pop(grant_id, (None, 0.0))
-        if grant is None or ends_s < time.monotonic() or not grant.is_hello(nonce, proof):
+            found = self._grants.pop(grant_id, None)
+        if found is None:
             return None
-        return grant.welcome(nonce)
+        grant, ends_s, presented = found
+        if ends_s < time.monotonic() or not grant.is_hello(nonce, proof):
+            return None
+        # Over TLS with certificates it must be the one with which leave was asked for.
+        if thumbprint and thumbprint != presented.thumbprint:
+            return None
+        return grant.welcome(nonce), presented
 
-    def _turn_away(self, stranger: _Stranger) -> None:
+    def _turn_away(self, stranger: Stranger) -> None:
         self._calls.add("bulk_refused")
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.socket)
@@ -265,6 +268,9 @@ class BulkListener:
             self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         except (ValueError, KeyError, OSError):
             self._forget(connection)
+            return
+        if connection.channel.has_pending:  # which no selector sees
+            self._hand_on(connection)
 
     def _hand_on(self, connection: Connection) -> None:
         """Has a request served."""

@@ -22,7 +22,8 @@ from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.bulk.arriving import Arrived, Arriving, Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.deferred import Deferred
-from kvstore.worker.calls import CallContext, seconds_left
+from kvstore.worker.call import Call
+from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.writing import Writing, begin_writing
 from kvstore.writes import WriteMode
@@ -46,11 +47,11 @@ class BulkPuts:
         self._arriving = arriving
         self._deferred = deferred
 
-    def put(self, connection: Connection, number: int, flag: int, message: bytes, context: CallContext) -> None:
+    def put(self, connection: Connection, number: int, flag: int, message: bytes, context: Call) -> None:
         """Answers one request."""
         node, channel = self._node, connection.channel
         start = parse(pb.PutStart, message)
-        chain = self._prompts.chain(start.namespace, start.tokens)
+        chain = self._prompts.chain(start.namespace, start.tokens, context)
         if start.first > len(chain):
             raise InvalidRequest(
                 f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
@@ -141,7 +142,7 @@ class BulkPuts:
         chain: Chain,
         first: int,
         count: int,
-        context: CallContext,
+        context: Call,
         reserved: ExitStack,
     ) -> list[Arrived]:
         """Stores chunks as they come; returns the runs that may not be on the root yet."""

@@ -21,7 +21,8 @@ from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.bulk.arriving import Arrived, Arriving, Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.deferred import Deferred
-from kvstore.worker.calls import CallContext, seconds_left
+from kvstore.worker.call import Call
+from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.writes import WriteMode
 
@@ -35,10 +36,10 @@ class BlockPuts:
         self._arriving = arriving
         self._deferred = deferred
 
-    def put(self, connection: Connection, number: int, flag: int, message: bytes, context: CallContext) -> None:
+    def put(self, connection: Connection, number: int, flag: int, message: bytes, context: Call) -> None:
         """Answers one request."""
         channel, start = connection.channel, parse(pb.PutBlocksStart, message)
-        wanted = self._prompts.blocks(start.namespace, start.keys, start.sizes)
+        wanted = self._prompts.blocks(start.namespace, start.keys, start.sizes, context)
         hints = hints_of(start.hints)
         write = write_of(start.write) or (WriteMode.BEHIND if flag else None)
         # Before the bytes come: a root that is full takes none of them.

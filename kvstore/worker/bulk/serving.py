@@ -11,6 +11,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import REQUESTS, Kind, decode_arena, decode_request, encode_arena
 from kvstore.wire.statuses import Refusal, refusal
+from kvstore.wire.traces import trace_of
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
@@ -72,20 +73,22 @@ class BulkRequests:
                 return True
             channel.take_files(0)
             if head.kind is Kind.MAP:
-                self._hand_memory(channel, number)
+                mapping = BulkContext(channel, limits.idle_s, (), connection.presented)
+                with self._calls.serving("MapMemory", mapping, light=True):
+                    self._hand_memory(channel, number)
                 return True
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
-            context = BulkContext(channel, request.timeout_s)
-            with self._calls.serving(NAMES[head.kind], context), self._counting_idle():
+            context = BulkContext(channel, request.timeout_s, trace_of(request.message), connection.presented)
+            with self._calls.serving(NAMES[head.kind], context) as call, self._counting_idle():
                 if head.kind is Kind.GET:
-                    self._gets.get(channel, number, request.flag, request.message, context)
+                    self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:
-                    self._block_gets.get(channel, number, request.flag, request.message, context)
+                    self._block_gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.PUT_BLOCKS:
-                    self._block_puts.put(connection, number, request.flag, request.message, context)
+                    self._block_puts.put(connection, number, request.flag, request.message, call)
                 else:
-                    self._puts.put(connection, number, request.flag, request.message, context)
+                    self._puts.put(connection, number, request.flag, request.message, call)
             channel.take_files(0)
             return channel.alive
         except Refused as refused:

@@ -1,0 +1,190 @@
+"""Compression and encryption of chunks: ratio, speed of the codec by itself, and what a store pays for either.
+
+    python -m benchmarks.encodings [--mib N] [--folder FOLDER]
+
+KV here is made, not taken from a model: each channel is an AR(1) process along the tokens (correlation 0.9 in K, 0.5 in
+V) around a mean of its own, scaled by a log-normal factor; one channel in 64 of K is an outlier, 20 times as large, as
+keys before and after RoPE have them.  Times are CPU seconds, of one thread for the codec, of the process for the store.
+Hypothesis: exponents of neighbouring channels are alike and mantissas are noise, so bfloat16 loses about a quarter, and
+what the sorting into byte planes finds zstd alone does not; AES costs less than one memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+import kvstore
+from kvstore.encodings import squeezing
+from kvstore.encodings.sealing import Seal
+from kvstore.format.checksum import checksum
+from kvstore.layout import Layout
+from kvstore.node.recoding import Recoding, recode
+
+ROUNDS = 3
+MIB = 1 << 20
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
+
+
+def structured_kv(layout: Layout, tokens: int, seed: int = 0) -> npt.NDArray[np.generic]:
+    """KV of shape ``layout.shape(tokens)`` with the structure that the module's docstring tells."""
+    random = np.random.default_rng(seed)
+    kv = random.standard_normal(layout.shape(tokens), dtype=np.float32)
+    for plane, correlation in ((0, 0.9), (1, 0.5)):
+        noise = kv[:, plane]
+        for token in range(1, tokens):
+            noise[:, token] = correlation * noise[:, token - 1] + (1 - correlation**2) ** 0.5 * noise[:, token]
+    channels = (layout.layers, 2, 1, layout.kv_heads, layout.head_dim)
+    scale = np.exp(random.standard_normal(channels, dtype=np.float32) * 0.6)
+    mean = random.standard_normal(channels, dtype=np.float32)
+    outliers = random.random(channels) < 1 / 64
+    scale[:, 0][outliers[:, 0]] *= 20
+    mean[:, 0][outliers[:, 0]] *= 20
+    made: npt.NDArray[np.generic] = ((kv + mean) * scale * 0.5).astype(layout.numpy_dtype)
+    return made
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """The smallest CPU time of this thread in some rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        began_s = time.thread_time()
+        work()
+        times.append(time.thread_time() - began_s)
+    return min(times)
+
+
+def codec(mib: int) -> None:
+    """Prints ratio and speed of each step, in GiB/s of plain bytes and in memcpys."""
+    source = np.random.default_rng(1).integers(0, 256, mib * MIB, dtype=np.uint8)
+    target = np.empty_like(source)
+    copy_s = cpu_s(lambda: np.copyto(target, source))
+    print(f"memcpy of {mib} MiB: {mib / 1024 / copy_s:.1f} GiB/s")
+    sections: list[memoryview] = []
+    print("| dtype | how | ratio | put GiB/s | memcpys | get GiB/s | memcpys |")
+    print("|---|---|---|---|---|---|---|")
+    for dtype in DTYPES:
+        layout = Layout(layers=4, kv_heads=8, head_dim=128, dtype=dtype, chunk_tokens=256)
+        kv = structured_kv(layout, layout.chunk_tokens)
+        payload = memoryview(kv.tobytes())
+        size = layout.section_bytes
+        sections = [payload[at : at + size] for at in range(0, len(payload), size)]
+        row(dtype, "zstd 1 alone", sections, copy_s / mib, _zstd(1), _unzstd)
+        for level in (1, 3):
+            row(dtype, f"byte planes, zstd {level}", sections, copy_s / mib, _planes(level, layout.itemsize), None)
+        itemsize = layout.itemsize
+
+        def stretch(stored: bytes, memory: memoryview, itemsize: int = itemsize) -> None:
+            squeezing.stretch(stored, memory, itemsize)
+
+        def squeeze(section: memoryview, itemsize: int = itemsize) -> bytes | memoryview:
+            return squeezing.squeeze(section, itemsize)
+
+        row(dtype, "as stored (level 1)", sections, copy_s / mib, squeeze, stretch)
+    seal = Seal(bytes(32), bytes(16), bytes(128))
+
+    def opened(stored: bytes, memory: memoryview) -> None:
+        checksum(stored)
+        memory[:] = seal.open(0, stored)
+
+    row("any", "AES-256-GCM", sections, copy_s / mib, lambda section: seal.close(0, section), opened)
+
+
+def row(
+    dtype: str,
+    how: str,
+    sections: list[memoryview],
+    copy_s: float,
+    put: Callable[[memoryview], bytes | memoryview],
+    get: Callable[[bytes, memoryview], None] | None,
+) -> None:
+    """One line; ``copy_s`` is memcpy's of a MiB."""
+    stored = [bytes(put(section)) for section in sections]
+    plain = sum(map(len, sections)) / MIB
+    put_s = cpu_s(lambda: [put(section) for section in sections])
+    cells = [f"{sum(map(len, sections)) / sum(map(len, stored)):.2f}"]
+    cells += [f"{plain / 1024 / put_s:.2f}", f"{put_s / plain / copy_s:.1f}"]
+    if get is not None:
+        memory = memoryview(bytearray(len(sections[0])))
+        get_s = cpu_s(lambda: [get(each, memory) for each in stored])
+        cells += [f"{plain / 1024 / get_s:.2f}", f"{get_s / plain / copy_s:.1f}"]
+    print(f"| {dtype} | {how} | " + " | ".join([*cells, "-", "-"][:5]) + " |", flush=True)
+
+
+def _zstd(level: int) -> Callable[[memoryview], bytes]:
+    return zstandard.ZstdCompressor(level=level).compress
+
+
+def _unzstd(stored: bytes, memory: memoryview) -> None:
+    memory[:] = zstandard.ZstdDecompressor().decompress(stored)
+
+
+def _planes(level: int, itemsize: int) -> Callable[[memoryview], bytes]:
+    compressor = zstandard.ZstdCompressor(level=level)
+    return lambda section: compressor.compress(squeezing.split_planes(section, itemsize))
+
+
+def store(folder: Path, mib: int) -> None:
+    """Prints what puts and gets of a store on ``folder`` cost, plain, encrypted and compressed; warm."""
+    layout = Layout(layers=8, kv_heads=8, head_dim=128, dtype="bfloat16", chunk_tokens=256)
+    count = max(1, mib * MIB // layout.chunk_bytes)
+    tokens = np.arange(count * layout.chunk_tokens)
+    kv = np.concatenate([structured_kv(layout, 256, seed) for seed in range(count)], axis=2)
+    size_gib = kv.nbytes / (1 << 30)
+    keys = folder / "keys.json"
+    keys.touch(mode=0o600)
+    keys.write_text('{"tenants": {"secret": {"current": "k", "keys": {"k": "' + "A" * 43 + '="}}}}')
+    into = np.empty_like(kv)
+    print(f"\n{count} chunks of {layout.chunk_bytes / MIB:.0f} MiB, bfloat16; CPU seconds, least of {ROUNDS}")
+    print("| | put s/GiB | get s/GiB | bytes on the root |")
+    print("|---|---|---|---|")
+    with kvstore.open(str(folder / "root"), keys=keys) as opened:
+        for how, tenant in (("plain", "open"), ("encrypted", "secret"), ("compressed", "open"), ("both", "secret")):
+            puts, gets, stored = [], [], 0
+            for number in range(ROUNDS):
+                cache = opened.namespace(f"{how}-{number}", layout, tenant=tenant)
+                began_s = time.process_time()
+                cache.put(tokens, kv)
+                puts.append(time.process_time() - began_s)
+                files = [path for path in (folder / "root" / "chunks").rglob("*") if path.is_file()]
+                if how in ("compressed", "both"):
+                    node = opened._port._member.node  # type: ignore[attr-defined]
+                    began_s = time.process_time()
+                    for path in files:
+                        recode(node, str(path.relative_to(folder / "root")), Recoding.COMPRESS)  # type: ignore[arg-type]
+                    puts[-1] = time.process_time() - began_s
+                files = [path for path in (folder / "root" / "chunks").rglob("*") if path.is_file()]
+                stored = sum(path.stat().st_size for path in files)
+                cache.get(tokens, out=into)
+                began_s = time.process_time()
+                assert cache.get(tokens, out=into) == len(tokens)
+                gets.append(time.process_time() - began_s)
+                assert np.array_equal(into.view(np.uint8), kv.view(np.uint8))
+                cache.clear()
+            put, get = min(puts) / size_gib, min(gets) / size_gib
+            what = f"{how}, put by recoding" if how in ("compressed", "both") else how
+            print(f"| {what} | {put:.2f} | {get:.2f} | {stored / kv.nbytes:.2f} |", flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="of KV for the store")
+    parser.add_argument("--folder", type=Path, default=None, help="where the store is; by default in memory")
+    arguments = parser.parse_args()
+    codec(64)
+    base = arguments.folder or (Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None)
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder:
+        store(Path(folder), arguments.mib)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the first bytes of a chunk file say, read leniently: for counting and telling apart, never for serving.
+
+Apart from headers, which are verified as a whole: here 128 bytes are enough, whatever the version and encoding, and
+nobody has the keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from kvstore.address import Address
+from kvstore.buffers import ReadBuffer
+from kvstore.format.header import FIXED_BYTES, MAGIC, Incarnation, Kind
+from kvstore.namespace import NamespaceDigest
+
+ENCODING_AT = 13
+KEY_AT = 120
+_FIELDS = struct.Struct("<8sHBBBBxxIIIIQ16s16s32s16s8s")
+assert _FIELDS.size == FIXED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The fixed part of a header; unverified."""
+
+    version: int
+    kind: Kind
+    depth: int
+    address: Address
+    parent: Address
+    """Zero for the first chunk of a prompt and for a block."""
+    namespace: NamespaceDigest
+    incarnation: Incarnation
+    encoding: int
+    """Bits of the encoding byte: 0 as version 1 writes it, 1 compressed, 2 encrypted."""
+    key_id: bytes
+    """8 bytes; zero where nothing is encrypted."""
+
+
+def read_fixed(prefix: ReadBuffer) -> Fixed | None:
+    """The fields of a file that begins with ``prefix``; None where it is no chunk file."""
+    if len(prefix) < FIXED_BYTES:
+        return None
+    (
+        magic, version, _, _, kind, encoding, _, depth, _, _, _, address, parent, namespace, incarnation, key_id,
+    ) = _FIELDS.unpack_from(prefix)  # fmt: skip
+    if magic != MAGIC or kind not in (Kind.TOKENS, Kind.BLOCK):
+        return None
+    return Fixed(
+        version,
+        Kind(kind),
+        depth,
+        Address(address),
+        Address(parent),
+        NamespaceDigest(namespace),
+        Incarnation(incarnation),
+        encoding,
+        key_id,
+    )

@@ -1,0 +1,246 @@
+"""What an operator means when chunks are to be cleared, as it is asked for, and as it is done.
+
+A ``Selection`` is what somebody types; resolved once, where it is asked for, against the namespaces and writers that
+the root knows, it becomes a ``ClearOrder``: absolute, so that every node understands the same by it, at any time.
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from kvstore.census.walk import Found
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import Incarnation
+from kvstore.format.lineage import LINEAGE_BYTES, SESSION_BYTES, LineageId, Writers, lineage_id, written
+from kvstore.namespace import Namespace, NamespaceDigest, NamespaceId
+
+WRITER_FIELDS = ("node", "host", "version", "label")
+IDS_MAX = 10_000
+"""Writers, or namespaces, that one order may name: it is one value in etcd."""
+ID_BYTES = 8
+AHEAD_S = 60
+"""How far the clocks of writers may be ahead of that of whoever orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Every field that is given must hold of a chunk. Raises InvalidRequest where nothing is given, or no sense."""
+
+    namespace: bytes | None = None
+    """A namespace's digest."""
+    tenant: str | None = None
+    """All of a tenant; empty: those without one."""
+    fingerprint: str = ""
+    """All whose fingerprint begins so."""
+    older_than_s: float = 0.0
+    """Not used for so long."""
+    written_by: str = ""
+    """A session (32 hexadecimal digits), or ``node=``, ``host=``, ``version=`` or ``label=`` with a value."""
+    since_s: float = 0.0
+    """Written at this time (seconds since the epoch) or later, by the writer's clock."""
+    until_s: float = 0.0
+    """Written before this time."""
+
+    def __post_init__(self) -> None:
+        for name in ("older_than_s", "since_s", "until_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InvalidRequest(f"{name}={value!r}: expected a number of seconds, at least 0")
+        if self.until_s and self.since_s >= self.until_s:
+            raise InvalidRequest(f"since {self.since_s:.0f} is not before until {self.until_s:.0f}: nothing is meant")
+        if self.is_empty:
+            raise InvalidRequest(
+                "nothing is selected: give a namespace, tenant, fingerprint, age or writer (all of a root: remove it)"
+            )
+        _writer_test(self.written_by)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was given."""
+        return all(getattr(self, each.name) == each.default for each in fields(self))
+
+    def describe(self) -> str:
+        """For people: what is meant, in the words of the command line."""
+        said = [] if self.namespace is None else [f"namespace {self.namespace.hex()[:16]}"]
+        said += [] if self.tenant is None else [f"tenant {self.tenant!r}"]
+        said += [f"fingerprint {self.fingerprint}..."] if self.fingerprint else []
+        said += [f"not used for {self.older_than_s:.0f} s"] if self.older_than_s else []
+        said += [f"written by {self.written_by}"] if self.written_by else []
+        said += [f"written at {_when(self.since_s)} or later"] if self.since_s else []
+        said += [f"written before {_when(self.until_s)}"] if self.until_s else []
+        return ", ".join(said)
+
+    def resolve(self, namespaces: Iterable[Namespace], writers: Writers, now_s: float) -> ClearOrder:
+        """What is meant by it now, with all ``namespaces`` and ``writers`` of the root.
+
+        Raises InvalidRequest where no namespace or no writer is meant, or too many are.
+        """
+        found: frozenset[NamespaceId] | None = None
+        if self.namespace is not None or self.tenant is not None or self.fingerprint:
+            meant = [each for each in namespaces if self._means(each)]
+            if not meant:
+                raise InvalidRequest(f"no namespace of this root is meant by {self.describe()}: see kvstore ls")
+            found = frozenset(each.id for each in meant)
+        lineages: frozenset[LineageId] | None = None
+        if self.written_by:
+            lineages = _lineages(self.written_by, writers)
+        elif self.since_s or self.until_s:
+            # What an unknown writer's incarnation says of a time means nothing: it may be random.
+            lineages = frozenset(writers)
+        for what, ids in (("namespaces", found), ("writers", lineages)):
+            if ids is not None and len(ids) > IDS_MAX:
+                raise InvalidRequest(f"{len(ids)} {what} are meant, over the limit of {IDS_MAX}: narrow it down")
+        unused_since_s = now_s - self.older_than_s if self.older_than_s else 0.0
+        return ClearOrder(found, lineages, self.since_s, self.until_s, unused_since_s, now_s)
+
+    def _means(self, namespace: Namespace) -> bool:
+        return (
+            (self.namespace is None or namespace.digest == self.namespace)
+            and (self.tenant is None or namespace.tenant == self.tenant)
+            and namespace.fingerprint.startswith(self.fingerprint)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOrder:
+    """What is cleared. None and 0 mean: whatever it is."""
+
+    namespaces: frozenset[NamespaceId] | None
+    lineages: frozenset[LineageId] | None
+    since_s: float
+    until_s: float
+    unused_since_s: float
+    """Last used before this time."""
+    ordered_s: float
+    """When it was ordered."""
+
+    @property
+    def needs_headers(self) -> bool:
+        """Whether the name and time of a file do not tell."""
+        return self.lineages is not None
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is kept for nodes that are away: where what it names can be told from what is written later."""
+        return self.lineages is not None and not self.unused_since_s
+
+    def takes(self, found: Found) -> bool:
+        """Whether a file on the root is meant; one whose header is needed and missing is not."""
+        last_use_s = float(found.recency.last_use_s)
+        if self.lineages is None:
+            return self.means(found.namespace) and self._is_unused(last_use_s)
+        return found.header is not None and self.covers(found.namespace, found.header.incarnation, last_use_s)
+
+    def covers(self, namespace: NamespaceDigest | NamespaceId, incarnation: Incarnation, last_use_s: float) -> bool:
+        """Whether a chunk is meant, of which this is known, wherever a copy of it is."""
+        if not self.means(namespace) or not self._is_unused(last_use_s):
+            return False
+        if self.lineages is None:
+            return True
+        found = written(incarnation)
+        return (
+            found is not None
+            and found.lineage in self.lineages
+            and found.written_s >= self.since_s
+            and (not self.until_s or found.written_s < self.until_s)
+        )
+
+    def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation, last_use_s: float) -> bool:
+        """Whether a copy in memory or on a disk must go: as ``covers``, but for what was written after the order.
+
+        So an order does no harm to what its writer, put right, goes on to write, whenever a node hears of it.
+        """
+        found = written(incarnation)
+        is_later = self.lineages is not None and (found is None or found.written_s > self.ordered_s + AHEAD_S)
+        return not is_later and self.covers(namespace, incarnation, last_use_s)
+
+    def means(self, namespace: NamespaceDigest | NamespaceId) -> bool:
+        """Whether anything of a namespace may be meant."""
+        return self.namespaces is None or NamespaceId(namespace[:ID_BYTES]) in self.namespaces
+
+    def to_json(self) -> bytes:
+        """As nodes tell each other."""
+        record = {
+            "namespaces": _joined(self.namespaces),
+            "lineages": _joined(self.lineages),
+            "since_s": self.since_s,
+            "until_s": self.until_s,
+            "unused_since_s": self.unused_since_s,
+            "ordered_s": self.ordered_s,
+        }
+        return json.dumps(record, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> ClearOrder:
+        """The inverse. Raises InvalidRequest for anything else."""
+        try:
+            record = json.loads(content)
+            namespaces, lineages = _split(record["namespaces"]), _split(record["lineages"])
+            times = [float(record[name]) for name in ("since_s", "until_s", "unused_since_s", "ordered_s")]
+            return cls(
+                None if namespaces is None else frozenset(map(NamespaceId, namespaces)),
+                None if lineages is None else frozenset(map(LineageId, lineages)),
+                *times,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+            raise InvalidRequest(f"not an order to clear: {cause}") from cause
+
+    def _is_unused(self, last_use_s: float) -> bool:
+        return not self.unused_since_s or last_use_s < self.unused_since_s
+
+
+def _writer_test(written_by: str) -> tuple[str, str]:
+    """Which field of a writer must have which value. Raises InvalidRequest."""
+    name, equals, value = written_by.partition("=")
+    if not written_by:
+        return "", ""
+    if equals and name in WRITER_FIELDS and value:
+        return name, value
+    try:
+        is_session = not equals and len(bytes.fromhex(name)) == SESSION_BYTES
+    except ValueError:
+        is_session = False
+    if not is_session:
+        listed = ", ".join(f"{each}=..." for each in WRITER_FIELDS)
+        raise InvalidRequest(
+            f"written by {written_by!r}: expected a session ({2 * SESSION_BYTES} hex digits), {listed}"
+        )
+    return "session", name.lower()
+
+
+def _lineages(written_by: str, writers: Writers) -> frozenset[LineageId]:
+    name, value = _writer_test(written_by)
+    if name == "session":
+        return frozenset({lineage_id(bytes.fromhex(value))})  # its record may be lost
+    found = frozenset(lineage for lineage, writer in writers.items() if getattr(writer, name) == value)
+    if not found:
+        known = sorted({str(getattr(writer, name)) for writer in writers.values()} - {""})
+        listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+        raise InvalidRequest(f"nothing was written by {written_by!r}; there are: {listed or 'none'}")
+    return found
+
+
+def _when(moment_s: float) -> str:
+    return datetime.fromtimestamp(moment_s, UTC).isoformat(sep=" ", timespec="seconds")
+
+
+def _joined(ids: Iterable[bytes] | None) -> str | None:
+    return None if ids is None else b"".join(sorted(ids)).hex()
+
+
+def _split(text: Any) -> list[bytes] | None:
+    if text is None:
+        return None
+    packed = bytes.fromhex(text)
+    if len(packed) % ID_BYTES:
+        raise ValueError(f"ids of {len(packed)} bytes")
+    return [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
+
+
+assert LINEAGE_BYTES == ID_BYTES

@@ -1,0 +1,152 @@
+"""``kvstore lookup``: where a stored prefix lies, chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.access import Access
+from kvstore.cli.command import CHECK_FAILED, Command
+from kvstore.cli.naming import namespace_options
+from kvstore.cli.options import access_options, json_option
+from kvstore.cli.prefix import open_cache, read_tokens, tokens_argument, tokens_file_option
+from kvstore.cli.tickets import steered
+from kvstore.format.header import Encoding
+
+if TYPE_CHECKING:
+    from kvstore.node.looking import ChunkPlace, RootCopy
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Where a stored prefix lies, chunk by chunk.")
+@click.argument("name")
+@tokens_argument
+@tokens_file_option
+@click.option("--chunks", "chunks_max", type=click.IntRange(0), default=0, help="At most so many leading chunks.")
+@click.option("--worker", metavar="HOST:PORT", help="As which worker sees it; else the one it would be read from.")
+@namespace_options
+@access_options
+@json_option
+def lookup(
+    name: str,
+    tokens: str | None,
+    tokens_file: str | None,
+    chunks_max: int,
+    worker: str | None,
+    tenant: str,
+    fingerprint: str | None,
+    access: Access,
+    as_json: bool,
+) -> None:
+    """Say of each chunk of the longest stored prefix of a prompt where it lies: on the root (how large, when last used,
+    how encoded, written by whom), in the memory or on the local disk of a worker, in the memory of its peers, and how
+    many pins cover it.
+
+    Reads headers only, and is no use of the chunks. Exit code 1 where nothing is stored.
+
+    \b
+    Examples:
+      kvstore lookup llama-3.1-8b 101,2023,2003 --connect 10.0.0.7:7070
+      kvstore lookup llama-3.1-8b --tokens-file prompt.txt --etcd 10.0.0.5:2379 --json
+    """
+    ids = read_tokens(tokens, tokens_file)
+    with access.open() as store:
+        control = steered(store, access)
+        cache = open_cache(store, name, tenant, fingerprint)
+        places = control.lookup(cache, ids, chunks_max, worker)
+        chunk_tokens = cache.layout.chunk_tokens
+    from kvstore.cli.output import print_json, print_table, size
+
+    if as_json:
+        found = [_values(place, chunk_tokens) for place in places]
+        print_json({"namespace": name, "tokens": len(ids), "tokens_found": len(places) * chunk_tokens, "chunks": found})
+    elif places:
+        print_table(
+            ("tokens", "address", "root", "used", "uses", "encoding", "written", "memory", "disk", "peers", "pins"),
+            [
+                (
+                    f"{place.index * chunk_tokens}-{(place.index + 1) * chunk_tokens}",
+                    place.address.hex()[:12],
+                    *_root_cells(place.root),
+                    "-" if place.memory is None else size(place.memory.size_bytes) + " dirty" * place.memory.is_dirty,
+                    "yes" if place.on_disk else "-",
+                    " ".join(place.peers) or "-",
+                    "?" if place.pins is None else place.pins,
+                )
+                for place in places
+            ],
+        )
+    if not places:
+        if not as_json:
+            click.echo("nothing of it is stored", err=True)
+        click.get_current_context().exit(CHECK_FAILED)
+
+
+def _root_cells(copy: RootCopy | None) -> tuple[object, ...]:
+    from kvstore.cli.output import size
+
+    if copy is None:
+        return ("-", "-", "-", "-", "-")
+    by = copy.lineage
+    return (
+        size(copy.size_bytes) + " condemned" * copy.is_condemned,
+        _ago(copy.last_use_s),
+        "3+" if copy.uses == 3 else copy.uses,
+        _encoding(copy),
+        f"{_ago(by.written_s)} by {by.host} {by.label or by.version}" if by is not None else "-",
+    )
+
+
+def _values(place: ChunkPlace, chunk_tokens: int) -> dict[str, Any]:
+    root, memory = place.root, place.memory
+    return {
+        "index": place.index,
+        "first_token": place.index * chunk_tokens,
+        "address": place.address.hex(),
+        "root": None if root is None else _root_values(root),
+        "memory": None
+        if memory is None
+        else {"bytes": memory.size_bytes, "dirty": memory.is_dirty, "users": memory.users_count},
+        "disk": place.on_disk,
+        "peers": [*place.peers],
+        "pins": place.pins,
+    }
+
+
+def _root_values(copy: RootCopy) -> dict[str, Any]:
+    by = copy.lineage
+    return {
+        "bytes": copy.size_bytes,
+        "last_use_s": copy.last_use_s,
+        "uses": copy.uses,
+        "priority": copy.hints.priority,
+        "ttl_s": copy.hints.ttl_s,
+        "encoding": _encoding(copy),
+        "key_id": copy.key_id.hex() or None,
+        "condemned": copy.is_condemned,
+        "lineage": None
+        if by is None
+        else {
+            "written_s": by.written_s,
+            "session": by.session,
+            "node": by.node,
+            "host": by.host,
+            "version": by.version,
+            "label": by.label,
+        },
+    }
+
+
+def _encoding(copy: RootCopy) -> str:
+    said = (("compressed", Encoding.COMPRESSED), ("encrypted", Encoding.ENCRYPTED))
+    return "+".join(name for name, flag in said if flag in copy.encoding) or "plain"
+
+
+def _ago(when_s: float) -> str:
+    """How long ago, in its largest unit; a last use is known to the minute."""
+    seconds = max(0.0, time.time() - when_s)
+    for each, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= each:
+            return f"{seconds / each:.0f} {unit} ago"
+    return "now"

@@ -1,0 +1,176 @@
+"""``kvstore drain``, ``limits`` and ``health``: workers themselves, asked or told through their control service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstore.cli.access import Access
+from kvstore.cli.command import CHECK_FAILED, COULD_NOT_RUN, Command
+from kvstore.cli.kinds import DURATION
+from kvstore.cli.options import access_options, json_option
+from kvstore.cli.output import print_json, print_table, size
+from kvstore.cli.tickets import steered
+from kvstore.errors import InvalidRequest, KVStoreError
+
+worker_option = click.option(
+    "--worker", metavar="HOST:PORT", help="Which one, where --connect or --etcd means several."
+)
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Have a worker finish what it does, and end.")
+@worker_option
+@click.option(
+    "--within", "within_s", type=DURATION, default=0.0, metavar="TIME",
+    help="How long calls in progress may take; as long as the worker was started with, if not given.",
+)  # fmt: skip
+@access_options
+@json_option
+def drain(worker: str | None, within_s: float, access: Access, as_json: bool) -> None:
+    """Have a worker stop in good order, as SIGTERM does: no new calls, those it accepted end, what only its memory has
+    is written to the root, and its program ends. Returns at once.
+
+    Clients turn to other workers by themselves. Tickets of the worker end with it. One that a service manager or
+    `kvstore up` started: say there too that it is to stay away.
+
+    \b
+    Examples:
+      kvstore drain --connect 10.0.0.7:7070
+      kvstore drain --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070 --within 2m
+    """
+    with access.open() as store:
+        left = steered(store, access).drain(worker, within_s)
+    if as_json:
+        print_json(
+            {"calls": left.calls, "behind_bytes": left.behind_bytes, "tickets": left.tickets, "within_s": left.within_s}
+        )
+        return
+    print(
+        f"draining: {left.calls} calls in progress (at most {left.within_s:g} s more), {size(left.behind_bytes)} to be "
+        f"written, {left.tickets} tickets cancelled"
+    )
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Show or change limits of running workers.")
+@click.argument("changes", metavar="[NAME=VALUE]...", nargs=-1)
+@worker_option
+@access_options
+@json_option
+def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json: bool) -> None:
+    """Show the limits that can change while a worker runs, or change some: at each worker all of those given, or none.
+
+    A change lasts until the worker ends; what is under way goes on as it was. Exit code 1 where a worker refused.
+
+    \b
+    Examples:
+      kvstore limits --connect 10.0.0.7:7070
+      kvstore limits calls_max=128 log_level=debug --connect 10.0.0.7:7070
+      kvstore limits behind_share=0.25 --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070
+    """
+    wanted = dict(_pair(change) for change in changes)
+    with access.open() as store:
+        control = steered(store, access)
+        found = control.set_limits(wanted, worker) if wanted else control.limits()
+    if worker is not None:
+        found = {address: each for address, each in found.items() if address == worker}
+    refused = {address: str(each) for address, each in found.items() if isinstance(each, KVStoreError)}
+    rows = [
+        (address, each)
+        for address, told in found.items()
+        if not isinstance(told, KVStoreError)
+        for each in told
+        if not wanted or each.name in wanted
+    ]
+    if as_json:
+        values: dict[str, Any] = {address: {"error": said} for address, said in refused.items()}
+        for address, each in rows:
+            values.setdefault(address, {})[each.name] = {
+                "value": each.value,
+                "before": each.before or None,
+                "started": each.started,
+                "meaning": each.meaning,
+            }
+        print_json({"workers": values})
+    else:
+        if rows:
+            print_table(
+                ("worker", "limit", "value", "before", "started with", ""),
+                [(at, each.name, each.value, each.before or "-", each.started, each.meaning) for at, each in rows],
+            )
+        for address, said in refused.items():
+            click.echo(f"{address}: {said}", err=True)
+    if refused or not found:
+        click.get_current_context().exit(CHECK_FAILED)
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="How workers, root, etcd and queues are.")
+@access_options
+@json_option
+def health(access: Access, as_json: bool) -> None:
+    """Say how each worker is: itself, its root, its etcd, memory and queues, looked at now.
+
+    Exit code 0 where all is well, 1 where a worker has a problem or does not answer, 2 where none answers.
+
+    \b
+    Examples:
+      kvstore health --connect 10.0.0.7:7070
+      kvstore health --etcd 10.0.0.5:2379 --json
+    """
+    with access.open() as store:
+        found = steered(store, access).health()
+    if as_json:
+        print_json(
+            {
+                "workers": {
+                    at: {"error": str(each)} if isinstance(each, KVStoreError) else each for at, each in found.items()
+                }
+            }
+        )
+    else:
+        for address, each in found.items():
+            _print_health(address, each)
+    answered = [each for each in found.values() if not isinstance(each, KVStoreError)]
+    if not answered:
+        click.get_current_context().exit(COULD_NOT_RUN)
+    if len(answered) < len(found) or not all(each["healthy"] for each in answered):
+        click.get_current_context().exit(CHECK_FAILED)
+
+
+def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
+    if isinstance(found, KVStoreError):
+        print(f"{address}  does not answer: {found}")
+        return
+    worker, root, etcd, memory, queues = (found[name] for name in ("worker", "root", "etcd", "memory", "queues"))
+    said = (
+        f"up {worker['uptime_s']:.0f} s, version {worker['version'] or '-'}, host {worker['host']}, pid {worker['pid']}"
+    )
+    print(f"{address}  {'well' if found['healthy'] else 'has problems'}: {said}")
+    for problem in found["problems"]:
+        print(f"  ! {problem}")
+    room = f", {size(root['free_bytes'])} of {size(root['total_bytes'])} free" if root["total_bytes"] else ""
+    print(f"  root    {_answer(root)}{room}  {root['url']}")
+    if etcd["used"]:
+        session = "alive" if etcd["session_alive"] else "lost"
+        print(f"  etcd    {_answer(etcd)}, session {session}, lease {etcd['lease_margin_s']:.1f} s")
+    if memory is not None:
+        print(
+            f"  memory  {size(memory['held_bytes'])} of {size(memory['size_bytes'])}, "
+            f"{size(memory['dirty_bytes'])} dirty, {size(memory['pinned_bytes'])} pinned, {memory['peers']} peers"
+        )
+    print(
+        f"  queues  {queues['calls']} of {queues['calls_max']} calls, {size(queues['bytes_in_flight'])} in flight, "
+        f"{queues['root_queue']} wait for the root, {size(queues['behind_bytes'])} to be written, "
+        f"{queues['tickets_running']} tickets"
+    )
+
+
+def _answer(look: dict[str, Any]) -> str:
+    return f"answers in {look['look_s'] * 1000:.0f} ms" if look["answers"] else "does not answer"
+
+
+def _pair(change: str) -> tuple[str, str]:
+    name, equals, value = change.partition("=")
+    if not equals or not name or not value:
+        raise InvalidRequest(f"{change!r}: expected NAME=VALUE, such as calls_max=128")
+    return name, value

@@ -1,0 +1,160 @@
+"""``kvstore tickets``: long acts of workers; and how any command follows one to its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.access import Access
+from kvstore.cli.command import CHECK_FAILED, Command
+from kvstore.cli.options import access_options, json_option
+from kvstore.cli.output import print_json, print_table, progress_to, size
+from kvstore.errors import InvalidRequest
+from kvstore.tickets import State, Ticket
+
+if TYPE_CHECKING:
+    from kvstore.client.control import Control, ControlTicket
+    from kvstore.client.store import Store
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="List, watch or cancel long acts of workers.")
+@click.option("--watch", "watched", metavar="ID", help="Follow one until it has ended; Ctrl-C only stops following.")
+@click.option("--cancel", "cancelled", metavar="ID", help="Have one end; what it has done stays done.")
+@access_options
+@json_option
+def tickets(watched: str | None, cancelled: str | None, access: Access, as_json: bool) -> None:
+    """List what workers were asked to do in the long run: clear, compress, decompress, reencrypt, prefetch, move,
+    release.
+
+    Each worker keeps its last 100, in memory: one that was restarted has forgotten them. With --watch, exit code 1
+    where the ticket failed or was cancelled.
+
+    \b
+    Examples:
+      kvstore tickets --connect 10.0.0.7:7070
+      kvstore tickets --watch 4f0c7a1e9b2d4c3f --etcd 10.0.0.5:2379
+      kvstore tickets --cancel 4f0c7a1e9b2d4c3f --connect 10.0.0.7:7070,10.0.0.8:7070
+    """
+    if watched and cancelled:
+        raise InvalidRequest("--watch follows a ticket, --cancel ends it: give one of them")
+    with access.open() as store:
+        control = steered(store, access)
+        if watched:
+            follow(control.ticket(watched), as_json)
+            return
+        if cancelled:
+            ticket = control.ticket(cancelled).cancel()
+            found = [ticket]
+        else:
+            found = control.tickets()
+    if as_json:
+        print_json({"tickets": [as_values(each) for each in found]})
+        return
+    print_table(
+        ("id", "act", "about", "state", "done", "began", "took", "by", "worker", "message"),
+        [
+            (
+                each.id,
+                each.act,
+                each.about,
+                each.state.value,
+                _how_far(each),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.began_s)),
+                _took(each),
+                each.identity or "-",
+                each.worker,
+                each.message or _came(each),
+            )
+            for each in found
+        ],
+    )
+
+
+def steered(store: Store, access: Access) -> Control:
+    """The control of a store. Raises InvalidRequest where it is not reached through workers."""
+    if access.root is not None:
+        raise InvalidRequest(
+            "workers are asked for this: give --connect HOST:PORT[,...] or --etcd ENDPOINTS, not --root"
+        )
+    return store.control
+
+
+def follow(ticket: ControlTicket, as_json: bool) -> None:
+    """Follows a ticket to its end, with progress on a terminal, and prints what came of it.
+
+    Ctrl-C leaves it going on and says how to come back to it. Exit code 1 where it failed or was cancelled.
+    """
+    if not as_json:
+        print(f"ticket {ticket.id} at {ticket.last.worker}", file=sys.stderr)
+    try:
+        with progress_to(f"{ticket.last.act}, {ticket.last.unit}") as show:
+            ended = ticket.follow(lambda now: show(now.done, now.total))
+    except KeyboardInterrupt:
+        print(
+            f"it goes on: kvstore tickets --watch {ticket.id} follows it, --cancel {ticket.id} ends it", file=sys.stderr
+        )
+        raise
+    if as_json:
+        print_json(as_values(ended))
+    else:
+        print(f"{ended.act} {ended.state.value}: {_came(ended) or _how_far(ended)}")
+        if ended.message:
+            print(ended.message, file=sys.stderr)
+    if ended.state is not State.DONE:
+        click.get_current_context().exit(CHECK_FAILED)
+
+
+def begin_and_follow(
+    access: Access, as_json: bool, is_followed: bool, begin: Callable[[Store, Control], ControlTicket]
+) -> None:
+    """Has a worker begin something, and follows it unless only its id is wanted."""
+    with access.open() as store:
+        ticket = begin(store, steered(store, access))
+        if is_followed:
+            follow(ticket, as_json)
+        elif as_json:
+            print_json(as_values(ticket.last))
+        else:
+            print(ticket.id)
+
+
+def as_values(ticket: Ticket) -> dict[str, Any]:
+    """A ticket for JSON."""
+    return {
+        "id": ticket.id,
+        "act": ticket.act,
+        "about": ticket.about,
+        "identity": ticket.identity,
+        "state": ticket.state.value,
+        "began_s": ticket.began_s,
+        "ended_s": ticket.ended_s or None,
+        "done": ticket.done,
+        "total": ticket.total or None,
+        "unit": ticket.unit,
+        "message": ticket.message,
+        "counts": dict(ticket.counts),
+        "worker": ticket.worker,
+    }
+
+
+def _came(ticket: Ticket) -> str:
+    """What came of it: chunks, of which kinds, then bytes."""
+    said = []
+    for name, count in sorted(ticket.counts.items(), key=lambda item: (item[0].startswith("bytes"), item[0])):
+        if name.startswith("bytes"):
+            said.append(f"{size(count)}{name.removeprefix('bytes').replace('_', ' ')}")
+        elif count or name == "chunks":
+            said.append(f"{count:,} {name.replace('_', ' ')}")
+    return ", ".join(said)
+
+
+def _how_far(ticket: Ticket) -> str:
+    return f"{ticket.done:,} of {ticket.total:,} {ticket.unit}" if ticket.total else f"{ticket.done:,} {ticket.unit}"
+
+
+def _took(ticket: Ticket) -> str:
+    return f"{(ticket.ended_s or time.time()) - ticket.began_s:.1f} s"

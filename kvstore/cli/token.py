@@ -1,0 +1,145 @@
+"""``kvstore token``: keys that sign bearer tokens, tokens, and the list of those that were revoked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import ssl
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.command import Command
+from kvstore.cli.kinds import DURATION
+from kvstore.cli.options import json_option
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvstore.security.bearer import Claims
+
+PUBLIC = ".pub"
+
+
+@click.group(no_args_is_help=True, short_help="Make, and revoke, the bearer tokens that clients prove themselves with.")
+def token() -> None:
+    """Bearer tokens: who a client is, signed, for a while.
+
+    \b
+    Example:
+      kvstore token key issuer.key               # issuer.key signs, issuer.key.pub goes beside the access file
+      kvstore token issue --key issuer.key --identity alice --ttl 8h --out alice.token
+      kvstore stats --connect 10.0.0.7:7070 --tls-ca ca.crt --token-file alice.token
+      kvstore token revoke --access access.json --token-file alice.token
+    """
+
+
+@token.command(cls=Command, no_args_is_help=True)
+@click.argument("file", type=click.Path(dir_okay=False))
+def key(file: str) -> None:
+    """Make a key that signs tokens: FILE, which only its owner may read, and FILE.pub.
+
+    The name of FILE.pub goes into "token_keys" of the access file, and the file itself beside it. Two keys may be there
+    at once: sign with the new one, and take the old one out when its last token has expired.
+    """
+    from kvstore.security.bearer import new_key
+
+    private, public = new_key()
+    _write_new(Path(file), private, 0o600)
+    _write_new(Path(file + PUBLIC), public, 0o644)
+    print(f"{file} signs tokens: keep it where only they are issued; {file}{PUBLIC} verifies them", flush=True)
+
+
+@token.command(cls=Command, no_args_is_help=True)
+@click.option(
+    "--key", "key_file", required=True, metavar="FILE", help="The key that signs, as kvstore token key made it."
+)
+@click.option("--identity", required=True, metavar="NAME", help="Who it is for, as the access file names it.")
+@click.option("--ttl", "ttl_s", type=DURATION, default="1h", show_default=True, help="For how long; at most 7d.")
+@click.option("--bind", metavar="CERT", help="PEM certificate without which it is worth nothing (mutual TLS).")
+@click.option("--out", metavar="FILE", help="Where it goes, for its owner alone; standard output by default.")
+def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str | None) -> None:
+    """Issue a token. Its file is read anew when it changes: run this before the old one expires."""
+    from kvstore.security import bearer
+    from kvstore.security.secret_files import read_secret, read_trusted
+
+    thumbprint = b""
+    if bind is not None:
+        try:
+            der = ssl.PEM_cert_to_DER_cert(read_trusted(bind, "certificate").decode("ascii"))
+        except ValueError as cause:
+            raise InvalidRequest(f"the certificate {bind!r} is not in PEM format") from cause
+        thumbprint = hashlib.sha256(der).digest()
+    id = os.urandom(12).hex()
+    text = bearer.issue(read_secret(key_file, "token key"), identity, id, time.time(), ttl_s, thumbprint)
+    if out is None:
+        print(text, flush=True)
+    else:
+        _replace(Path(out), text.encode() + b"\n", 0o600)
+        print(f"{out}: token {id} of {identity} for {ttl_s:g} s", flush=True)
+
+
+@token.command(cls=Command, no_args_is_help=True)
+@click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json beside it.")
+@click.option("--token-file", metavar="FILE", help="The token itself, in a file.")
+@click.option(
+    "--keep", "keep_s", type=DURATION, default="7d", show_default=True, help="For an id: when it has expired."
+)
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@json_option
+def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, ...], as_json: bool) -> None:
+    """Revoke tokens, by their IDs (which `token issue` says) or by the file that holds one.
+
+    Workers that read this access file deny them within a second or so; copy revoked.json to the others.
+    """
+    from kvstore.security.authenticator import REVOKED, read_revoked
+
+    now_s = time.time()
+    wanted = dict.fromkeys(ids, now_s + keep_s)
+    if token_file is not None:
+        claims = _claims_in(token_file, access)
+        wanted[claims.id] = claims.expires_s
+    if not wanted:
+        raise InvalidRequest("which token? give its ID, or --token-file FILE")
+    path = Path(access).parent / REVOKED
+    # What has expired by itself need not be listed any more.
+    listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s > now_s} | wanted
+    _replace(path, json.dumps(listed, indent=1).encode() + b"\n", 0o644)
+    if as_json:
+        print(json.dumps({"revoked": sorted(wanted), "listed": len(listed)}), flush=True)
+    else:
+        print(f"revoked {', '.join(sorted(wanted))}; {path} lists {len(listed)}", flush=True)
+
+
+def _claims_in(token_file: str, access: str) -> Claims:
+    from kvstore.security import bearer
+    from kvstore.security.rules import Rules
+    from kvstore.security.secret_files import read_secret, read_trusted
+
+    rules = Rules.parse(read_trusted(access, "access file"))
+    files = [Path(access).parent / name for name in rules.token_keys]
+    keys = [bearer.PublicKey.of_pem(read_trusted(file, "token key"), str(file)) for file in files]
+    text = read_secret(token_file, "token file", bearer.TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
+    return bearer.verified(text, {each.id: each for each in keys})
+
+
+def _write_new(path: Path, content: bytes, mode: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError as cause:
+        raise InvalidRequest(f"{path} exists: keys are never overwritten, choose another name") from cause
+    with open(fd, "wb") as file:
+        file.write(content)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """In one step: whoever reads it meanwhile reads the old or the new."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _write_new(new, content, mode)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,51 @@
+"""Where the spans of a server go: to an OpenTelemetry collector, as the environment says.
+
+Apart from kvstore/tracing.py, which makes the spans: a library configures nothing and reads no environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from kvstore import __version__, tracing
+from kvstore.bounded import within
+from kvstore.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Variables of the OpenTelemetry specification, one of which says where a collector listens."""
+SHUTDOWN_S = 5.0
+
+
+def start_tracing(wanted: bool | None, service: str, instance: str) -> Callable[[], None]:
+    """Exports spans from now on, if ``wanted`` or, where that is None, if the environment names a collector.
+
+    Returns how to end it, sending what is left for a few seconds.  Raises InvalidRequest where tracing is wanted, and
+    the ``tracing`` extra is missing.
+    """
+    if not (any(os.environ.get(name) for name in ENDPOINTS) if wanted is None else wanted):
+        return lambda: None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as missing:
+        raise InvalidRequest(
+            f"tracing needs OpenTelemetry ({missing.name} is missing): pip install 'kvstore[tracing]', or --no-tracing"
+        ) from missing
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over these, as OTEL_TRACES_SAMPLER decides what is sampled.
+    said = {"service.name": service, "service.version": __version__, "service.instance.id": instance}
+    provider = TracerProvider(resource=Resource(said).merge(OTELResourceDetector().detect()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    tracing.enable(provider)
+    log.info("tracing.exporting service=%s instance=%s", service, instance)
+
+    def stop() -> None:
+        tracing.disable()
+        within(SHUTDOWN_S, provider.shutdown)
+
+    return stop

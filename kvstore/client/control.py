@@ -1,0 +1,330 @@
+"""Steering workers: ``store.control`` of a store that is connected to some (proto/kvstore/v1/control.proto).
+
+Apart from caches, because it is about workers and what they hold, not about one model's KV; and what takes long goes on
+at a worker whatever becomes of this client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.census.selection import Selection
+from kvstore.client.cache import Cache
+from kvstore.client.caller import Caller, CallFailed
+from kvstore.client.control_values import limits_of, place_of, plain, selection_message, ticket_of
+from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoints
+from kvstore.client.limits import ClientLimits
+from kvstore.client.remote_move import move_message
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.node.looking import ChunkPlace
+from kvstore.node.moves import Act, Level
+from kvstore.results import Draining, LimitValue
+from kvstore.sources import Clock
+from kvstore.tickets import Ticket
+from kvstore.tokens import Tokens, token_array
+from kvstore.v1 import control_pb2 as pb
+from kvstore.wire.messages import pack_tokens, sealed
+from kvstore.wire.statuses import Busy, NoTicket
+
+T = TypeVar("T")
+
+HEALTH_S = 8.0
+"""A worker looks at its root and its etcd for two seconds each."""
+BUSY_S = 1.0
+"""Before a worker that has too many calls is asked again how a ticket is."""
+WATCH_S = 300.0
+"""One look at a ticket as it goes on lasts so long at most; then the next one."""
+
+
+class ControlTicket:
+    """A long act at one worker, which goes on by itself. Thread-safe."""
+
+    def __init__(self, control: Control, ticket: Ticket) -> None:
+        self._control = control
+        self.last = ticket
+        """As it was when it was last looked at."""
+
+    @property
+    def id(self) -> str:
+        """What ``Control.ticket`` and ``kvstore tickets`` take."""
+        return self.last.id
+
+    def follow(self, heard: Callable[[Ticket], object], timeout: float | None = None) -> Ticket:
+        """Calls ``heard`` with the ticket now and whenever it has changed, until it has ended; at most ``timeout``
+        seconds. Returns the last that was heard. Raises NoTicket where the worker was restarted, Unavailable.
+        """
+
+        def keep(ticket: Ticket) -> None:
+            self.last = ticket
+            heard(ticket)
+
+        self._control.follow(self.last, keep, timeout)
+        return self.last
+
+    def wait(self, timeout: float | None = None) -> Ticket:
+        """Waits until it has ended, at most ``timeout`` seconds; how it is then. Raises as ``follow`` does."""
+        return self.follow(lambda ticket: None, timeout)
+
+    def cancel(self) -> Ticket:
+        """Has it end within a second or so; what is done stays done. How it is now. Idempotent."""
+        self.last = self._control.cancel(self.last)
+        return self.last
+
+
+class Control:
+    """Steers the workers that a store is connected to. Made by ``Store.control``. Thread-safe.
+
+    Where ``worker`` is one of their addresses it is that one which is asked, else whichever is best.
+    """
+
+    def __init__(self, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
+        self._caller = caller
+        self._endpoints = endpoints
+        self._limits = limits
+        self._clock = clock
+
+    def workers(self) -> list[str]:
+        """The addresses of all workers."""
+        return [endpoint.address for endpoint in self._endpoints.every()]
+
+    # Where things lie
+
+    def lookup(self, cache: Cache, tokens: Tokens, chunks_max: int = 0, worker: str | None = None) -> list[ChunkPlace]:
+        """Where each leading chunk of a prompt lies, as one worker sees it, up to the first that is nowhere; at most
+        ``chunks_max`` of them, unless that is 0. It is no use of them. Raises Unavailable.
+        """
+        ids, namespace = token_array(tokens), cache.namespace
+        packed = pack_tokens(ids[: len(ids) // namespace.layout.chunk_tokens * namespace.layout.chunk_tokens])
+        request = sealed(pb.LookupRequest(namespace=namespace.digest, tokens=packed, chunks_max=chunks_max))
+        # At the worker that the prompt would be read from: its memory is the one to look into.
+        affinity = namespace.digest + packed[: 4 * namespace.layout.chunk_tokens]
+        raw = self._at(
+            worker, lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
+            self._limits.read_s, affinity,
+        )  # fmt: skip
+        return [place_of(each) for message in raw for each in pb.LookupResponse.FromString(message).chunks]
+
+    # Long acts
+
+    def clear(
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        pinned: bool = False,
+        deadline: float = 0.0,
+        worker: str | None = None,
+    ) -> ControlTicket:
+        """Deletes what a selection names, on the root and from the memory and disks of all workers; with ``dry_run`` it
+        is only counted. Pinned chunks stay unless ``pinned``. The ticket's counts say how many. Raises InvalidRequest.
+        """
+        request = pb.ClearSelectedRequest(
+            selection=selection_message(selection), dry_run=dry_run, pinned=pinned, deadline_s=deadline
+        )
+        return ControlTicket(self, self._ticket_of("ClearSelected", request, worker))
+
+    def compress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
+        """Writes what a selection names again on the root, compressed where that makes it smaller. Whoever reads it has
+        the same bytes from either. The ticket's counts say how many chunks, and bytes before and after.
+        """
+        return self._recode(selection, pb.RECODING_COMPRESS, deadline, worker)
+
+    def decompress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
+        """The inverse of ``compress``."""
+        return self._recode(selection, pb.RECODING_DECOMPRESS, deadline, worker)
+
+    def reencrypt(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
+        """Writes what a selection names again with the keys that the worker's key file says now, or plain where it says
+        none: so that old keys can go.
+        """
+        return self._recode(selection, pb.RECODING_REENCRYPT, deadline, worker)
+
+    def prefetch(
+        self, cache: Cache, prompts: Sequence[Tokens], tier: str = "memory", *, deadline: float = 0.0,
+        worker: str | None = None,
+    ) -> ControlTicket:  # fmt: skip
+        """``Cache.prefetch`` of several prompts, which goes on when this client is gone. Raises as that does."""
+        return self._move(cache, prompts, Act.PREFETCH, Level.of(tier), deadline, worker)
+
+    def move(
+        self, cache: Cache, prompts: Sequence[Tokens], tier: str, *, deadline: float = 0.0, worker: str | None = None
+    ) -> ControlTicket:
+        """``Cache.move`` of several prompts, likewise."""
+        return self._move(cache, prompts, Act.MOVE, Level.of(tier), deadline, worker)
+
+    def release(
+        self, cache: Cache, prompts: Sequence[Tokens], *, deadline: float = 0.0, worker: str | None = None
+    ) -> ControlTicket:
+        """``Cache.release`` of several prompts, likewise."""
+        return self._move(cache, prompts, Act.RELEASE, Level.MEMORY, deadline, worker)
+
+    def tickets(self) -> list[Ticket]:
+        """The tickets of all workers that answer, the newest first. Raises Unavailable where none does."""
+        found: list[Ticket] = []
+        error: KVStoreError | None = None
+        answered = False
+        for endpoint in self._endpoints.every():
+            try:
+                raw = self._caller.at(
+                    endpoint,
+                    lambda at=endpoint: list(  # type: ignore[misc]
+                        at.stream_in("Control.ListTickets")(b"", timeout=self._limits.pin_s)
+                    ),
+                )
+            except CallFailed as failed:
+                error = failed.failed.error
+                continue
+            answered = True
+            found += [ticket_of(pb.TicketResponse.FromString(each).ticket, endpoint.address) for each in raw]
+        if not answered:
+            raise error or Unavailable("no worker is known: start one")
+        return sorted(found, key=lambda each: each.began_s, reverse=True)
+
+    def ticket(self, ticket_id: str) -> ControlTicket:
+        """The ticket with this id, at whichever worker has it. Raises NoTicket where none has it, Unavailable."""
+        for ticket in self.tickets():
+            if ticket.id == ticket_id:
+                return ControlTicket(self, ticket)
+        raise NoTicket(f"no worker has a ticket {ticket_id!r} (any more): kvstore tickets lists them")
+
+    def follow(self, ticket: Ticket, heard: Callable[[Ticket], object], timeout_s: float | None) -> None:
+        """See ``ControlTicket.follow``."""
+        request = sealed(pb.WatchTicketRequest(id=ticket.id))
+        ends_s = float("inf") if timeout_s is None else self._clock.monotonic_s() + timeout_s
+        ended = False
+
+        def listen(endpoint: Endpoint, left_s: float) -> None:
+            nonlocal ended
+            call = endpoint.stream_in("Control.WatchTicket")(request, timeout=left_s)
+            try:
+                for message in call:
+                    now = ticket_of(pb.TicketResponse.FromString(message).ticket, endpoint.address)
+                    ended = now.state.ended
+                    heard(now)
+            except grpc.RpcError as error:
+                code: Any = error
+                if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is ours, and no fault of the worker
+                    raise
+            finally:
+                call.cancel()
+
+        while not ended and (left_s := ends_s - self._clock.monotonic_s()) > 0:
+            try:
+                self._at(ticket.worker, listen, min(left_s, WATCH_S))
+            except Busy:  # with calls of others, which says nothing of the ticket
+                time.sleep(min(left_s, BUSY_S))
+
+    def cancel(self, ticket: Ticket) -> Ticket:
+        """See ``ControlTicket.cancel``."""
+        return self._ticket_of("CancelTicket", pb.CancelTicketRequest(id=ticket.id), ticket.worker)
+
+    # Workers themselves
+
+    def drain(self, worker: str | None = None, within: float = 0.0) -> Draining:
+        """Has a worker stop in good order, as SIGTERM does; ``within`` seconds for calls in progress, or as long as it
+        was started with (0). Returns before it has. ``worker`` must be given where there are several.
+
+        Raises InvalidRequest where it is not said which, or its program does not end for this.
+        """
+        request = sealed(pb.DrainRequest(within_s=within))
+        raw = self._unary("Drain", request, self._only(worker))
+        answer = pb.DrainResponse.FromString(raw)
+        return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
+
+    def limits(self) -> dict[str, list[LimitValue] | KVStoreError]:
+        """The limits of each worker that can change while it runs, or why it did not answer."""
+        return self._each("GetLimits", b"", self._limits.pin_s, limits_of)
+
+    def set_limits(
+        self, changes: Mapping[str, object], worker: str | None = None
+    ) -> dict[str, list[LimitValue] | KVStoreError]:
+        """Changes limits of one worker, or of all, until they end; at each of them all of these, or none. What they are
+        then, or why a worker refused.
+        """
+        request = sealed(pb.SetLimitsRequest(limits={name: str(value) for name, value in changes.items()}))
+        if worker is not None:
+            return {worker: limits_of(self._unary("SetLimits", request, worker))}
+        return self._each("SetLimits", request, self._limits.pin_s, limits_of)
+
+    def health(self) -> dict[str, dict[str, Any] | KVStoreError]:
+        """How each worker is, or why it did not answer: the fields of ``HealthResponse`` in control.proto, by name."""
+        return self._each("Health", b"", HEALTH_S, lambda raw: plain(pb.HealthResponse.FromString(raw)))
+
+    # On the way there
+
+    def _recode(
+        self, selection: Selection, recoding: pb.Recoding, deadline_s: float, worker: str | None
+    ) -> ControlTicket:
+        request = pb.RecodeRequest(selection=selection_message(selection), recoding=recoding, deadline_s=deadline_s)
+        return ControlTicket(self, self._ticket_of("Recode", request, worker))
+
+    def _move(
+        self, cache: Cache, prompts: Sequence[Tokens], act: Act, level: Level, deadline_s: float, worker: str | None
+    ) -> ControlTicket:
+        one = move_message(cache.namespace.digest, b"", act, level)
+        request = pb.BeginMoveRequest(
+            namespace=one.namespace,
+            prompts=[pack_tokens(token_array(tokens)) for tokens in prompts],
+            act=one.act,
+            tier=one.tier,
+            deadline_s=deadline_s,
+        )
+        return ControlTicket(self, self._ticket_of("BeginMove", request, worker))
+
+    def _ticket_of(self, name: str, request: Message, worker: str | None) -> Ticket:
+        raw = sealed(request)
+
+        def send(endpoint: Endpoint, left_s: float) -> Ticket:
+            answer = endpoint.unary(f"Control.{name}")(raw, timeout=left_s)
+            return ticket_of(pb.TicketResponse.FromString(answer).ticket, endpoint.address)
+
+        # Sent twice it would be two tickets, one of which nobody follows.
+        return self._at(worker, send, self._limits.pin_s, may_repeat=False)
+
+    def _each(
+        self, name: str, request: bytes, timeout_s: float, read: Callable[[bytes], T]
+    ) -> dict[str, T | KVStoreError]:
+        """The same question to every worker. Raises Unavailable where none is known."""
+        answers = self._caller.each(f"Control.{name}", request, timeout_s)
+        if not answers:
+            raise Unavailable("no worker is known: start one")
+        return {at: raw if isinstance(raw, KVStoreError) else read(raw) for at, raw in answers.items()}
+
+    def _unary(self, name: str, request: bytes, worker: str | None) -> bytes:
+        def send(endpoint: Endpoint, left_s: float) -> bytes:
+            answer: bytes = endpoint.unary(f"Control.{name}")(request, timeout=left_s)
+            return answer
+
+        return self._at(worker, send, self._limits.pin_s, may_repeat=False)
+
+    def _at(
+        self,
+        worker: str | None,
+        send: Callable[[Endpoint, float], T],
+        timeout_s: float,
+        affinity: bytes | None = None,
+        *,
+        may_repeat: bool = True,
+    ) -> T:
+        """A call to one worker, or to the best. Raises what it raised."""
+        if worker is None:
+            return self._caller.anywhere(send, timeout_s, affinity, may_repeat=may_repeat, even_aside=True)
+        endpoint = next((each for each in self._endpoints.every() if each.address == worker), None)
+        if endpoint is None:
+            raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(self.workers()) or 'none'}")
+        try:
+            return self._caller.at(endpoint, lambda: send(endpoint, timeout_s))
+        except CallFailed as failed:
+            raise failed.failed.error from failed
+
+    def _only(self, worker: str | None) -> str:
+        known = self.workers()
+        if worker is None and len(known) != 1:
+            raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known) or 'none'}")
+        return worker or known[0]

@@ -1,0 +1,113 @@
+"""What the messages of the control service say, as values, and selections as messages.
+
+Apart from the calls, which are about who is asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.address import Address
+from kvstore.census.selection import Selection
+from kvstore.format.header import Encoding
+from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
+from kvstore.results import LimitValue
+from kvstore.tickets import State, Ticket
+from kvstore.v1 import control_pb2 as pb
+from kvstore.wire.messages import hints_of
+
+_STATES = {
+    pb.TICKET_WAITING: State.WAITING,
+    pb.TICKET_RUNNING: State.RUNNING,
+    pb.TICKET_DONE: State.DONE,
+    pb.TICKET_FAILED: State.FAILED,
+    pb.TICKET_CANCELLED: State.CANCELLED,
+}
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as names and values, bytes in hex; fields that are messages and absent are None."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            found[field.name] = plain(value) if message.HasField(field.name) else None
+        elif isinstance(value, bytes):
+            found[field.name] = value.hex()
+        else:
+            found[field.name] = value if isinstance(value, bool | int | float | str) else list(value)
+    return found
+
+
+def selection_message(selection: Selection) -> pb.Selection:
+    """A selection as it is sent."""
+    return pb.Selection(
+        namespace=selection.namespace or b"",
+        tenant=selection.tenant,
+        fingerprint=selection.fingerprint,
+        older_than_s=selection.older_than_s,
+        written_by=selection.written_by,
+        since_s=selection.since_s,
+        until_s=selection.until_s,
+    )
+
+
+def limits_of(raw: bytes) -> list[LimitValue]:
+    """The limits in the bytes of a ``LimitsResponse``."""
+    return [
+        LimitValue(each.name, each.value, each.meaning, each.started, each.before)
+        for each in pb.LimitsResponse.FromString(raw).limits
+    ]
+
+
+def ticket_of(message: pb.Ticket, worker: str) -> Ticket:
+    """A ticket of ``worker``."""
+    return Ticket(
+        message.id,
+        message.act,
+        message.about,
+        message.identity,
+        None,
+        message.unit,
+        message.began_s,
+        _STATES.get(message.state, State.RUNNING),
+        message.ended_s,
+        message.done,
+        message.total,
+        message.message,
+        dict(message.counts),
+        worker,
+    )
+
+
+def place_of(message: pb.ChunkPlace) -> ChunkPlace:
+    """Where one chunk lies."""
+    memory = message.memory
+    return ChunkPlace(
+        message.index,
+        Address(message.address),
+        _root_copy(message.root) if message.HasField("root") else None,
+        MemoryCopy(memory.bytes, memory.dirty, memory.users) if message.HasField("memory") else None,
+        message.disk,
+        tuple(message.peers),
+        message.pins if message.HasField("pins") else None,
+    )
+
+
+def _root_copy(message: pb.RootCopy) -> RootCopy:
+    by = message.lineage
+    encoding = Encoding.COMPRESSED if message.compressed else Encoding.PLAIN
+    encoding |= Encoding.ENCRYPTED if message.encrypted else Encoding.PLAIN
+    lineage = Lineage(by.written_s, by.session, by.node, by.host, by.version, by.label)
+    return RootCopy(
+        message.bytes,
+        message.last_use_s,
+        message.uses,
+        hints_of(message.hints),
+        encoding,
+        message.key_id,
+        lineage if message.HasField("lineage") else None,
+        message.condemned,
+    )

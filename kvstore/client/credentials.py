@@ -1,0 +1,113 @@
+"""What a client proves itself with, and knows workers by: TLS files and a token file, read again when they change."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import grpc
+
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.security.bearer import TOKEN_BYTES_MAX
+from kvstore.security.networks import is_loopback
+from kvstore.security.secret_files import Watched, read_secret
+from kvstore.security.tls import Certificate, ClientTls, client_certificate
+from kvstore.tracing import Metadata
+from kvstore.wire.credentials import channel_credentials
+
+
+class Credentials:
+    """Of one client, for all its connections. Thread-safe. Without ``tls`` and ``token_file`` connections are plain."""
+
+    def __init__(self, tls: ClientTls | None = None, token_file: str | Path | None = None) -> None:
+        self._tls = tls
+        self._certificate: Certificate | None = client_certificate(tls) if tls is not None else None
+        self._token_file = token_file
+        self._watched = Watched([token_file] if token_file is not None else [])
+        self._lock = Lock()
+        self._metadata: Metadata = ()
+        self._token_version = 0
+
+    def check(self, address: str) -> None:
+        """Raises InvalidRequest where files are wrong, or a token would go over the network in the clear."""
+        if self._token_file is not None and self._certificate is None and not is_loopback(address):
+            raise InvalidRequest(
+                f"a token for {address} would go over the network in the clear: give TLS files too "
+                "(tls=, --tls-ca FILE)"
+            )
+        assert self.version >= 0
+
+    @property
+    def version(self) -> int:
+        """Grows when anything has changed. Raises InvalidRequest where the files were never good."""
+        self._read_token()
+        return (self._certificate.version if self._certificate is not None else 0) + self._token_version
+
+    @property
+    def connection_version(self) -> int:
+        """Grows when connections have to be made anew: with the certificate, not with the token."""
+        return self._certificate.version if self._certificate is not None else 0
+
+    @property
+    def metadata(self) -> Metadata:
+        """The token, for each call."""
+        if self._token_file is not None:
+            self._read_token()
+        return self._metadata
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        """A channel to a worker; connects when it is used. Raises InvalidRequest."""
+        if self._certificate is None:
+            return grpc.insecure_channel(address, options=options)
+        name = self._name(address)
+        if name is not None:
+            options = [*options, ("grpc.ssl_target_name_override", name)]
+        return grpc.secure_channel(address, channel_credentials(self._certificate), options=options)
+
+    def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
+        """A bulk connection within TLS, its handshake done within the socket's time-out; plain where calls are.
+
+        Raises Unavailable.
+        """
+        if self._certificate is None:
+            return sock
+        host = self._name(address) or address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            return self._certificate.context(server=False).wrap_socket(sock, server_hostname=host)
+        except (OSError, ssl.SSLError) as cause:
+            sock.close()
+            raise Unavailable(f"no TLS with the bulk port of {address}: {cause}") from cause
+
+    def _name(self, address: str) -> str | None:
+        """The name expected in the worker's certificate, where it is not its host."""
+        if self._tls is not None and self._tls.server_name is not None:
+            return self._tls.server_name
+        return "localhost" if address.startswith("unix:") else None
+
+    def _read_token(self) -> None:
+        file = self._token_file
+        # Asked in any case, so that changes count from before the first reading on.
+        if file is None or (not self._watched.changed() and self._metadata):
+            return
+        with self._lock:
+            try:
+                token = read_secret(file, "token file", TOKEN_BYTES_MAX).decode("ascii").strip()
+            except UnicodeDecodeError as cause:
+                raise InvalidRequest(f"the token file {str(file)!r} holds no token") from cause
+            except KVStoreError:
+                if self._metadata:
+                    return  # being written anew, perhaps: the one before, as long as it lives
+                raise
+            if not token or not token.isprintable() or " " in token:
+                raise InvalidRequest(f"the token file {str(file)!r} holds no token: one line, as token issue writes it")
+            metadata = (("authorization", f"Bearer {token}"),)
+            if metadata != self._metadata:
+                self._metadata = metadata
+                self._token_version += 1
+
+
+PLAIN = Credentials()
+"""Of clients that prove nothing."""

@@ -1,0 +1,179 @@
+"""What etcd knows of the cluster: namespaces, sessions, workers, collectors, sweeps, and how many pins there are.
+
+Reads by ranges that stay small at any size of the cluster; what peers say of their memory is left out.  The pins
+themselves, which carry their addresses, are a feed of their own that is read only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import ID_BYTES, Keys
+from kvstore.meta.pins import PinRecord, Pins
+from kvstore.meta.roots import bound_root
+from kvstore.meta.session import Session, SessionRecord
+from kvstore.meta.sweeps import Condemned
+from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.namespace import Namespace
+
+TIMEOUT_S = 4.0
+ROOTS = "/kv/roots/"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSeen:
+    """One live session: a worker's where it has a record, else that of an engine that is a node itself."""
+
+    id: str
+    worker: WorkerRecord | None
+    announced: int | None
+    """The revision up to which it follows collectors; None where its key cannot be read."""
+    began_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSeen:
+    """One sweep in flight: its shard, and how many chunks it condemns."""
+
+    shard: int
+    victims_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """etcd at one moment, or nearly so."""
+
+    root: bytes
+    revision: int
+    sessions: tuple[SessionSeen, ...]
+    collectors: tuple[str, ...]
+    namespaces: tuple[Namespace, ...]
+    odd_namespaces_count: int
+    """Records that could not be read."""
+    pins_count: int
+    sweeps: tuple[SweepSeen, ...]
+    is_full: bool
+    """Whether a collector says that the root is too full to write to."""
+
+
+class WhichRoot:
+    """The id of the root that is meant: what its FORMAT says, else what etcd knows at its URL, else etcd's only root.
+
+    The last two are for a root that does not answer: the page shall show the cluster all the same.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        self._url = url
+        self._known: bytes | None = None
+
+    def learn(self, root: bytes) -> None:
+        """The root itself said so."""
+        self._known = root
+
+    def id(self, meta: Meta) -> bytes:
+        """Raises Unavailable where it is not known (yet), and what ``meta`` raises."""
+        if self._known is not None:
+            return self._known
+        if self._url is not None and (bound := bound_root(meta, self._url, TIMEOUT_S)) is not None:
+            return bound
+        found = {kv.value for kv in meta.list(ROOTS, TIMEOUT_S).items if len(kv.value) == ID_BYTES}
+        if len(found) == 1:
+            return found.pop()
+        raise Unavailable(
+            f"which root this is is not known: the root did not say so, and etcd knows {len(found)} at other places"
+        )
+
+
+class EtcdSource:
+    """Reads the cluster through one connection. ``open_meta`` is called by the first read."""
+
+    def __init__(self, open_meta: Callable[[], Meta], which: WhichRoot) -> None:
+        self._open_meta = open_meta
+        self._which = which
+        self._lock = threading.Lock()
+        self._meta: Meta | None = None
+
+    def cluster(self) -> Cluster:
+        """All but the pins. Raises Unavailable, PermissionDenied."""
+        meta = self._connected()
+        keys = Keys(self._which.id(meta))
+        workers = Workers(meta, keys).list(TIMEOUT_S)
+        sessions = meta.list(keys.sessions, TIMEOUT_S)
+        seen = []
+        for kv in sessions.items:
+            session = keys.parse_session(kv.key)
+            if session is not None:
+                seen.append(SessionSeen(session.hex(), workers.get(session), _announced(kv.value), kv.create_revision))
+        namespaces, odd_count = _namespaces(meta, keys)
+        collectors = (keys.parse_session(kv.key) for kv in meta.list(keys.collectors, TIMEOUT_S).items)
+        return Cluster(
+            keys.root_id,
+            sessions.revision,
+            tuple(seen),
+            tuple(each.hex() for each in collectors if each is not None),
+            namespaces,
+            odd_count,
+            meta.count(keys.refs, TIMEOUT_S),
+            _sweeps(meta, keys),
+            meta.get(keys.gc_full, TIMEOUT_S) is not None,
+        )
+
+    def pins(self) -> tuple[PinRecord, ...]:
+        """All pins. Raises Unavailable, PermissionDenied, RootMismatch."""
+        meta = self._connected()
+        return Pins(meta, Keys(self._which.id(meta)), _no_session).list(timeout_s=2 * TIMEOUT_S)
+
+    def root_id(self) -> bytes:
+        """Which root is meant. Raises Unavailable, PermissionDenied."""
+        return self._which.id(self._connected())
+
+    def close(self) -> None:
+        """Closes the connection. Idempotent."""
+        with self._lock:
+            if self._meta is not None:
+                self._meta.close()
+
+    def _connected(self) -> Meta:
+        with self._lock:  # several feeds share it
+            if self._meta is None:
+                self._meta = self._open_meta()
+            return self._meta
+
+
+def _no_session() -> Session:
+    raise InvalidRequest("the dashboard only reads: it has no session to pin under")
+
+
+def _announced(value: bytes) -> int | None:
+    try:
+        return SessionRecord.from_json(value).announced
+    except InvalidRequest:
+        return None  # of another version
+
+
+def _namespaces(meta: Meta, keys: Keys) -> tuple[tuple[Namespace, ...], int]:
+    found, odd_count = [], 0
+    for kv in meta.list(keys.namespace_digests, TIMEOUT_S).items:
+        try:
+            found.append(Namespace.from_json(kv.value))
+        except KVStoreError:
+            odd_count += 1  # one bad record must not hide the others
+    return tuple(sorted(found, key=lambda one: (one.tenant, one.name, one.digest))), odd_count
+
+
+def _sweeps(meta: Meta, keys: Keys) -> tuple[SweepSeen, ...]:
+    found = []
+    for kv in meta.list(keys.condemned, TIMEOUT_S).items:
+        shard = keys.parse_condemned(kv.key)
+        if shard is None:
+            continue
+        try:
+            victims_count: int | None = Condemned.from_bytes(kv.value).victims_count
+        except RootMismatch:
+            victims_count = None
+        found.append(SweepSeen(shard, victims_count))
+    return tuple(found)

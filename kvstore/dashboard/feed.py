@@ -1,0 +1,139 @@
+"""A feed: one source, read again and again by a thread of its own, and what it said last.
+
+Separate for each source, because each can hang: a root in a dead mount, an etcd that is frozen. Then that feed is late
+and says so, and the page shows the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvstore.errors import KVStoreError
+from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WANTED_S = 45.0
+"""A feed that is read on demand goes on for so long after somebody looked."""
+COST_MAX = 0.1
+"""Share of the time that reading on demand may take: what is read on demand is costly for the root."""
+CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """What a source said last. ``error`` is why it is not newer, in words; None while all is well."""
+
+    value: T | None
+    age_s: float | None
+    """Since ``value`` was read; None where there is none yet."""
+    error: str | None
+
+
+class Feed(Generic[T]):
+    """Reads a source every ``interval_s``; ``on_demand`` only while somebody looks, and seldom where it takes long.
+
+    A reading that takes longer than ``late_s`` is reported as an error; it is not interrupted, because a call into a
+    dead mount cannot be. ``told`` gets each value and the monotonic time at which it was read. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], T],
+        interval_s: float,
+        clock: Clock,
+        *,
+        late_s: float,
+        on_demand: bool = False,
+        told: Callable[[T, float], object] = lambda value, at_s: None,
+    ) -> None:
+        self.name = name
+        self._read = read
+        self._interval_s = interval_s
+        self._clock = clock
+        self._late_s = late_s
+        self._on_demand = on_demand
+        self._told = told
+        self._changed = threading.Condition()
+        self._value: T | None = None
+        self._read_at_s: float | None = None
+        self._error: str | None = None
+        self._began_s: float | None = None
+        self._next_s = 0.0
+        self._wanted_s: float | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread. Once."""
+        assert self._thread is None, "a feed is started once"
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-dashboard-{self.name}", daemon=True)
+        self._thread.start()
+
+    def look(self) -> Reading[T]:
+        """What the source said last; never waits. Keeps a feed going that is read on demand."""
+        now_s = self._clock.monotonic_s()
+        with self._changed:
+            if self._on_demand and not self._is_wanted(now_s):
+                self._changed.notify_all()
+            self._wanted_s = now_s
+            error, began_s = self._error, self._began_s
+            if began_s is not None and now_s - began_s > self._late_s:
+                error = f"no answer for {now_s - began_s:.0f} s"
+            age_s = None if self._read_at_s is None else now_s - self._read_at_s
+            return Reading(self._value, age_s, error)
+
+    def close(self) -> None:
+        """Ends the thread; one that is stuck in its source ends with the process. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _is_wanted(self, now_s: float) -> bool:
+        return not self._on_demand or (self._wanted_s is not None and now_s - self._wanted_s < WANTED_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                now_s = self._clock.monotonic_s()
+                if not self._is_wanted(now_s) or now_s < self._next_s:
+                    self._changed.wait(max(0.05, self._next_s - now_s) if self._is_wanted(now_s) else None)
+                    continue
+                self._began_s = now_s
+            self._once(now_s)
+
+    def _once(self, began_s: float) -> None:
+        value: T | None = None
+        error: str | None = None
+        try:
+            value = self._read()
+        except KVStoreError as failed:
+            error = str(failed)
+            if error != self._error:  # once, not every few seconds
+                log.warning("dashboard.source_failed name=%s why=%s", self.name, error)
+        except Exception as bug:  # a defect of ours in one source must not end the others, nor pass for "no news"
+            error = f"internal error, please report it: {type(bug).__name__}"
+            if error != self._error:
+                log.exception("dashboard.feed_failed name=%s", self.name)
+        ended_s = self._clock.monotonic_s()
+        with self._changed:
+            self._began_s = None
+            self._next_s = began_s + self._interval_s
+            if self._on_demand:
+                self._next_s = max(self._next_s, ended_s + (ended_s - began_s) / COST_MAX)
+            self._error = error
+            if error is None:
+                self._value, self._read_at_s = value, ended_s
+        if value is not None and error is None:
+            self._told(value, ended_s)

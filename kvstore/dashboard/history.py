@@ -1,0 +1,130 @@
+"""What happened lately: rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+AMOUNTS: dict[str, tuple[str, ...]] = {
+    "tokens_asked": ("tokens_asked",),
+    "tokens_matched": ("tokens_matched",),
+    "memory_chunks": ("memory_hits",),
+    "peers_chunks": ("peers_hits",),
+    "disk_chunks": ("disk_hits",),
+    "root_chunks": ("chunks_read",),
+    "root_bytes": ("bytes_read",),
+    "written_bytes": ("bytes_written",),
+    "sent_bytes": ("wire_bytes_out",),
+    "received_bytes": ("wire_bytes_in",),
+    "matches": ("requests_match",),
+    "gets": ("requests_get",),
+    "puts": ("requests_put",),
+    "refused": ("calls_refused", "put_refused_full", "behind_shed"),
+    "damaged": ("miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"),
+}
+"""What is shown per second, and the workers' counters whose growth it is."""
+
+LEVELS: dict[str, tuple[str, ...]] = {
+    "calls": ("calls_in_flight",),
+    "queue": ("lane_queue",),
+    "memory_held_bytes": ("memory_held_bytes",),
+    "memory_size_bytes": ("memory_size_bytes",),
+    "behind_bytes": ("behind_bytes",),
+}
+"""What is shown as it stands, and the workers' gauges whose sum it is."""
+
+FINE_S, FINE_MAX = 2.0, 450
+COARSE_S, COARSE_MAX = 60.0, 1_440
+"""A quarter of an hour in steps of two seconds, a day in minutes."""
+
+Counts = Mapping[str, int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What happened in the ``span_s`` seconds up to ``at_s``: amounts, and levels at the end, in the order above."""
+
+    at_s: float
+    span_s: float
+    amounts: tuple[float, ...]
+    levels: tuple[float, ...]
+
+
+class Growth:
+    """By how much the counters of each worker grew since the last look."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Counts] = {}
+
+    def since_last(self, now: Mapping[str, Counts]) -> dict[str, dict[str, float]]:
+        """Growth by worker and counter. A worker that is seen for the first time, or again after it did not answer, has
+        none: nobody knows over which time its counts grew. One that counts from 0 again was started anew.
+        """
+        grown = {
+            worker: {name: max(0.0, count - (before.get(name, 0) if count >= before.get(name, 0) else 0))
+                     for name, count in counts.items()}
+            for worker, counts in now.items()
+            if (before := self._before.get(worker)) is not None
+        }  # fmt: skip
+        self._before = {worker: dict(counts) for worker, counts in now.items()}
+        return grown
+
+
+class History:
+    """Two rings of points, a fine one and a coarse one. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._fine: deque[Point] = deque(maxlen=FINE_MAX)
+        self._coarse: deque[Point] = deque(maxlen=COARSE_MAX)
+        self._pending: list[Point] = []
+
+    def add(self, at_s: float, span_s: float, grown: Sequence[Counts], now: Sequence[Counts]) -> None:
+        """Adds what all workers did in the last ``span_s`` seconds, and how they stand."""
+        amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
+        levels = tuple(_sum(now, names) for names in LEVELS.values())
+        point = Point(at_s, span_s, amounts, levels)
+        self._fine.append(point)
+        self._pending.append(point)
+        if sum(each.span_s for each in self._pending) >= COARSE_S:
+            self._coarse.append(_merged(self._pending))
+            self._pending = []
+
+    def rates(self, over_s: float) -> dict[str, float]:
+        """Amounts per second over about the last ``over_s`` seconds (at most the fine ring), by name; 0 without any."""
+        points: list[Point] = []
+        for point in reversed(self._fine):
+            points.append(point)
+            if sum(each.span_s for each in points) >= over_s:
+                break
+        if not points:
+            return dict.fromkeys(AMOUNTS, 0.0)
+        merged = _merged(points[::-1])
+        return {name: amount / merged.span_s for name, amount in zip(AMOUNTS, merged.amounts, strict=True)}
+
+    def columns(self, coarse: bool, after_s: float) -> dict[str, Any]:
+        """The points after ``after_s``, as columns: times, amounts per second, levels."""
+        ring = self._coarse if coarse else self._fine
+        points = [point for point in ring if point.at_s > after_s]
+        columns: dict[str, list[float]] = {"at_s": [round(point.at_s, 2) for point in points]}
+        for at, name in enumerate(AMOUNTS):
+            columns[name] = [_rounded(point.amounts[at] / point.span_s) for point in points]
+        for at, name in enumerate(LEVELS):
+            columns[name] = [_rounded(point.levels[at]) for point in points]
+        return {"step_s": COARSE_S if coarse else FINE_S, "points_max": ring.maxlen, "columns": columns}
+
+
+def _sum(counts: Sequence[Counts], names: Sequence[str]) -> float:
+    return float(sum(each.get(name, 0) for each in counts for name in names))
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    """Several points in a row as one."""
+    amounts = tuple(sum(column) for column in zip(*(point.amounts for point in points), strict=True))
+    return Point(points[-1].at_s, sum(point.span_s for point in points), amounts, points[-1].levels)
+
+
+def _rounded(value: float) -> float:
+    """Four digits are more than a chart shows, and half the bytes."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,97 @@
+"""What the root says of itself: which one it is, how much room it has, and what lies in its quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import RootMismatch
+from kvstore.format import places
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import RootIdentity, read_identity
+from kvstore.root.interface import Root, Space
+
+QUARANTINE_MAX = 10_000
+"""Files that are counted."""
+DAMAGED_MAX = 200
+"""Files that are named, the last used ones first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootSeen:
+    """The root at one moment."""
+
+    url: str
+    identity: RootIdentity
+    space: Space
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """One file in quarantine. ``session`` set it aside; ``last_use_s`` is what its mtime says, roughly."""
+
+    address: str
+    session: str
+    size_bytes: int
+    last_use_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """What nodes set aside as damaged. ``is_whole`` is false where there is more than was counted."""
+
+    count: int
+    size_bytes: int
+    is_whole: bool
+    newest: tuple[SetAside, ...]
+
+
+class RootSource:
+    """Looks at the root. ``open_root`` is called by the first look, because it may hang."""
+
+    def __init__(self, open_root: Callable[[], Root], learn: Callable[[bytes], object]) -> None:
+        self._open_root = open_root
+        self._learn = learn
+        self._root: Root | None = None
+        self._identity: RootIdentity | None = None
+
+    def seen(self) -> RootSeen:
+        """Identity and room. Raises RootMismatch where it is no root, and the root's errors."""
+        root, identity = self.opened()
+        return RootSeen(root.url, identity, root.space())
+
+    def quarantine(self) -> Quarantine:
+        """What was set aside. Raises the root's errors."""
+        root, _ = self.opened()
+        found: list[SetAside] = []
+        count = size_bytes = 0
+        for entry in root.list(places.QUARANTINE):
+            if entry.stat is None:
+                continue
+            count += 1
+            size_bytes += entry.stat.size_bytes
+            address, _, rest = entry.name.partition(".")
+            found.append(
+                SetAside(address, rest.partition(".")[0], entry.stat.size_bytes, entry.stat.mtime_ns / NS_PER_S)
+            )
+            if count == QUARANTINE_MAX:
+                break
+        found.sort(key=lambda each: -each.last_use_s)
+        return Quarantine(count, size_bytes, count < QUARANTINE_MAX, tuple(found[:DAMAGED_MAX]))
+
+    def opened(self) -> tuple[Root, RootIdentity]:
+        """The root itself, and what it is. Raises as ``seen``."""
+        if self._root is None:
+            self._root = self._open_root()
+        if self._identity is None:
+            identity = read_identity(self._root)
+            if identity is None:
+                raise RootMismatch(f"{self._root.url} is no kvstore root: it has no FORMAT file. Is it mounted?")
+            self._learn(identity.root)
+            self._identity = identity
+        return self._root, self._identity
+
+    def close(self) -> None:
+        """Releases what the root holds. Idempotent."""
+        if self._root is not None:
+            self._root.close()

@@ -1,0 +1,127 @@
+"""How single things are told to the page: one JSON object for each, the rows of the documents. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore.dashboard.cluster import Cluster
+from kvstore.dashboard.forest import Forest, Run, Sum
+from kvstore.dashboard.rooted import RootSeen
+from kvstore.format.places import NAMESPACE_ID_BYTES
+from kvstore.meta.pins import PinRecord
+from kvstore.namespace import Namespace, NamespaceId
+from kvstore.tickets import Ticket
+
+Document = dict[str, Any]
+
+
+def cluster(etcd: Cluster) -> Document:
+    """What etcd knows, in numbers."""
+    return {
+        "root": etcd.root.hex(),
+        "engines": sum(each.worker is None for each in etcd.sessions),
+        "sessions": len(etcd.sessions),
+        "collectors": len(etcd.collectors),
+        "namespaces": len(etcd.namespaces),
+        "tenants": len({each.tenant for each in etcd.namespaces}),
+        "pins": etcd.pins_count,
+        "sweeps": len(etcd.sweeps),
+        "is_full": etcd.is_full,
+    }
+
+
+def space(root: RootSeen | None) -> Document | None:
+    """The room of the root; None where it is not known."""
+    if root is None:
+        return None
+    return {
+        "url": root.url,
+        "root": root.identity.root.hex(),
+        "shard_bits": root.identity.shard_bits,
+        "total_bytes": root.space.total_bytes,
+        "free_bytes": root.space.free_bytes,
+    }
+
+
+def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]], is_counted: bool) -> Document:
+    """A namespace with what it has stored, where that was counted."""
+    tally = stored.get(each.id.hex(), {"chunks": 0, "bytes": 0} if is_counted else {})
+    return {
+        "id": each.id.hex(),
+        "digest": each.digest.hex(),
+        "name": each.name,
+        "tenant": each.tenant,
+        "fingerprint": each.fingerprint,
+        "attributes": dict(each.attributes),
+        "layout": each.layout.to_dict(),
+        "chunks": tally.get("chunks"),
+        "bytes": tally.get("bytes"),
+    }
+
+
+def name_of(id: NamespaceId, known: Mapping[NamespaceId, Namespace]) -> Document:
+    """What a namespace is called; its id alone where nobody knows."""
+    found = known.get(id)
+    return {
+        "id": id.hex(),
+        "name": found.name if found else None,
+        "tenant": found.tenant if found else None,
+        "chunk_tokens": found.layout.chunk_tokens if found else None,
+    }
+
+
+def below(below: Sum) -> Document:
+    """All that continues a prefix."""
+    return {
+        "chunks": round(below.chunks),
+        "bytes": round(below.size_bytes),
+        "depth": below.depth_max,
+        "ends": below.ends_count,
+        "last_use_s": below.last_use_s,
+        "uses": below.uses,
+    }
+
+
+def blocks(forest: Forest, id: NamespaceId) -> Document:
+    """The blocks that engines hashed themselves."""
+    count, size_bytes = forest.blocks.get(id, (0.0, 0.0))
+    return {"count": round(count), "bytes": round(size_bytes)}
+
+
+def run(run: Run, known: Mapping[NamespaceId, Namespace]) -> Document:
+    """A run of the prefix tree."""
+    return {
+        "id": run.id.hex(),
+        "above": run.above.hex() if run.above else None,
+        "namespace": name_of(run.namespace, known),
+        "first": run.first,
+        "chunks": run.chunks,
+        "bytes": run.size_bytes,
+        "forks": run.forks,
+        "last_use_s": run.last_use_s,
+        "uses": run.uses,
+        "rooted": run.is_rooted,
+        "below": below(run.below),
+    }
+
+
+def ticket(each: Ticket) -> Document:
+    """A long act of a worker."""
+    fields = ("id", "act", "about", "identity", "tenant", "worker", "unit", "began_s", "done", "total", "message")
+    return {**{name: getattr(each, name) for name in fields}, "state": each.state.value}
+
+
+def pin(each: PinRecord, of: Namespace | None) -> Document:
+    """A pin; ``of`` is its namespace, where that is known."""
+    return {
+        "id": each.id.hex(),
+        "owner": each.owner,
+        "namespace": of.name if of else None,
+        "tenant": of.tenant if of else None,
+        "namespace_id": each.namespace[:NAMESPACE_ID_BYTES].hex(),
+        "tokens": each.tokens_count,
+        "chunks": each.addresses_count,
+        "ttl_s": each.ttl_s,
+        "expires_s": each.expires_s,
+    }

@@ -1,0 +1,126 @@
+"""Serves the application: the socket, TLS with certificates that are renewed, and bounds on what clients may take.
+
+uvicorn bounds the size of headers, but not how many connections there are nor how long a client may take over its
+headers: that is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.security.tls import Certificate, ServerTls, server_certificate
+
+CONNECTIONS_MAX = 256
+"""Beyond that the oldest that asks nothing makes room for the next."""
+HEADERS_BYTES_MAX = 16 << 10
+FIRST_REQUEST_S = 10.0
+"""From a connection to its first whole request."""
+CONNECTION_S = 120.0
+"""Then a connection ends after its request; the page opens another one."""
+START_S = 10.0
+STOP_S = 3.0
+
+
+class Serving:
+    """Serves until closed. ``start`` binds; the port 0 is chosen by the system."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._certificate = server_certificate(tls) if tls else None
+        self._config = uvicorn.Config(
+            app,
+            http=_Bounded,
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=HEADERS_BYTES_MAX,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+            ssl_certfile=tls.cert_file if tls else None,
+            ssl_keyfile=tls.key_file if tls else None,
+        )
+        self._server = uvicorn.Server(self._config)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Serves; returns the URL. Raises InvalidRequest where it cannot listen there or the certificate is no good,
+        Unavailable where it does not get ready.
+        """
+        if self._certificate is not None:
+            context = self._certificate.context(server=True)
+            context.sni_callback = _renewing(self._certificate)
+            self._config.load()
+            self._config.ssl = context
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family, backlog=128)
+        except OSError as cause:
+            raise InvalidRequest(
+                f"could not listen on {self._host}:{self._port}: {cause.strerror or cause}: give another --listen"
+            ) from cause
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="kvstore-dashboard-web", daemon=True
+        )
+        self._thread.start()
+        pause = threading.Event()
+        for _ in range(int(START_S / 0.02)):
+            if self._server.started:
+                break
+            pause.wait(0.02)
+        else:
+            raise Unavailable(f"the dashboard did not serve within {START_S:g} s: see its messages")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{'https' if self._certificate else 'http'}://{host}:{listener.getsockname()[1]}/"
+
+    def close(self) -> None:
+        """Ends it, within some seconds. Idempotent."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+
+def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSocket, str | None, ssl.SSLContext], None]:
+    """Gives each connection, as it begins, the certificate that the files hold then."""
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = certificate.context(server=True)
+
+    return choose
+
+
+class _Bounded(H11Protocol):
+    """A connection that may not take for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._began_s = self.loop.time()
+        if len(self.connections) > CONNECTIONS_MAX:
+            silent = [each for each in self.connections if isinstance(each, _Bounded) and each.cycle is None]
+            given_up = min(silent, key=lambda each: each._began_s)  # the oldest: this one is among them
+            self.connections.discard(given_up)  # at once: the loop tells it later, and the next one must find another
+            given_up.transport.abort()
+        self.loop.call_later(FIRST_REQUEST_S, self._check_began)
+        self.loop.call_later(CONNECTION_S, self._end)
+
+    def _check_began(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+    def _end(self) -> None:
+        if not self.transport.is_closing():
+            self.shutdown()

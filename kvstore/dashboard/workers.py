@@ -1,0 +1,86 @@
+"""What each worker says it did: asked over gRPC, all of them at once, and turned into growth and history."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvstore.dashboard.history import Counts, Growth, History
+from kvstore.errors import KVStoreError
+from kvstore.sources import Clock
+from kvstore.tickets import Ticket
+
+if TYPE_CHECKING:
+    from kvstore.client.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeen:
+    """One worker: its counts, or why there are none; ``grown`` is by how much its counters grew per second lately."""
+
+    counts: Counts | None
+    error: str | None
+    grown: Mapping[str, float]
+
+
+class WorkersSource:
+    """Asks the workers. ``connect`` is called by the first read, and again where it failed."""
+
+    def __init__(self, connect: Callable[[], Store], clock: Clock) -> None:
+        self._connect = connect
+        self._clock = clock
+        self._store: Store | None = None
+        self._connecting = threading.Lock()
+        self._growth = Growth()
+        self._asked_at_s: float | None = None
+        self._lock = threading.Lock()
+        self._history = History()
+
+    def seen(self) -> dict[str, WorkerSeen]:
+        """What all workers said just now, by address. Raises the errors of connecting."""
+        answers = self._connected().stats_each()
+        at_s = self._clock.monotonic_s()
+        counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
+        grown = self._growth.since_last(counts)
+        span_s, self._asked_at_s = (0.0 if self._asked_at_s is None else at_s - self._asked_at_s), at_s
+        if span_s > 0:
+            with self._lock:
+                self._history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
+        return {
+            address: WorkerSeen(None, str(each), {})
+            if isinstance(each, KVStoreError)
+            else WorkerSeen(each, None, _per_second(grown.get(address, {}), span_s))
+            for address, each in sorted(answers.items())
+        }
+
+    def tickets(self) -> list[Ticket]:
+        """Long acts of all workers that answer, the newest first. Raises Unavailable where none does."""
+        return self._connected().control.tickets()
+
+    def rates(self, over_s: float) -> dict[str, float]:
+        """See ``History.rates``."""
+        with self._lock:
+            return self._history.rates(over_s)
+
+    def columns(self, coarse: bool, after_s: float) -> dict[str, Any]:
+        """See ``History.columns``."""
+        with self._lock:
+            return self._history.columns(coarse, after_s)
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        with self._connecting:
+            if self._store is not None:
+                self._store.close()
+
+    def _connected(self) -> Store:
+        with self._connecting:  # two feeds share it
+            if self._store is None:
+                self._store = self._connect()
+            return self._store
+
+
+def _per_second(grown: Mapping[str, float], span_s: float) -> dict[str, float]:
+    return {name: amount / span_s for name, amount in grown.items()} if span_s > 0 else {}

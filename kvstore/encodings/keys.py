@@ -1,0 +1,154 @@
+"""The keys of tenants: a file of secrets, and what it says at this moment.
+
+Apart from sealing, which uses one key: here is which, and how a node learns of a new one without a restart.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from kvstore.encodings import sealing
+from kvstore.errors import InvalidRequest
+from kvstore.format.encoded import KEY_ID_BYTES
+from kvstore.security.secret_files import LOOK_S, Watched, read_secret
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+_WHAT = "key file"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One secret of a tenant."""
+
+    name: str
+    secret: bytes = field(repr=False)
+
+    @property
+    def id(self) -> bytes:
+        """What a file says of the key it is encrypted with: of the secret and not of its name, so that a name that is
+        used for another secret later opens nothing wrongly."""
+        digest = hashlib.blake2b(key=self.secret, digest_size=KEY_ID_BYTES, person=b"kvstore.keyid.1")
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """All keys of all tenants, as one reading of the file had them."""
+
+    current: Mapping[str, Key | None]
+    """Of each tenant that is listed, the key of what is written now; None where that is not encrypted any more."""
+    by_id: Mapping[bytes, Key]
+
+    @classmethod
+    def parse(cls, content: bytes) -> KeyRing:
+        """From the content of a key file. Raises InvalidRequest, which never shows a secret."""
+        current: dict[str, Key | None] = {}
+        by_id: dict[bytes, Key] = {}
+        tenants = _object(_loaded(content).get("tenants"), "tenants")
+        for tenant, fields in tenants.items():
+            said = _object(fields, f"tenant {tenant!r}")
+            keys = {name: _key(tenant, name, text) for name, text in _object(said.get("keys"), "keys").items()}
+            if "current" not in said or (said["current"] is not None and said["current"] not in keys):
+                raise InvalidRequest(
+                    f"the {_WHAT} names no current key of tenant {tenant!r}: expected one of {sorted(keys)}, or null "
+                    "(what is written is not encrypted any more)"
+                )
+            current[tenant] = None if said["current"] is None else keys[said["current"]]
+            by_id.update((key.id, key) for key in keys.values())
+        return cls(current, by_id)
+
+
+EMPTY = KeyRing({}, {})
+
+
+class KeyFile:
+    """A key file, read again when it changes. Thread-safe. ``load`` it first."""
+
+    def __init__(self, path: str | PathLike[str], *, look_s: float = LOOK_S) -> None:
+        """``look_s``: between two looks at whether it changed."""
+        self._path = Path(path)
+        self._watched = Watched([self._path], look_s)
+        self._loading = threading.Lock()
+        self._ring: KeyRing | None = None
+        self.noted: Callable[[str], object] = lambda counter: None
+        """Called with ``keys_reloaded`` or ``keys_refused``."""
+
+    def load(self) -> KeyFile:
+        """Reads it. Raises InvalidRequest where others may read it, or it is no key file."""
+        sealing.check_available()
+        self._watched.changed()  # before it is read: what changes from here on is seen
+        self._ring = KeyRing.parse(read_secret(self._path, _WHAT))
+        return self
+
+    @property
+    def ring(self) -> KeyRing:
+        """What it says now; where it cannot be read or understood, what it said before."""
+        # One thread reads it again, the others go on with what there is: the file may lie on a slow mount.
+        if self._loading.acquire(blocking=False):
+            try:
+                if self._watched.changed():
+                    self._reload()
+            finally:
+                self._loading.release()
+        assert self._ring is not None, "load it first: without keys all would be written as plain text"
+        return self._ring
+
+    def _reload(self) -> None:
+        try:
+            ring = KeyRing.parse(read_secret(self._path, _WHAT))
+            before = self._ring or EMPTY
+            gone = [tenant for tenant, key in before.current.items() if key and tenant not in ring.current]
+            if gone:
+                # Or a slip of the editor would have us write what they put as plain text from now on.
+                raise InvalidRequest(
+                    f'the {_WHAT} lists tenants {gone} no more: say "current": null first, then restart without them'
+                )
+        except InvalidRequest as error:
+            log.error("keys.refused %s; the keys from before stay in use", error)
+            self.noted("keys_refused")
+        else:
+            self._ring = ring
+            log.info("keys.reloaded tenants=%d keys=%d", len(ring.current), len(ring.by_id))
+            self.noted("keys_reloaded")
+
+
+def _loaded(content: bytes) -> Mapping[str, Any]:
+    try:
+        return _object(json.loads(content), "the whole")
+    except (ValueError, RecursionError):
+        # Not the cause: it would show a piece of the file.
+        raise InvalidRequest(f"the {_WHAT} is no JSON") from None
+
+
+def _object(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f'the {_WHAT} has no object for {what}: expected {{"tenants": {{NAME: {{"current": KEY, "keys": '
+            '{KEY: "base64 of 32 bytes", ...}}}, ...}}'
+        )
+    return value
+
+
+def _key(tenant: str, name: str, text: object) -> Key:
+    try:
+        secret = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (ValueError, binascii.Error):
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise InvalidRequest(
+            f"key {name!r} of tenant {tenant!r} is not {KEY_BYTES} bytes in base64: make one with "
+            "`openssl rand -base64 32`"
+        )
+    return Key(name, secret)

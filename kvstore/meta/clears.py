@@ -1,0 +1,109 @@
+"""How nodes tell each other what was cleared by selection, and that they have dropped it.
+
+    /kv/<root>/clears/<id>               an order; one that stands without a lease, so that who is away hears it later
+    /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
+                                         swept; under its session's lease
+
+What an order says is opaque here: what a chunk is, the metadata do not know.  Apart from ``digests.py``, which only
+nodes with memory follow; these all nodes do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import SessionLost, Unavailable
+from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, Meta, Snapshot, Watch
+from kvstore.meta.keys import Keys, SessionId, parse_id
+from kvstore.meta.session import Session
+
+ORDERS_MAX = 256
+"""Kept; of more, the oldest are removed."""
+PASSING_S = 60
+"""An order that does not stand is kept so long after it was told, and after it was done."""
+_WAITING, _DONE = b"\x00", b"\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class OrderTold:
+    """An order, which is not kept any more where its content is None; ``is_done`` when the root has nothing of it."""
+
+    id: bytes
+    content: bytes | None
+    is_done: bool
+
+
+class Clears:
+    """The orders of one root."""
+
+    def __init__(self, meta: Meta, keys: Keys) -> None:
+        self._meta = meta
+        self._keys = keys
+
+    def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
+        """Tells all nodes of a new order, whose id nobody used before. Raises Unavailable: it may have been told."""
+        self._put(order, _WAITING + content, timeout_s, stands=stands)
+
+    def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
+        """Tells all nodes that the root has nothing of it any more. Raises Unavailable."""
+        self._put(order, _DONE + content, timeout_s, stands=stands)
+
+    def answer(self, session: Session, order: bytes, timeout_s: float, *, done: bool) -> None:
+        """Says that this node has obeyed an order, or obeyed it once more when it was ``done``.
+
+        Raises SessionLost, Unavailable.
+        """
+        session.check()
+        value = _DONE if done else _WAITING
+        try:
+            self._meta.put(self._keys.clear_answer(order, session.id), value, session.lease, timeout_s)
+        except LeaseGone as gone:
+            raise SessionLost(f"session {session.id.hex()} ended: its successor reads all orders again") from gone
+
+    def silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
+        """The sessions of nodes that live and have not answered. Raises Unavailable."""
+        # Sessions last: one that begins in between has read the order at its start, and answers as well.
+        answers = self._answers(order, timeout_s).keys()
+        sessions = {self._keys.parse_session(kv.key) for kv in self._meta.list(self._keys.sessions, timeout_s).items}
+        return {session for session in sessions if session is not None and session not in answers}
+
+    def still_silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
+        """Of those that live and have answered, the sessions that have not once more, since it was done.
+
+        One that began since knows nothing from before. Raises Unavailable.
+        """
+        return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
+
+    def snapshot(self, timeout_s: float) -> Snapshot:
+        """All orders that are kept. Raises Unavailable."""
+        return self._meta.list(self._keys.clears, timeout_s)
+
+    def watch(self, from_revision: int) -> Watch:
+        """What is told from a revision on."""
+        return self._meta.watch(self._keys.clears, from_revision)
+
+    def read(self, key: str, found: KeyValue | None) -> OrderTold | None:
+        """What a key says, or that it is gone; None for one that says nothing that this version understands."""
+        order = parse_id(key.removeprefix(self._keys.clears))
+        if order is None or found is None:
+            return None if order is None else OrderTold(order, None, True)
+        return OrderTold(order, found.value[1:], found.value[:1] == _DONE)
+
+    def _answers(self, order: bytes, timeout_s: float) -> dict[SessionId, bytes]:
+        found = self._meta.list(self._keys.clear_answers(order), timeout_s).items
+        parsed = ((parse_id(kv.key.rpartition("/")[2]), kv.value) for kv in found)
+        return {SessionId(session): value for session, value in parsed if session is not None}
+
+    def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> None:
+        lease = NO_LEASE if stands else self._meta.grant(PASSING_S, timeout_s)
+        try:
+            self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable("etcd lost a lease that it gave a moment ago: clear again") from gone
+
+    def trim(self, timeout_s: float) -> int:
+        """Removes the oldest orders beyond ``ORDERS_MAX``; how many. Raises Unavailable."""
+        kept = sorted(self.snapshot(timeout_s).items, key=lambda kv: kv.create_revision)
+        for kv in kept[: max(0, len(kept) - ORDERS_MAX)]:
+            self._meta.delete(kv.key, timeout_s)
+        return max(0, len(kept) - ORDERS_MAX)

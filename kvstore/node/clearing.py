@@ -1,0 +1,173 @@
+"""Clearing what a selection names, wherever it is: all nodes are told, the root is swept, and they are told again.
+
+Apart from the member, whose pins decide what stays.  In this order: a node that has dropped what
+is named, and lets none of it back in, cannot write to the root again what was just deleted there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+from kvstore.address import Address
+from kvstore.census.selection import ClearOrder, Selection
+from kvstore.census.walk import Found, found_in, sampled, with_header
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.clears import Clears
+from kvstore.meta.keys import SessionId
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import moved_on
+from kvstore.node.node import Node
+from kvstore.progress import Progress
+from kvstore.results import Cleared
+from kvstore.root.lineages import read_writers
+
+ANSWER_S = 15.0
+"""How long the other nodes have to say that they dropped it; one that hangs, or knows no orders, never does."""
+POLL_S = 0.2
+LANES = 2
+PROGRESS_S = 0.5
+
+
+class Clearing:
+    """One clear of one node. ``clears`` is None for a node alone, which has nobody to tell."""
+
+    def __init__(
+        self,
+        node: Node,
+        clears: Clears | None,
+        pinned: Container[Address],
+        *,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._node = node
+        self._clears = clears
+        self._pinned = pinned
+        self._pause = pause
+        self._timeout_s = node.limits.meta_deadline_s
+
+    def resolve(self, selection: Selection) -> ClearOrder:
+        """What is meant. Raises InvalidRequest where that is nothing, and what the root raised."""
+        node = self._node
+        writers = node.on_root(lambda: read_writers(node.root))
+        return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+
+    def count(self, order: ClearOrder, progress: Progress) -> Cleared:
+        """What would be deleted; nothing is changed."""
+        return _Sweep(self._node, order, self._pinned, removes=False).run(progress)
+
+    def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
+        """Deletes it. Raises Unavailable where the other nodes could not be told: clear again."""
+        sweep = _Sweep(self._node, order, self._pinned, removes=True)
+        return self.around(order, lambda: sweep.run(progress), lambda: progress(0, 0))
+
+    def around(self, order: ClearOrder, sweep: Callable[[], Cleared], waiting: Callable[[], None]) -> Cleared:
+        """Has all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root."""
+        node, clears = self._node, self._clears
+        if clears is None:
+            node.obey([order], [order])
+            node.sweep_disk([order])
+            done = sweep()
+            node.obey([order], [order] if order.stands else [])
+            return done
+        id, content = node.ids.fresh(), order.to_json()
+        clears.tell(id, content, self._timeout_s, stands=order.stands)
+        silent = self._wait_for_answers(clears.silent, id, waiting)
+        done = sweep()
+        clears.done(id, content, self._timeout_s, stands=order.stands)
+        clears.trim(self._timeout_s)
+        silent |= self._wait_for_answers(clears.still_silent, id, lambda: None)
+        return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
+
+    def _wait_for_answers(
+        self, look: Callable[[bytes, float], set[SessionId]], id: bytes, waiting: Callable[[], None]
+    ) -> set[SessionId]:
+        deadline = Deadline(self._node.clock, ANSWER_S)
+        while True:
+            silent = look(id, self._timeout_s)
+            waiting()
+            if not silent or deadline.passed:
+                return silent
+            self._pause(POLL_S)
+
+
+class _Sweep:
+    """One pass over all shards of the root, several at once."""
+
+    def __init__(self, node: Node, order: ClearOrder, pinned: Container[Address], *, removes: bool) -> None:
+        self._node = node
+        self._order = order
+        self._pinned = pinned
+        self._removes = removes
+        self._shards = sampled(node.identity.shard_bits)
+        self._left = iter(self._shards)
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self._done = 0
+        self._chunks = self._bytes = self._kept = self._failed = 0
+
+    def run(self, progress: Progress) -> Cleared:
+        """All of it. Raises what ``progress`` raises; then what was deleted stays deleted."""
+        # A few lanes for all shards, however many there are: the others go on serving.
+        batch = self._node.begin_on_root(min(LANES, len(self._shards)), lambda _: self._work())
+        try:
+            while not batch.join(PROGRESS_S):
+                progress(self._done, len(self._shards))
+        except BaseException:
+            self._is_ended = True
+            batch.stop()
+            raise
+        batch.wait(Deadline(self._node.clock, PROGRESS_S))
+        progress(self._done, len(self._shards))
+        return Cleared(self._chunks, self._bytes, self._kept, self._failed)
+
+    def _work(self) -> bool:
+        while (shard := self._next()) is not None:
+            self._shard(places.shard_folder(shard))
+        return True
+
+    def _next(self) -> int | None:
+        with self._lock:
+            return None if self._is_ended else next(self._left, None)
+
+    def _shard(self, folder: Name) -> None:
+        try:
+            for entry in self._node.root.list(folder):
+                moved_on()
+                if self._is_ended:
+                    return
+                found = found_in(folder, entry, self._node.limits.quantum_s)
+                if found is not None and self._order.means(found.namespace):
+                    self._chunk(found)
+        except KVStoreError:
+            self._add(failed=1)
+        with self._lock:
+            self._done += 1
+
+    def _chunk(self, found: Found) -> None:
+        try:
+            if self._order.needs_headers:
+                found = with_header(self._node.root, found)
+            if not self._order.takes(found):
+                return
+            if found.address in self._pinned:
+                self._add(kept=1)
+                return
+            if self._removes:
+                self._node.known.forget(found.address)
+                if not self._node.root.remove(found.name):
+                    return
+            self._add(chunks=1, size_bytes=found.size_bytes)
+        except KVStoreError:
+            self._add(failed=1)
+
+    def _add(self, *, chunks: int = 0, size_bytes: int = 0, kept: int = 0, failed: int = 0) -> None:
+        with self._lock:
+            self._chunks += chunks
+            self._bytes += size_bytes
+            self._kept += kept
+            self._failed += failed

@@ -1,0 +1,181 @@
+"""Hearing what was cleared by selection, anywhere: one thread that reads the orders, has them obeyed, and says so.
+
+Every node of a cluster does, with memory or without: what it remembers to be present goes too.  Apart from peers'
+digests, which nodes without memory do not follow.  Rule P6 of kvstore/memory/MEMORY.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvstore.census.selection import ClearOrder
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.meta.clears import Clears, OrderTold
+from kvstore.meta.interface import Watch, WatchLost
+from kvstore.meta.session import Session
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+RETRY_S = 1.0
+
+Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
+"""``obey(new, all)``: drops what new orders name and forbids what all of them do; False where that is not done yet."""
+Sweep = Callable[[list[ClearOrder]], None]
+"""What takes its time, and nobody waits for."""
+
+
+class ClearsFollower:
+    """Follows as long as a session lives. ``obey`` and ``sweep`` are called in its thread, and do not raise."""
+
+    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, timeout_s: float) -> None:
+        self._clears = clears
+        self._obey = obey
+        self._sweep = sweep
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._closed = False
+        self._watch: Watch | None = None
+        self._thread: threading.Thread | None = None
+        # What follows is the thread's alone.
+        self._followed: Session | None = None
+        self._orders: dict[bytes, ClearOrder] = {}
+        self._obeyed: set[bytes] = set()
+        self._asked: dict[bytes, bool] = {}
+        """Orders of which somebody may wait to hear that this session has obeyed them, and whether they are done."""
+        self._answered: set[bytes] = set()
+        """Those that it has answered, and that are not done."""
+        self._unswept: list[ClearOrder] = []
+        self._is_looser = False
+        """Whether an order is not kept any more, and forbids nothing from now on."""
+
+    def begin(self, session: Session) -> None:
+        """From now on follows, as long as ``session`` lives."""
+        with self._changed:
+            self._session = session
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-clears", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def end(self, session: Session) -> None:
+        """The session is over: its answers went with it. What was ordered stays ordered."""
+        with self._changed:
+            if self._session is session:
+                self._session = None
+            watch = self._watch
+        if watch is not None:
+            watch.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the watch and the thread. Idempotent."""
+        with self._changed:
+            self._closed, self._session, watch = True, None, self._watch
+            self._changed.notify_all()
+        if watch is not None:
+            watch.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def step(self, wait_s: float) -> bool:
+        """Takes in what was told, waiting up to ``wait_s`` for it; False where nothing can be heard at the moment."""
+        session = self._session
+        if session is None:
+            return False
+        try:
+            if session is not self._followed or self._watch is None:
+                self._read_afresh(session)
+            else:
+                for event in self._watch.next(wait_s) or ():
+                    self._hear(self._clears.read(event.key, event.kv))
+            self._answer(session)
+        except WatchLost as lost:
+            log.info("clears.watch_lost %s", lost)
+            self._drop_watch()
+            return True
+        except KVStoreError as error:
+            log.info("clears.not_followed %s", error)
+            self._drop_watch()
+            return False
+        if self._unswept:
+            swept, self._unswept = self._unswept, []
+            self._sweep(swept)
+        return True
+
+    def _read_afresh(self, session: Session) -> None:
+        self._drop_watch()
+        snapshot = self._clears.snapshot(self._timeout_s)
+        watch = self._clears.watch(snapshot.revision + 1)
+        with self._changed:
+            if self._session is not session:
+                watch.close()
+                return
+            self._watch = watch
+        if self._followed is not session:
+            self._answered.clear()
+        self._followed, self._asked = session, {}
+        told = [self._clears.read(each.key, each) for each in snapshot.items]
+        for id in self._orders.keys() - {each.id for each in told if each is not None}:
+            self._drop(id)
+        for each in told:
+            self._hear(each)
+
+    def _hear(self, told: OrderTold | None) -> None:
+        if told is None:
+            return
+        if told.content is None:
+            self._drop(told.id)
+            return
+        if not told.is_done:
+            self._asked[told.id] = False
+        elif told.id in self._answered:
+            self._asked[told.id] = True
+            self._obeyed.discard(told.id)  # once more: what was read from the root until it was deleted there
+        if told.id not in self._orders:
+            try:
+                self._orders[told.id] = ClearOrder.from_json(told.content)
+            except InvalidRequest as error:
+                self._asked.pop(told.id, None)  # of a later version: whoever ordered hears that this node is silent
+                log.warning("clears.not_understood %s %s", told.id.hex(), error)
+
+    def _drop(self, id: bytes) -> None:
+        if self._orders.pop(id, None) is not None:
+            self._is_looser = True
+        self._obeyed.discard(id)
+        self._asked.pop(id, None)
+        self._answered.discard(id)
+
+    def _answer(self, session: Session) -> None:
+        """Obeys what is new, and says so where somebody waits for it; what cannot be done yet is tried again."""
+        new = [id for id in self._orders if id not in self._obeyed]
+        if new or self._is_looser:
+            orders = [self._orders[id] for id in new]
+            if self._obey(orders, list(self._orders.values())):
+                self._is_looser = False
+                self._obeyed.update(new)
+                self._unswept += orders
+        for id in self._asked.keys() & self._obeyed:
+            self._clears.answer(session, id, self._timeout_s, done=self._asked[id])
+            if self._asked.pop(id):
+                self._answered.discard(id)
+            else:
+                self._answered.add(id)
+
+    def _drop_watch(self) -> None:
+        with self._changed:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self.step(WAIT_S):
+                self._wait(self._session)
+
+    def _wait(self, session: Session | None) -> None:
+        """Until there may be something to hear: a new session, or after a while the same one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)

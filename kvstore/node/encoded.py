@@ -1,0 +1,278 @@
+"""Encoded chunk files, read as the files of version 1 that they stand for, and what a node's writes are encoded to.
+
+Apart from ``chunks.py``, which decides what becomes of a chunk: a ``DecodedReader`` is a Reader like any other, whose
+bytes are those of a plain file, header and all; so all that reads chunks verifies them as it always does, and nothing
+that is not decoded ever leaves here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.encodings import squeezing
+from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
+from kvstore.encodings.keys import EMPTY, Key, KeyFile, KeyRing
+from kvstore.format.checksum import checksum
+from kvstore.format.encoded import HEADER_BYTES_MAX, Encoding, decode_encoded, header_bytes, is_encoded
+from kvstore.format.header import (
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Expected,
+    Header,
+    Incarnation,
+    decode,
+    encode,
+)
+from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.root.interface import Reader, Stat
+from kvstore.sources import Ids
+
+log = logging.getLogger(__name__)
+
+_SIZE_FIELD = slice(16, 20)
+
+
+class NotDecodable(Exception):
+    """A whole file that this node cannot decode: a miss, counted under ``counter``, and no damage."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__(counter)
+        self.counter = counter
+
+
+class Encodings:
+    """What one node knows of keys, and does with them. Thread-safe."""
+
+    def __init__(self, keys: KeyFile | None, counters: Counters, ids: Ids) -> None:
+        self._keys = keys
+        self._counters = counters
+        self._ids = ids
+        self._namespaces: dict[NamespaceDigest, Namespace] = {}
+        if keys is not None:
+            keys.noted = counters.add
+
+    @property
+    def ring(self) -> KeyRing:
+        """All keys at this moment."""
+        return self._keys.ring if self._keys is not None else EMPTY
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there may be any: then a chunk whose tenant is not known may have to be encrypted."""
+        return self._keys is not None
+
+    def key_of(self, tenant: str) -> Key | None:
+        """The key that a tenant's chunks are encrypted with now."""
+        return self.ring.current.get(tenant) if self._keys is not None else None
+
+    def encrypts(self, tenant: str) -> bool:
+        """Whether what a tenant writes is encrypted: then native code, descriptors and mappings are not for it."""
+        return self.key_of(tenant) is not None
+
+    def pieces(self, expected: Expected, incarnation: Incarnation, sections: Pieces) -> list[memoryview]:
+        """A chunk as the file that is written of it now."""
+        key = self.key_of(expected.tenant)
+        if key is None:
+            header = encode(expected, incarnation, list(map(checksum, sections)))
+            return [memoryview(header), *sections]
+        return self.encoded(expected, incarnation, sections, Wish(key=key))
+
+    def encoded(self, expected: Expected, incarnation: Incarnation, sections: Pieces, wish: Wish) -> list[memoryview]:
+        """The same as it is wished."""
+        if wish == PLAIN:
+            header = encode(expected, incarnation, list(map(checksum, sections)))
+            return [memoryview(header), *sections]
+        pieces = encode_chunk(expected, incarnation, sections, wish, self._ids.fresh() if wish.key else b"")
+        if wish.key:
+            self._counters.add("bytes_encrypted", expected.payload_bytes)
+        return pieces
+
+    def learn(self, namespace: Namespace) -> None:
+        """Chunks of this namespace come into memory: whose they are when they go to the disk."""
+        self._namespaces[namespace.digest] = namespace
+
+    def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
+        """One that was learned."""
+        return self._namespaces.get(digest)
+
+    def pieces_of_image(self, header: Header, image: memoryview) -> list[memoryview] | None:
+        """An image as the file that is written of it to a local disk, with the checksums that it has; None where it is
+        not known whose it is, and so whether it has to be encrypted."""
+        if self._keys is None:
+            return [image]
+        namespace = self._namespaces.get(header.namespace)
+        if namespace is None:
+            return None
+        key = self.key_of(namespace.tenant)
+        if key is None:
+            return [image]
+        size = header.section_bytes
+        payload = image[header.header_bytes :]
+        sections = [payload[at * size : (at + 1) * size] for at in range(len(header.checksums))]
+        expected = Expected(
+            header.kind, header.address, header.parent, header.namespace, header.depth, header.identity,
+            len(header.checksums), size,
+        )  # fmt: skip
+        self._counters.add("bytes_encrypted", expected.payload_bytes)
+        return encode_chunk(expected, header.incarnation, sections, Wish(key=key), self._ids.fresh(), header.checksums)
+
+    def reader(self, reader: Reader, expected: Expected) -> DecodedReader | None:
+        """The plain file that an encoded one stands for; None where the file is of version 1, or of none. Takes the
+        reader over where it does not return None, and only then.
+
+        Raises Damaged, NotDecodable, and what the root raises.
+        """
+        raw = _header_of(reader, expected)
+        if raw is None:
+            return None
+        header = decode_header(raw, expected)
+        if header.file_bytes != reader.stat.size_bytes:
+            raise Damaged(Damage.SIZE)
+        return DecodedReader(reader, self._decoding(raw, header), expected.section_bytes)
+
+    def is_whole(self, reader: Reader, expected: Expected) -> bool | None:
+        """Whether an encoded file is of the chunk and of the right size, and this node could decode it; None where it
+        is not encoded. Only the header is read, and not opened. Raises Damaged, NotDecodable.
+        """
+        raw = _header_of(reader, expected)
+        if raw is None:
+            return None
+        header = decode_header(raw, expected)
+        self._key_for(header)
+        if header.file_bytes != reader.stat.size_bytes:
+            raise Damaged(Damage.SIZE)
+        return True
+
+    def header_of(self, reader: Reader) -> tuple[Header, Decoding] | None:
+        """The plain header, and how to decode the rest, of a file of which nothing is known beforehand.
+
+        None where it is not encoded. Raises Damaged, NotDecodable.
+        """
+        raw = read_header(reader)
+        if not is_encoded(raw):
+            return None
+        header = decode_encoded(raw)
+        if header.file_bytes != reader.stat.size_bytes:
+            raise Damaged(Damage.SIZE)
+        decoding = self._decoding(raw, header)
+        return decode(decoding.plain_header), decoding
+
+    def _decoding(self, raw: bytearray, header: Header) -> Decoding:
+        return Decoding(raw, header, self._key_for(header))
+
+    def _key_for(self, header: Header) -> Key | None:
+        """The key that a header names; None where it names none. Raises NotDecodable."""
+        if Encoding.COMPRESSED in header.encoding and not squeezing.is_available():
+            log.warning("chunks.compressed a chunk is compressed, and zstandard is not installed: kvstore[compression]")
+            raise NotDecodable("miss_encoding")
+        if Encoding.ENCRYPTED not in header.encoding:
+            return None
+        key = self.ring.by_id.get(header.key_id)
+        if key is None:
+            raise NotDecodable("miss_key")
+        return key
+
+
+def read_header(reader: Reader) -> bytearray:
+    """At least the header of a file of which nothing is known beforehand. Raises Damaged where it is too short."""
+    raw = _read(reader, PAGE_BYTES)
+    size = int.from_bytes(raw[_SIZE_FIELD], "little")
+    return _read(reader, size) if PAGE_BYTES < size <= HEADER_BYTES_MAX else raw
+
+
+def _header_of(reader: Reader, expected: Expected) -> bytearray | None:
+    """The header of an encoded file that should be of this chunk; None where it is not encoded."""
+    raw = _read(reader, header_bytes(len(expected.identity), expected.section_count) + PAGE_BYTES)
+    return raw if is_encoded(raw) else None
+
+
+def _read(reader: Reader, size_bytes: int) -> bytearray:
+    raw = bytearray(min(size_bytes, reader.stat.size_bytes))
+    if reader.read([memoryview(raw)], 0, Borrowed()) != len(raw):
+        raise Damaged(Damage.SIZE)
+    return raw
+
+
+class DecodedReader:
+    """Implements ``Reader``: the file of version 1 that an encoded one stands for. ``read`` raises Damaged as well."""
+
+    def __init__(self, reader: Reader, decoding: Decoding, section_bytes: int) -> None:
+        self._reader = reader
+        self._decoding = decoding
+        self._header = memoryview(decoding.plain_header)
+        self._section_bytes = section_bytes
+        size = len(self._header) + len(decoding.header.stored) * section_bytes
+        self.stat = Stat(size, reader.stat.mtime_ns)
+        self._last: tuple[int, memoryview] | None = None
+        """The section decoded last, where only a part of it was asked for."""
+        self._scratch = memoryview(b"")
+
+    @property
+    def header(self) -> Header:
+        """What the encoded file says of itself."""
+        return self._decoding.header
+
+    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+        """Fills ``pieces``; what they are cut like is the caller's, whole sections cost least."""
+        at, end = offset, min(offset + byte_length(pieces), self.stat.size_bytes)
+        for piece in pieces:
+            stop = min(len(piece), end - at)
+            done = 0
+            while done < stop:
+                count = self._fill(piece[done:stop], at, borrowed)
+                done += count
+                at += count
+        return max(0, at - offset)
+
+    def map(self) -> memoryview | None:
+        """A decoded copy: nothing of the file itself is ever mapped."""
+        image = memoryview(bytearray(self.stat.size_bytes))
+        whole = self.read([image], 0, Borrowed()) == len(image)
+        return image.toreadonly() if whole else None
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> DecodedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, piece: memoryview, at: int, borrowed: Borrowed) -> int:
+        """Fills the beginning of ``piece``, up to the end of the header or section that byte ``at`` lies in."""
+        before, size = len(self._header), self._section_bytes
+        if at < before:
+            part = self._header[at : at + len(piece)]
+        else:
+            index, start = divmod(at - before, size)
+            if not start and len(piece) >= size:
+                stored = self._stored(index)
+                with borrowed.writing():
+                    self._decoding.section(index, stored, piece[:size])
+                return size
+            part = self._section(index)[start : start + len(piece)]
+        with borrowed.writing():
+            piece[: len(part)] = part
+        return len(part)
+
+    def _section(self, index: int) -> memoryview:
+        """A section of which only a part is asked for; the next question is often for the rest of it."""
+        if self._last is None or self._last[0] != index:
+            section = memoryview(bytearray(self._section_bytes))
+            self._decoding.section(index, self._stored(index), section)
+            self._last = (index, section)
+        return self._last[1]
+
+    def _stored(self, index: int) -> memoryview:
+        """A section as it is stored, in memory of ours until the next one is read."""
+        offset, size_bytes = self._decoding.where(index)
+        if len(self._scratch) < size_bytes:
+            self._scratch = memoryview(bytearray(size_bytes))
+        stored = self._scratch[:size_bytes]
+        if self._reader.read([stored], offset, Borrowed()) != size_bytes:
+            raise Damaged(Damage.SIZE)
+        return stored

@@ -1,0 +1,114 @@
+"""The incarnations that a node gives to what it publishes, and the record on the root that says whose they are.
+
+Apart from chunks and images, which ask for them: all of one node count together, so that no two are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from kvstore.errors import KVStoreError
+from kvstore.format import lineage
+from kvstore.format.header import Incarnation
+from kvstore.format.lineage import LineageId, Writer
+from kvstore.root.interface import Root
+from kvstore.root.lineages import publish_writer
+from kvstore.sources import Clock, Ids
+from kvstore.version import VERSION
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0
+"""Between two attempts at a record that the root refused."""
+OWED_MAX = 16
+"""Sessions whose record is still to be written; of more, the oldest stay unknown."""
+
+
+class Incarnations:
+    """Of one node. Thread-safe. ``session`` gives the id of the one that it writes under at the moment."""
+
+    def __init__(
+        self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
+    ) -> None:
+        self._root = root
+        self._session = session
+        self._node = node
+        self._clock = clock
+        self._ids = ids
+        self._label = label
+        self._numbers = itertools.count(int.from_bytes(ids.fresh()[:4], "big"))
+        self._lock = threading.Lock()
+        self._current: tuple[bytes, LineageId] | None = None
+        self._owed: dict[bytes, float] = {}
+        """Sessions that wrote and have no record, each with the time (monotonic) before which it is not tried."""
+
+    @property
+    def owes_record(self) -> bool:
+        """Whether ``record`` has something to do."""
+        return bool(self._owed)
+
+    def fresh(self) -> Incarnation:
+        """For one publication, now."""
+        current = self._current
+        if current is None or current[0] != self._session():
+            current = self._begin()
+        return lineage.incarnation(current[1], self._clock.now_s(), next(self._numbers))
+
+    def renewed(self, found: Incarnation) -> Incarnation:
+        """For one publication of what was written before, by this node or another, as a file or image says."""
+        return lineage.renewed(found, next(self._numbers))
+
+    def record(self) -> None:
+        """Says on the root who this node is, once for each of its sessions: before what it wrote is published.
+
+        Called on lanes, after ``fresh``. Never raises KVStoreError: without a record its chunks are of an unknown
+        writer, which is no reason not to store them, and a later publication tries again.
+        """
+        if self._owed:
+            for session in [*self._owed]:
+                self._record(session)
+
+    def _begin(self) -> tuple[bytes, LineageId]:
+        with self._lock:
+            session = self._session()
+            if self._current is None or self._current[0] != session:
+                self._current = (session, lineage.lineage_id(session))
+                self._owed[session] = self._clock.monotonic_s()
+                while len(self._owed) > OWED_MAX:
+                    del self._owed[next(iter(self._owed))]
+            return self._current
+
+    def _record(self, session: bytes) -> None:
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            if now_s < self._owed.get(session, math.inf):
+                return
+            self._owed[session] = now_s + RETRY_S  # whoever comes meanwhile does not do it as well
+        try:
+            publish_writer(self._root, self._writer(session), ids=self._ids, clock=self._clock)
+        except KVStoreError as error:
+            log.warning(
+                "lineage.not_recorded %s %s", session.hex(), str(error)
+            )  # not the error: it knows callers' memory
+            return
+        with self._lock:
+            self._owed.pop(session, None)
+
+    def _writer(self, session: bytes) -> Writer:
+        return Writer(
+            session=session.hex(),
+            node=self._node.hex(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=VERSION,
+            started_s=round(self._clock.now_s(), 3),
+            python=sys.version.partition(" ")[0],
+            label=self._label,
+        )

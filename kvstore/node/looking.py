@@ -1,0 +1,194 @@
+"""Where the chunks of a prompt lie, for people who ask: on the root, in memory, on the local disk, at peers.
+
+Apart from reading, because it is no use of them: of files the first bytes are read, without keys, no recency is
+renewed, nothing is set aside, and what memory or peers have is only looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvstore import recency
+from kvstore.address import Address, Chain
+from kvstore.census.fixed import Fixed, read_fixed
+from kvstore.format import lineage
+from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation
+from kvstore.format.lineage import Writers
+from kvstore.hints import Hints
+from kvstore.node.chunks import Chunks
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Lanes
+from kvstore.node.stack import TierStack
+from kvstore.node.view import View
+from kvstore.root.interface import Stat
+from kvstore.root.lineages import read_writers
+from kvstore.sources import Clock
+
+STEP = 256
+"""Chunks looked at in one go."""
+ENCODINGS = Encoding.COMPRESSED | Encoding.ENCRYPTED
+WRITERS_S = 10.0
+"""Between two readings of all records of writers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Who wrote a file, as the record of its session on the root says."""
+
+    written_s: int
+    """By the writer's clock."""
+    session: str
+    """32 hexadecimal digits, as the next one."""
+    node: str
+    host: str
+    version: str
+    label: str
+    """What its operator calls that roll-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootCopy:
+    """The file of a chunk."""
+
+    size_bytes: int
+    last_use_s: int
+    """Start of the quantum of its last use."""
+    uses: int
+    """In how many later quanta than that of its publication it was used, up to 3, which means at least so many."""
+    hints: Hints
+    encoding: Encoding
+    key_id: bytes
+    """Of the key that it is encrypted with; empty where it is not."""
+    lineage: Lineage | None
+    """None where the root has no record of the writer."""
+    is_condemned: bool
+    """Whether a sweep is taking it: then it counts as absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """The image of a chunk in memory."""
+
+    size_bytes: int
+    is_dirty: bool
+    """Whether the root has yet to get it."""
+    users_count: int
+    """Reads, holds and leases of it at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """Where one chunk lies."""
+
+    index: int
+    address: Address
+    root: RootCopy | None
+    memory: MemoryCopy | None
+    on_disk: bool
+    peers: tuple[str, ...]
+    """Workers whose memory is said to have it."""
+    pins: int | None = None
+    """Live pins that cover it; None where nobody has asked, or etcd did not say."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        """Whether it is stored at all."""
+        return bool(self.root or self.memory or self.on_disk or self.peers)
+
+
+class Looking:
+    """Looks for the chunks of one node. Thread-safe."""
+
+    def __init__(self, chunks: Chunks, lanes: Lanes, gc_view: View, tiers: TierStack | None, clock: Clock) -> None:
+        self._chunks = chunks
+        self._lanes = lanes
+        self._gc_view = gc_view
+        self._tiers = tiers
+        self._clock = clock
+        self._writers: Writers = {}
+        self._read_again_s = -math.inf
+
+    def places(self, chain: Chain, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
+        """The leading chunks of a chain, in steps, up to the first that is nowhere. Raises what the root raised."""
+        for start in range(0, len(chain), STEP):
+            found = self._step(chain, start, min(len(chain), start + STEP), deadline)
+            count = next((at for at, each in enumerate(found) if not each.is_anywhere), len(found))
+            if count:
+                yield found[:count]
+            if count < len(found):
+                return
+
+    def _step(self, chain: Chain, start: int, stop: int, deadline: Deadline) -> list[ChunkPlace]:
+        seen: dict[int, tuple[Stat, Fixed]] = {}
+
+        def look(number: int) -> bool:
+            found = self._on_root(chain, start + number)
+            if found is not None:
+                seen[start + number] = found
+            return True
+
+        self._lanes.each(stop - start, look, deadline)
+        self._learn_writers([header.incarnation for _, header in seen.values()], deadline)
+        memory, tiers = self._in_memory(chain, start, stop), self._tiers.below if self._tiers is not None else []
+        found = []
+        for index in range(start, stop):
+            said = {tier.name: tier.holders(chain, index) for tier in tiers}
+            found.append(
+                ChunkPlace(
+                    index,
+                    chain.addresses[index],
+                    self._root_copy(chain.addresses[index], *seen[index]) if index in seen else None,
+                    memory[index - start],
+                    bool(said.get("disk")),
+                    said.get("peers", ()),
+                )
+            )
+        return found
+
+    def _learn_writers(self, found: Iterable[Incarnation], deadline: Deadline) -> None:
+        """Reads the records of writers again where one is not known, but not all the time."""
+        seen = {written.lineage for each in found if (written := lineage.written(each)) is not None}
+        if seen - self._writers.keys() and self._clock.monotonic_s() >= self._read_again_s:
+            self._writers = self._lanes.run(lambda: read_writers(self._chunks.root), deadline)
+            self._read_again_s = self._clock.monotonic_s() + WRITERS_S
+
+    def _lineage(self, found: Incarnation) -> Lineage | None:
+        written = lineage.written(found)
+        writer = self._writers.get(written.lineage) if written is not None else None
+        if written is None or writer is None:
+            return None
+        return Lineage(written.written_s, writer.session, writer.node, writer.host, writer.version, writer.label)
+
+    def _on_root(self, chain: Chain, index: int) -> tuple[Stat, Fixed] | None:
+        """What the root says of one file, and its header the file. A damaged one is left to whoever reads it."""
+        address, namespace = chain.addresses[index], chain.namespace
+        seen = self._chunks.root.look(self._chunks.name(address, namespace.id), FIXED_BYTES)
+        header = read_fixed(seen.prefix) if seen is not None else None
+        if seen is None or header is None or header.namespace != namespace.digest:
+            return None
+        return seen.stat, header
+
+    def _root_copy(self, address: Address, stat: Stat, header: Fixed) -> RootCopy:
+        when, encoding = recency.decode(stat.mtime_ns, self._chunks.quantum_s), Encoding(header.encoding & ENCODINGS)
+        return RootCopy(
+            stat.size_bytes,
+            when.last_use_s,
+            when.uses,
+            when.hints,
+            encoding,
+            header.key_id if Encoding.ENCRYPTED in encoding else b"",
+            self._lineage(header.incarnation),
+            self._gc_view.condemns(address),
+        )
+
+    def _in_memory(self, chain: Chain, start: int, stop: int) -> list[MemoryCopy | None]:
+        if self._tiers is None:
+            return [None] * (stop - start)
+        # Referred to while we look, so that what is said of one belongs together; that is one user more.
+        with self._tiers.memory.refer(chain, start, stop - start) as slots:
+            return [
+                None if each is None else MemoryCopy(each.size_bytes, each.is_dirty, each.references - 1)
+                for each in slots.entries
+            ]

@@ -1,0 +1,329 @@
+"""Recoding: a chunk that is stored is written again, compressed, decompressed or with another key (FORMAT.md, W5).
+
+Apart from puts, which never replace a file.  Nobody is asked to wait: readers that have the old file open go on with
+it, and it stays where it can be read until every hold that may know of it has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.address import NO_PARENT
+from kvstore.buffers import Borrowed, byte_length
+from kvstore.encodings import squeezing
+from kvstore.encodings.codec import Wish
+from kvstore.encodings.keys import Key
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded
+from kvstore.format import places
+from kvstore.format.checksum import checksum
+from kvstore.format.encoded import TAG_BYTES
+from kvstore.format.header import (
+    FIXED_BYTES,
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Encoding,
+    Expected,
+    Header,
+    Kind,
+    decode,
+    incarnation_at,
+    is_self_consistent,
+)
+from kvstore.format.places import Name
+from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.node.counters import Counters
+from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable, read_header
+from kvstore.node.incarnations import Incarnations
+from kvstore.node.lanes import moved_on
+from kvstore.node.view import View
+from kvstore.root.interface import Reader, Root, Seen
+from kvstore.sources import Clock
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
+
+ASIDE_SHARE = 1 / 4
+"""Of the free space of the root, so much may be taken by files that were replaced and must not go yet."""
+
+
+class Recoding(enum.Enum):
+    """What is wanted; whichever it is, what is written is encrypted as the key file says now."""
+
+    COMPRESS = "compress"
+    DECOMPRESS = "decompress"
+    REENCRYPT = "reencrypt"
+
+
+class Outcome(enum.Enum):
+    """What became of one chunk."""
+
+    REWRITTEN = "rewritten"
+    KEPT = "kept"
+    """It is as wanted already, or would not become smaller."""
+    GONE = "gone"
+    CONDEMNED = "condemned"
+    """A collector is taking it."""
+    NO_KEY = "no_key"
+    """It is encrypted with a key that this node does not have, or it is not known whose it is."""
+    DAMAGED = "damaged"
+    """Left where it is, for the next read or ``fsck`` to set aside."""
+    CHANGED = "changed"
+    """Another file came under its name meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recoded:
+    """Of one chunk; sizes are those of whole files, and equal where it was not rewritten."""
+
+    outcome: Outcome
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+
+def recode(node: Node, name: Name, act: Recoding) -> Recoded:
+    """Writes one chunk file of the node's root again, as ``act`` and the key file want it.
+
+    Waits at most for a write's deadline. Raises InvalidRequest where the root cannot replace files, ``name`` is no
+    chunk's, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
+    """
+    return node.on_root(lambda: node.recoder.recode(name, act))
+
+
+class Recoder:
+    """Of one node. Thread-safe; called on lanes."""
+
+    def __init__(
+        self,
+        root: Root,
+        encodings: Encodings,
+        incarnations: Incarnations,
+        view: View,
+        counters: Counters,
+        clock: Clock,
+        session: Callable[[], bytes],
+        numbers: Iterator[int],
+        find_namespace: Callable[[NamespaceDigest], Namespace | None],
+        *,
+        hold_max_s: float,
+        durable: bool,
+    ) -> None:
+        self._root = root
+        self._encodings = encodings
+        self._incarnations = incarnations
+        self._view = view
+        self._counters = counters
+        self._clock = clock
+        self._session = session
+        self._numbers = numbers
+        self._find_namespace = find_namespace
+        self._hold_max_s = hold_max_s
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._asides: deque[tuple[float, Name, int]] = deque()
+        self._aside_bytes = 0
+
+    @property
+    def has_asides(self) -> bool:
+        """Whether ``sweep`` may have something to do."""
+        return bool(self._asides)
+
+    def recode(self, name: Name, act: Recoding) -> Recoded:
+        """See ``recode``."""
+        parsed = places.parse_chunk(name.rpartition("/")[2])
+        if parsed is None or not name.startswith(f"{places.CHUNKS}/"):
+            raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+        if act is Recoding.COMPRESS:
+            squeezing.check_available()
+        elif self._view.is_full:
+            raise Overloaded("the root is full until garbage collection has made room: go on later")
+        self.sweep()
+        if self._view.condemns(parsed[0]):
+            return Recoded(Outcome.CONDEMNED)
+        seen = self._root.look(name, FIXED_BYTES)
+        reader = self._root.open(name) if seen is not None else None
+        if seen is None or reader is None:
+            return Recoded(Outcome.GONE)
+        before_bytes = seen.stat.size_bytes
+        with reader:
+            try:
+                found = _Found.of(reader, self._encodings)
+                if incarnation_at(seen.prefix) != found.stored.incarnation:
+                    return Recoded(Outcome.CHANGED)
+                if (found.plain.address, found.plain.namespace[: len(parsed[1])]) != parsed:
+                    raise Damaged(Damage.IDENTITY)
+                wish = self._wish(found, act)
+                if wish is None:
+                    return Recoded(Outcome.KEPT, before_bytes, before_bytes)
+                pieces = self._pieces(found, wish)
+            except NotDecodable:
+                return Recoded(Outcome.NO_KEY, before_bytes, before_bytes)
+            except Damaged:
+                return Recoded(Outcome.DAMAGED, before_bytes, before_bytes)
+        if pieces is None:
+            return Recoded(Outcome.KEPT, before_bytes, before_bytes)
+        return self._replaced(name, seen, pieces)
+
+    def sweep(self, *, even_held: bool = False) -> bool:
+        """Removes the replaced files that nobody can be reading any more; or all, at the end: with the session its
+        staging folder is a collector's to clear. True. Never raises KVStoreError."""
+        while True:
+            with self._lock:
+                if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
+                    return True
+                _, name, size_bytes = self._asides.popleft()
+                self._aside_bytes -= size_bytes
+            try:
+                self._root.remove(name)
+            except KVStoreError:
+                return True
+
+    def _wish(self, found: _Found, act: Recoding) -> Wish | None:
+        """How a file is to be; None where it is so. Raises NotDecodable where nobody can say."""
+        key, is_compressed = self._key(found.plain), Encoding.COMPRESSED in found.stored.encoding
+        compress = is_compressed if act is Recoding.REENCRYPT else act is Recoding.COMPRESS
+        wish = Wish(compress, key)
+        key_id = key.id if key else b""
+        return None if (wish.encoding, key_id) == (found.stored.encoding, found.stored.key_id) else wish
+
+    def _key(self, header: Header) -> Key | None:
+        if not self._encodings.has_keys:
+            return None
+        namespace = self._namespace_of(header)
+        if namespace is None:
+            raise NotDecodable("miss_key")  # rather than written as plain text
+        return self._encodings.key_of(namespace.tenant)
+
+    def _namespace_of(self, header: Header) -> Namespace | None:
+        known = self._encodings.namespace_of(header.namespace)
+        if known is None:
+            known = self._find_namespace(header.namespace)
+            if known is not None:
+                self._encodings.learn(known)
+        return known
+
+    def _pieces(self, found: _Found, wish: Wish) -> list[memoryview] | None:
+        """The bytes of the new file; None where it is not worth its while. Raises Damaged."""
+        expected = found.expected(self._namespace_of(found.plain))
+        sections = found.sections()
+        moved_on()
+        incarnation = self._incarnations.renewed(found.stored.incarnation)
+        pieces = self._encodings.encoded(expected, incarnation, sections, wish)
+        if not wish.compress:
+            return pieces
+        payload_bytes = expected.payload_bytes + (TAG_BYTES * expected.section_count if wish.key else 0)
+        if byte_length(pieces[1:]) + PAGE_BYTES <= payload_bytes:
+            return pieces
+        # Nothing to gain: as it would be uncompressed, which it may be already.
+        plain = Wish(key=wish.key)
+        if (plain.encoding, wish.key.id if wish.key else b"") == (found.stored.encoding, found.stored.key_id):
+            return None
+        return self._encodings.encoded(expected, incarnation, sections, plain)
+
+    def _replaced(self, name: Name, seen: Seen, pieces: list[memoryview]) -> Recoded:
+        before_bytes, after_bytes = seen.stat.size_bytes, byte_length(pieces)
+        moved_on()
+        self._check_room(before_bytes)
+        session = self._session()
+        staged, aside = places.staged(session, next(self._numbers)), places.staged(session, next(self._numbers))
+        try:
+            # With the time of the old one: it was used no later and no more than that.
+            self._root.stage(staged, pieces, stamp_ns=seen.stat.mtime_ns, durable=self._durable)
+            replaced = self._root.replace(staged, name, seen, aside, durable=self._durable)
+        except BaseException:
+            self._discard(staged)
+            self._discard(aside)
+            raise
+        if not replaced:
+            self._discard(staged)
+            return Recoded(Outcome.CHANGED, before_bytes, before_bytes)
+        with self._lock:
+            self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
+            self._aside_bytes += before_bytes
+        self._keep_time(name, seen, aside)
+        self._counters.add("chunks_recoded")
+        self._counters.add("recoded_saved_bytes", max(0, before_bytes - after_bytes))
+        return Recoded(Outcome.REWRITTEN, before_bytes, after_bytes)
+
+    def _keep_time(self, name: Name, seen: Seen, aside: Name) -> None:
+        """Where the old file was used since we looked at it, the new one was."""
+        try:
+            old = self._root.stat(aside)
+            if old is not None and old.mtime_ns > seen.stat.mtime_ns:
+                self._root.touch(name, old.mtime_ns)
+        except KVStoreError:
+            return  # one renewal is lost, as where a node ends
+
+    def _check_room(self, size_bytes: int) -> None:
+        """Raises Overloaded where what was replaced lately takes too much of the root."""
+        free_bytes = self._root.space().free_bytes
+        with self._lock:
+            aside_bytes = self._aside_bytes
+        if aside_bytes and free_bytes is not None and aside_bytes + size_bytes > free_bytes * ASIDE_SHARE:
+            raise Overloaded(
+                f"{aside_bytes} bytes of replaced files wait for holds to end, at most {self._hold_max_s:g} s, and the "
+                f"root has {free_bytes} bytes left: go on later"
+            )
+
+    def _discard(self, name: Name) -> None:
+        try:
+            self._root.discard(name)
+        except KVStoreError:
+            self._counters.add("quarantine_failed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A stored chunk: its header as it is stored and as it is of version 1, and where its plain bytes are read."""
+
+    stored: Header
+    plain: Header
+    reader: Reader
+
+    @classmethod
+    def of(cls, reader: Reader, encodings: Encodings) -> _Found:
+        """Raises Damaged, NotDecodable."""
+        opened = encodings.header_of(reader)
+        if opened is not None:
+            plain, decoding = opened
+            found = cls(decoding.header, plain, DecodedReader(reader, decoding, plain.section_bytes))
+        else:
+            header = decode(read_header(reader))
+            if header.file_bytes != reader.stat.size_bytes:
+                raise Damaged(Damage.SIZE)
+            found = cls(header, header, reader)
+        if not is_self_consistent(found.plain):
+            raise Damaged(Damage.IDENTITY)
+        return found
+
+    def expected(self, namespace: Namespace | None) -> Expected:
+        """What the new file must hold."""
+        plain = self.plain
+        return Expected(
+            plain.kind,
+            plain.address,
+            plain.parent if plain.kind is Kind.TOKENS else NO_PARENT,
+            plain.namespace,
+            plain.depth,
+            plain.identity,
+            len(plain.checksums),
+            plain.section_bytes,
+            namespace.tenant if namespace else "",
+            namespace.layout.itemsize if namespace else self.stored.itemsize,
+        )
+
+    def sections(self) -> list[memoryview]:
+        """All of them, verified. Raises Damaged."""
+        plain, size = self.plain, self.plain.section_bytes
+        payload = memoryview(bytearray(len(plain.checksums) * size))
+        sections = [payload[at * size : (at + 1) * size] for at in range(len(plain.checksums))]
+        if self.reader.read(sections, plain.header_bytes, Borrowed()) != len(payload):
+            raise Damaged(Damage.SIZE)
+        if tuple(map(checksum, sections)) != plain.checksums:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+        return sections

@@ -1,0 +1,49 @@
+"""The records of writers on a root: who each lineage is. Written once, like ``FORMAT``; never changed.
+
+Apart from chunks, which carry only 8 bytes of it: a record says it once for all chunks of a session.
+"""
+
+from __future__ import annotations
+
+from kvstore.errors import InvalidRequest
+from kvstore.format import places
+from kvstore.format.lineage import RECORD_BYTES_MAX, LineageId, Writer
+from kvstore.format.places import Name
+from kvstore.recency import NS_PER_S
+from kvstore.root.identity import read_small
+from kvstore.root.interface import Root
+from kvstore.sources import Clock, Ids
+
+
+def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> None:
+    """Publishes the record of a session, unless it is there. Synced. Raises the root's errors."""
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    try:
+        root.stage(staged, [memoryview(writer.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        root.publish(staged, places.writer(bytes.fromhex(writer.session)), durable=True)
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+
+
+def read_writers(root: Root) -> dict[LineageId, Writer]:
+    """All writers that the root knows; a record that cannot be read is left out. Raises the root's errors."""
+    found: dict[LineageId, Writer] = {}
+    for entry in root.list(places.LINEAGE):
+        writer = read_writer(root, Name(f"{places.LINEAGE}/{entry.name}")) if entry.stat is not None else None
+        if writer is not None:
+            found[writer.lineage] = writer
+    return found
+
+
+def read_writer(root: Root, name: Name) -> Writer | None:
+    """The writer of one record; None where it is gone, no record, or another session's. Raises the root's errors."""
+    content = read_small(root, name, RECORD_BYTES_MAX)
+    if content is None:
+        return None
+    try:
+        writer = Writer.from_json(content)
+    except InvalidRequest:
+        return None
+    return writer if places.writer(bytes.fromhex(writer.session)) == name else None

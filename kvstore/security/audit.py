@@ -1,0 +1,154 @@
+"""The audit log: one JSON line for each administrative act, each denial and each reload; rotated by size.
+
+Separate from the log of the worker, because it is evidence: it goes to a file of its own that nobody else may read, and
+holds no token, no prompt and no key.  A thread writes it, so that no call waits for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+BYTES_MAX = 64 << 20
+"""After so many the file becomes ``NAME.1``, that one ``NAME.2``, and so on."""
+KEPT_MAX = 4
+QUEUE_MAX = 10_000
+"""Lines that wait for the disk; more are lost, and counted."""
+TEXT_MAX = 512
+"""Characters of one value: callers choose some of them."""
+
+
+class AuditLog:
+    """Writes entries to ``path``, or, where it is None, to the log of this process. Thread-safe.
+
+    ``on_lost`` may be set: it is told of each line that could not be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        bytes_max: int = BYTES_MAX,
+        kept_max: int = KEPT_MAX,
+    ) -> None:
+        self._path = Path(path) if path is not None else None
+        self.on_lost: Callable[[], None] = lambda: None
+        self._now = now
+        self._bytes_max = bytes_max
+        self._kept_max = kept_max
+        self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(QUEUE_MAX)
+        self._fd = -1
+        self._size_bytes = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_file(self) -> bool:
+        """Whether entries go to a file of their own."""
+        return self._path is not None
+
+    def open(self) -> None:
+        """Opens the file. Raises InvalidRequest where it cannot be written."""
+        if self._path is None or self._thread is not None:
+            return
+        try:
+            self._open(self._path)
+        except OSError as cause:
+            raise InvalidRequest(
+                f"cannot write the audit log {str(self._path)!r}: {cause.strerror or cause}"
+            ) from cause
+        self._thread = threading.Thread(target=self._run, args=(self._path,), name="kvstore-audit", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Adds one line, soon. ``fields`` that are None are left out; long text is cut."""
+        entry: Mapping[str, Any] = {"time": self._now().isoformat(timespec="milliseconds"), "event": event, **fields}
+        line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
+        if self._thread is None:
+            log.info("audit %s", line)
+            return
+        try:
+            self._queue.put_nowait(line.encode() + b"\n")
+        except queue.Full:
+            self.on_lost()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all lines so far are in the file; whether that was in time."""
+        if self._thread is None:
+            return True
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return written.wait(timeout_s)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Writes what waits and ends the thread. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return  # the disk hangs, and its thread with it
+        thread.join(timeout_s)
+
+    # The writing thread
+
+    def _run(self, path: Path) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._append(path, item)
+            except OSError as error:
+                log.error("audit.not_written %s: %s", path, error)
+                self.on_lost()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _append(self, path: Path, line: bytes) -> None:
+        if self._size_bytes and self._size_bytes + len(line) > self._bytes_max:
+            self._rotate(path)
+        if self._fd < 0:
+            self._open(path)
+        left = memoryview(line)
+        while left:
+            count = os.write(self._fd, left)
+            self._size_bytes += count
+            left = left[count:]
+
+    def _rotate(self, path: Path) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        for number in range(self._kept_max - 1, 0, -1):
+            older = _numbered(path, number)
+            if older.exists():
+                older.replace(_numbered(path, number + 1))
+        path.replace(_numbered(path, 1))
+
+    def _open(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size_bytes = os.fstat(self._fd).st_size
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _short(value: Any) -> Any:
+    return value[:TEXT_MAX] if isinstance(value, str) else value

@@ -1,0 +1,184 @@
+"""Bearer tokens: signed with Ed25519, expiring, with an id that can be revoked, and bound to a certificate if wanted.
+
+They are JSON web tokens (RFC 7519), bound as RFC 8705 section 3.1 says.  Workers have public keys only: one that is
+broken into cannot issue any.  Needs the ``security`` extra.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.security.denials import NotKnown, Reason
+from kvstore.security.identity import CERTIFICATE
+from kvstore.security.rules import NAME_BYTES_MAX
+
+ALGORITHM = "EdDSA"
+ISSUER = AUDIENCE = "kvstore"
+TTL_S_MAX = 7 * 86_400
+"""A token that lives longer is refused, whoever signed it: what is stolen must end."""
+SKEW_S = 60
+"""Between the clocks of who issues and who verifies."""
+TOKEN_BYTES_MAX = 4096
+_BINDING = "x5t#S256"
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a token says whose signature was right."""
+
+    id: str
+    identity: str
+    expires_s: float
+    thumbprint: bytes
+    """Of the certificate that has to come with it; empty for any or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """A key that tokens may be signed with; ``id`` finds it."""
+
+    id: str
+    key: Any
+
+    @classmethod
+    def of_pem(cls, pem: bytes, where: str) -> PublicKey:
+        """From a PEM file. Raises InvalidRequest."""
+        serialization, ed25519 = _library("serialization"), _library("asymmetric.ed25519")
+        try:
+            key = serialization.load_pem_public_key(pem)
+        except ValueError as cause:
+            raise InvalidRequest(f"the token key {where!r} is no public key in PEM format") from cause
+        if not isinstance(key, ed25519.Ed25519PublicKey):
+            raise InvalidRequest(f"the token key {where!r} is of another kind: expected Ed25519 (kvstore token key)")
+        return cls(_key_id(key), key)
+
+
+def issue(private_pem: bytes, identity: str, token_id: str, now_s: float, ttl_s: float, thumbprint: bytes = b"") -> str:
+    """A token for ``identity``. Raises InvalidRequest."""
+    check_identity(identity)
+    if not 1 <= ttl_s <= TTL_S_MAX:
+        raise InvalidRequest(f"a token for {ttl_s:g} s: expected 1 s to {TTL_S_MAX} s (7 days)")
+    key = _private_key(private_pem)
+    claims: dict[str, Any] = {
+        "iss": ISSUER,
+        "aud": AUDIENCE,
+        "sub": identity,
+        "jti": token_id,
+        "iat": int(now_s),
+        "exp": int(now_s + ttl_s),
+    }
+    if thumbprint:
+        claims["cnf"] = {_BINDING: base64.urlsafe_b64encode(thumbprint).rstrip(b"=").decode()}
+    token: str = _jwt().encode(claims, key, ALGORITHM, headers={"kid": _key_id(key.public_key())})
+    return token
+
+
+def verified(token: str, keys: dict[str, PublicKey]) -> Claims:
+    """What a token says. Raises NotKnown (TOKEN_INVALID); whether it is expired or revoked is for the caller to look
+    at.
+    """
+    jwt = _jwt()
+    if len(token) > TOKEN_BYTES_MAX:
+        raise _invalid(f"it has {len(token)} bytes: expected at most {TOKEN_BYTES_MAX}")
+    try:
+        key = keys.get(str(jwt.get_unverified_header(token).get("kid")))
+        if key is None:
+            raise _invalid("it is signed with a key that is not in the access file")
+        claims = jwt.decode(
+            token,
+            key.key,
+            algorithms=[ALGORITHM],
+            audience=AUDIENCE,
+            issuer=ISSUER,
+            options={"require": ["exp", "iat", "sub", "jti"], "verify_exp": False, "verify_iat": False},
+        )
+    except jwt.PyJWTError as cause:
+        raise _invalid("its signature or its claims are wrong") from cause
+    return _claims(claims)
+
+
+def new_key() -> tuple[bytes, bytes]:
+    """A private key and its public one, as PEM."""
+    serialization, ed25519 = _library("serialization"), _library("asymmetric.ed25519")
+    key = ed25519.Ed25519PrivateKey.generate()
+    private: bytes = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public: bytes = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return private, public
+
+
+def check_identity(name: str) -> None:
+    """Raises InvalidRequest for what no token may say: also the name of a certificate's identity."""
+    if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES_MAX or name.startswith(CERTIFICATE):
+        raise InvalidRequest(
+            f"identity {name!r}: expected 1 to {NAME_BYTES_MAX} bytes of printable text that does not begin with "
+            f"{CERTIFICATE!r}"
+        )
+
+
+def _claims(claims: dict[str, Any]) -> Claims:
+    identity, token_id, issued_s, expires_s = (claims[name] for name in ("sub", "jti", "iat", "exp"))
+    confirmation = claims.get("cnf", {})
+    if not all(isinstance(each, str) and each for each in (identity, token_id)):
+        raise _invalid("its subject and its id must be text")
+    if identity.startswith(CERTIFICATE):
+        raise _invalid(f"its subject begins with {CERTIFICATE!r}, which only a certificate proves")
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (issued_s, expires_s)):
+        raise _invalid("its times must be numbers")
+    if expires_s - issued_s > TTL_S_MAX:
+        raise _invalid(f"it lives over {TTL_S_MAX} s: expected a shorter life")
+    # A kind of binding that is not understood must not be taken for none.
+    if not isinstance(confirmation, dict) or not confirmation.keys() <= {_BINDING}:
+        raise _invalid("it is bound to something that is not understood here")
+    try:
+        text = confirmation.get(_BINDING, "")
+        thumbprint = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except (ValueError, TypeError) as cause:
+        raise _invalid("what it is bound to is no SHA-256") from cause
+    if _BINDING in confirmation and len(thumbprint) != hashlib.sha256().digest_size:
+        raise _invalid("what it is bound to is no SHA-256")
+    return Claims(token_id, identity, float(expires_s), thumbprint)
+
+
+def _private_key(pem: bytes) -> Any:
+    serialization, ed25519 = _library("serialization"), _library("asymmetric.ed25519")
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as cause:
+        raise InvalidRequest("the token key is no private key in PEM format without a password") from cause
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise InvalidRequest("the token key is of another kind: expected Ed25519 (kvstore token key)")
+    return key
+
+
+def _key_id(public_key: Any) -> str:
+    serialization = _library("serialization")
+    raw = public_key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _invalid(why: str) -> NotKnown:
+    return NotKnown(Reason.TOKEN_INVALID, f"the token is not valid: {why}; issue another one (kvstore token issue)")
+
+
+def _library(name: str) -> Any:
+    return _imported(f"cryptography.hazmat.primitives.{name}")
+
+
+def _jwt() -> Any:
+    return _imported("jwt")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as missing:
+        raise InvalidRequest("tokens need PyJWT and cryptography: pip install 'kvstore[security]'") from missing

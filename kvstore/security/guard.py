@@ -1,0 +1,247 @@
+"""The guard at a worker's door: lets each call in as somebody, and says for each tenant whether it may.
+
+The one place where that is decided (rules X3 to X9). Whatever it denies is counted, written into the audit log, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from kvstore.security.audit import AuditLog
+from kvstore.security.authenticator import Authenticator
+from kvstore.security.denials import Denied, NotKnown, Reason
+from kvstore.security.identity import ANYONE, CERTIFICATE, Identity, Presented
+from kvstore.security.permissions import EVERY, PERMISSIONS, Permission, Role, Scope
+from kvstore.security.quotas import Meter, Meters, OverQuota, Quota, Usage, quota_of
+
+QUOTAS = ("requests", "bytes", "calls", "pins")
+COUNTERS = {
+    **{f"denied_{reason.value}": "calls denied, by reason" for reason in Reason},
+    **{f"refused_{quota}_quota": "calls refused, by the quota that was used up" for quota in QUOTAS},
+    "quota_refused": "calls refused because their tenant's quota was used up",
+    "audit_lost": "lines that could not be written into the audit log",
+    "access_reloads": "access files that were read again after they had changed",
+    "access_reload_failures": "access files that were wrong after they had changed: the rules before stay in force",
+}
+"""What a guard counts."""
+
+
+class Guard:
+    """Thread-safe. Without ``authenticator`` everybody may do everything, and only certificates name anybody."""
+
+    def __init__(
+        self,
+        count: Callable[[str], None],
+        authenticator: Authenticator | None = None,
+        audit: AuditLog | None = None,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.count = count
+        self.audit = audit or AuditLog(None)
+        self._authenticator = authenticator
+        self._meters = Meters(monotonic_s)
+        self.audit.on_lost = lambda: count("audit_lost")
+        if authenticator is not None:
+            authenticator.on_reload = self.reloaded
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may do everything."""
+        return self._authenticator is None
+
+    @property
+    def asks(self) -> bool:
+        """Whether it matters who calls: for what they may, or for the audit log."""
+        return self._authenticator is not None or self.audit.has_file
+
+    def knows(self, presented: Presented) -> bool:
+        """Whether that is somebody; where it is not, nothing is counted or written down."""
+        try:
+            return self._authenticator is None or bool(self._authenticator.identify(presented).name)
+        except (NotKnown, Denied):
+            return False
+
+    def identify(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Identity:
+        """Who that is. Raises NotKnown or Denied."""
+        if self._authenticator is None:
+            return Identity(CERTIFICATE + presented.names[0] if presented.names else ANYONE, _ALL)
+        try:
+            return self._authenticator.identify(presented)
+        except (NotKnown, Denied) as error:
+            name = CERTIFICATE + presented.names[0] if presented.names else None
+            self._note(error.reason, method, name, peer, request_id)
+            raise
+
+    def admit(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Visit:
+        """Lets a call in. Raises NotKnown; or Denied where the caller may do that with no tenant at all."""
+        identity = self.identify(method, presented, peer, request_id)
+        permission = PERMISSIONS.get(method)
+        visit = Visit(self, method, permission or _NEVER, identity, peer, request_id)
+        if self._authenticator is not None:
+            if permission is None:
+                visit.deny(Reason.METHOD, f"method {method!r} is not one that anybody may call")
+            if permission.scope is Scope.EVERY:
+                visit.allow_every()
+            elif not identity.may_somewhere(permission.role):
+                visit.deny(
+                    Reason.ROLE,
+                    f"identity {identity.name!r} has role {permission.role.name.lower()} for no tenant, which {method} "
+                    "needs: ask the operator",
+                )
+        return visit
+
+    def quota(self, tenant: str) -> Quota:
+        """The quota of a tenant."""
+        return quota_of(tenant, self._authenticator.rules.quotas if self._authenticator is not None else {})
+
+    def usage(self, identity: Identity) -> dict[str, Usage]:
+        """What the tenants that it may read have done on this worker."""
+        found = {
+            tenant: self._meters.usage(tenant) for tenant in self._meters.tenants() if identity.may(Role.READ, tenant)
+        }
+        return {tenant: usage for tenant, usage in found.items() if usage is not None}
+
+    def begin(self, tenant: str) -> Meter:
+        """A call of a tenant begins; ``end`` is owed. Raises OverQuota."""
+        try:
+            return self._meters.begin(tenant, self._authenticator.rules.quotas if self._authenticator else {})
+        except OverQuota as error:
+            self.over_quota(error.quota)
+            raise
+
+    def over_quota(self, quota: str) -> None:
+        """Counts a call that is refused because of a quota."""
+        self.count(f"refused_{quota}_quota")
+        self.count("quota_refused")
+
+    def moved(self, meter: Meter, bytes_in: int, bytes_out: int) -> None:
+        """Bytes of a tenant moved."""
+        self._meters.moved(meter, bytes_in, bytes_out)
+
+    def end(self, tenant: str, meter: Meter) -> None:
+        """The end of ``begin``."""
+        self._meters.end(tenant, meter)
+
+    def reloaded(self, good: bool) -> None:
+        """For ``Authenticator.on_reload``."""
+        self.count("access_reloads" if good else "access_reload_failures")
+        self.audit.write("reload", what="access", outcome="ok" if good else "refused")
+
+    def _note(
+        self,
+        reason: Reason,
+        method: str,
+        identity: str | None,
+        peer: str,
+        request_id: str | None,
+        tenant: str | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        self.count(f"denied_{reason.value}")
+        self.audit.write(
+            "denied",
+            method=method,
+            identity=identity,
+            tenant=tenant,
+            namespace=namespace,
+            outcome=reason.value,
+            peer=peer or None,
+            request=request_id,
+        )
+
+
+class Visit:
+    """One call that was let in: whose it is, and what it may. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        method: str,
+        permission: Permission,
+        identity: Identity,
+        peer: str = "",
+        request_id: str | None = None,
+    ) -> None:
+        self.identity = identity
+        self._guard = guard
+        self._method = method
+        self._permission = permission
+        self._peer = peer
+        self._request_id = request_id
+        self._tenant: str | None = None
+        self._namespace: str | None = None
+        self._metered: tuple[str, Meter] | None = None
+        self._denied = False
+
+    @property
+    def sees_every(self) -> bool:
+        """Whether the caller may read every tenant."""
+        return self.identity.may(Role.READ, EVERY)
+
+    def may_see(self, tenant: str) -> bool:
+        """Whether what belongs to a tenant may be shown to the caller."""
+        return self.identity.may(Role.READ, tenant)
+
+    def allow(self, tenant: str, namespace: str = "", *, role: Role | None = None, metered: bool = True) -> None:
+        """The call is about this tenant. Raises Denied, or OverQuota where the tenant uses as much as it may.
+
+        ``role`` is what it needs where that is more than the table says.
+        """
+        self._namespace = namespace or self._namespace
+        self._check(tenant, role or self._permission.role)
+        if metered and self._metered is None and not self._guard.is_open:
+            self._metered = (tenant, self._guard.begin(tenant))
+        self._tenant = tenant
+
+    def allow_every(self, role: Role | None = None) -> None:
+        """The call is about all tenants. Raises Denied."""
+        self._check(EVERY, role or self._permission.role)
+        self._tenant = EVERY
+
+    def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Payload of the call came in or went out."""
+        if self._metered is not None:
+            self._guard.moved(self._metered[1], bytes_in, bytes_out)
+
+    def deny(self, reason: Reason, message: str, tenant: str | None = None) -> NoReturn:
+        """Raises Denied, counted and written down."""
+        self._denied = True
+        self._guard._note(
+            reason, self._method, self.identity.name, self._peer, self._request_id, tenant, self._namespace
+        )
+        raise Denied(reason, message)
+
+    def end(self, outcome: str) -> None:
+        """The call has ended, with this status. To be called once."""
+        metered, self._metered = self._metered, None
+        if metered is not None:
+            self._guard.end(*metered)
+        if self._permission.audited and not self._denied and self._guard.asks:
+            self._guard.audit.write(
+                "act",
+                method=self._method,
+                identity=self.identity.name,
+                tenant=self._tenant,
+                namespace=self._namespace,
+                outcome=outcome,
+                peer=self._peer or None,
+                request=self._request_id,
+            )
+
+    def _check(self, tenant: str, role: Role) -> None:
+        if self.identity.may(role, tenant):
+            return
+        whom = "every tenant" if tenant == EVERY else f"tenant {tenant!r}"
+        needs = f"{self._method} needs role {role.name.lower()} for {whom}"
+        if not self.identity.role_in(tenant):
+            self.deny(Reason.TENANT, f"identity {self.identity.name!r} has no role for {whom}, and {needs}", tenant)
+        self.deny(
+            Reason.ROLE, f"identity {self.identity.name!r} has a lower role, and {needs}: ask the operator", tenant
+        )
+
+
+_ALL = {EVERY: Role.ADMIN}
+_NEVER = Permission(Role.ADMIN, Scope.EVERY)

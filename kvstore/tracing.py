@@ -1,0 +1,215 @@
+"""Requests followed from client to file: the id of a call, and OpenTelemetry spans where somebody enabled them.
+
+At the bottom, because every layer has something to say about the call it works for. Off it costs one comparison, and
+nothing of OpenTelemetry is imported; what exports spans, and where to, is the application's (kvstore/cli/tracing.py).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import string
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, TypeVar
+
+from kvstore.errors import InvalidRequest
+
+T = TypeVar("T")
+
+REQUEST_ID_KEY = "kvstore-request-id"
+"""The id as metadata of a call."""
+REQUEST_ID_CHARS_MAX = 64
+PARENT_KEY = "traceparent"
+"""The span that a call belongs to, as W3C Trace Context has it."""
+PARENT_CHARS = 55
+_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:")
+_PARENT_CHARS = frozenset(string.hexdigits + "-")
+
+_request: contextvars.ContextVar[str | None] = contextvars.ContextVar("kvstore_request", default=None)
+_otel: ModuleType | None = None
+_tracer: Any = None
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def request_id() -> str | None:
+    """The id of the call that is being made or served here; None outside of one."""
+    return _request.get()
+
+
+@contextmanager
+def request(id: str | None = None) -> Generator[str]:
+    """Calls made inside carry this id; a fresh one where it is None and there is none around us.
+
+    Raises InvalidRequest for an id that is not 1 to 64 letters, digits, or ``- _ . :``.
+    """
+    if id is not None and not _is_id(id):
+        raise InvalidRequest(
+            f"request id {id[:80]!r}: expected 1 to {REQUEST_ID_CHARS_MAX} letters, digits or any of - _ . :"
+        )
+    before = _request.get()
+    id = id or before or fresh_id()
+    _request.set(id)
+    try:
+        yield id
+    finally:
+        _request.set(before)
+
+
+def fresh_id() -> str:
+    """An id of 16 hexadecimal digits. For telling requests apart in logs; nothing relies on it, so it is not secret."""
+    return f"{random.getrandbits(64):016x}"
+
+
+def enable(provider: Any = None) -> None:
+    """Makes spans from now on, by an OpenTelemetry ``TracerProvider``; the one set globally where it is None.
+
+    Raises ModuleNotFoundError where the ``tracing`` extra is missing.
+    """
+    global _otel, _tracer
+    try:
+        from opentelemetry import trace
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError("tracing needs OpenTelemetry: pip install 'kvstore[tracing]'") from missing
+    _tracer = trace.get_tracer("kvstore", tracer_provider=provider)
+    _otel = trace
+
+
+def disable() -> None:
+    """Makes no more spans."""
+    global _otel, _tracer
+    _otel = _tracer = None
+
+
+def is_on() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
+def span(name: str, **attributes: str | int | float | bool) -> AbstractContextManager[Any]:
+    """Around a step of a request. An exception that leaves it marks it as failed; its text is not recorded."""
+    if _tracer is None:
+        return _NOTHING
+    return _span(name, None, None, attributes)
+
+
+@contextmanager
+def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str) -> Generator[str]:
+    """Around a call served here: takes its id and its span from what the client sent, or makes a fresh id. Yields it.
+
+    What a client sends is shown in logs, so whatever is no id is replaced, not refused.
+    """
+    said = {key: value for key, value in metadata if key in (REQUEST_ID_KEY, PARENT_KEY) and isinstance(value, str)}
+    id = said.get(REQUEST_ID_KEY, "")
+    if not _is_id(id):
+        id = fresh_id()
+    before = _request.get()
+    _request.set(id)
+    try:
+        if _tracer is None:
+            yield id
+        else:
+            with _span(name, "SERVER", said.get(PARENT_KEY), attributes):
+                yield id
+    finally:
+        _request.set(before)  # not reset(): a stream that its client left may be ended by another thread
+
+
+@contextmanager
+def called(name: str, **attributes: str) -> Generator[str]:
+    """Around a call made from here, with all that is tried for it. Yields its id."""
+    with request() as id:
+        if _tracer is None:
+            yield id
+        else:
+            with _span(name, "CLIENT", None, attributes):
+                yield id
+
+
+def metadata() -> Metadata:
+    """What goes with a call to a worker, so that it knows what it works for."""
+    id = _request.get()
+    pairs: Metadata = ((REQUEST_ID_KEY, id),) if id else ()
+    parent = _parent()
+    return (*pairs, (PARENT_KEY, parent)) if parent else pairs
+
+
+def carried(work: Callable[[int], T]) -> Callable[[int], T]:
+    """``work`` as it is to be done on another thread: for the same request, under the same span."""
+    if _tracer is None and _request.get() is None:
+        return work
+    id, context = _request.get(), _current()
+
+    def on_another_thread(number: int) -> T:
+        before, attached = _request.get(), _attach(context)
+        _request.set(id)
+        try:
+            return work(number)
+        finally:
+            _detach(attached)
+            _request.set(before)
+
+    return on_another_thread
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= REQUEST_ID_CHARS_MAX and _ID_CHARS.issuperset(text)
+
+
+@contextmanager
+def _span(name: str, kind: str | None, parent: str | None, attributes: dict[str, Any]) -> Generator[Any]:
+    tracer, trace = _tracer, _otel
+    if tracer is None or trace is None:  # disabled at this moment
+        yield None
+        return
+    options: dict[str, Any] = {} if kind is None else {"kind": trace.SpanKind[kind]}
+    if parent is not None and len(parent) == PARENT_CHARS and _PARENT_CHARS.issuperset(parent):
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        options["context"] = TraceContextTextMapPropagator().extract({PARENT_KEY: parent})
+    id = _request.get()
+    if id is not None:
+        attributes["kvstore.request_id"] = id
+    with tracer.start_as_current_span(
+        name, attributes=attributes, record_exception=False, set_status_on_exception=False, **options
+    ) as span:
+        try:
+            yield span
+        except BaseException as error:
+            # Of an error only its kind: its text may have paths, and whoever reads traces need not see prompts.
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(trace.StatusCode.ERROR)
+            raise
+
+
+def _parent() -> str | None:
+    if _otel is None:
+        return None
+    at = _otel.get_current_span().get_span_context()
+    return f"00-{at.trace_id:032x}-{at.span_id:016x}-{int(at.trace_flags):02x}" if at.is_valid else None
+
+
+def _current() -> Any:
+    if _otel is None:
+        return None
+    from opentelemetry import context
+
+    return context.get_current()
+
+
+def _attach(found: Any) -> Any:
+    if found is None:
+        return None
+    from opentelemetry import context
+
+    return context.attach(found)
+
+
+def _detach(token: Any) -> None:
+    if token is not None:
+        from opentelemetry import context
+
+        context.detach(token)

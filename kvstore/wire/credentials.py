@@ -1,0 +1,46 @@
+"""TLS for gRPC, at both ends. Certificates that changed are used for new connections (rule X2)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+
+from kvstore.errors import KVStoreError
+from kvstore.security.tls import Certificate
+
+log = logging.getLogger(__name__)
+
+
+def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> grpc.ServerCredentials:
+    """For a worker; with ``asks_certificates`` every client needs one. Raises InvalidRequest."""
+    used = certificate.version
+    first = _configuration(certificate, asks_certificates)
+
+    def fetch() -> Any:
+        """Asked by gRPC before each handshake; None: the one before."""
+        nonlocal used
+        try:
+            version = certificate.version
+            if version == used:
+                return None
+            used = version
+            return _configuration(certificate, asks_certificates)
+        except KVStoreError as error:  # nobody would see it
+            log.error("certificate.not_reloaded %s", error)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=asks_certificates)
+
+
+def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
+    """For a client. Raises InvalidRequest."""
+    pems = certificate.pems
+    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+
+
+def _configuration(certificate: Certificate, asks_certificates: bool) -> grpc.ServerCertificateConfiguration:
+    pems = certificate.pems
+    assert pems.key is not None and pems.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca if asks_certificates else None)

@@ -1,0 +1,92 @@
+"""The book of the tickets that a worker keeps, and how many.
+
+Apart from the runner, which does what they are for: here are no threads and no clocks. They live in memory: a worker
+that ends forgets them (control.proto says so to clients).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from kvstore.errors import Overloaded
+from kvstore.tickets import State, Ticket
+
+TICKETS_MAX = 100
+"""Kept by one worker, those that are not done included."""
+
+
+class Book:
+    """The tickets of one worker, the newest ``tickets_max`` of them. Thread-safe."""
+
+    def __init__(self, tickets_max: int = TICKETS_MAX) -> None:
+        self._tickets_max = tickets_max
+        self._changed = threading.Condition()
+        self._tickets: dict[str, Ticket] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        """Takes a new one, and forgets the one that was asked for first of those that ended. Raises Overloaded."""
+        with self._changed:
+            if len(self._tickets) >= self._tickets_max:
+                gone = next((each.id for each in self._tickets.values() if each.state.ended), None)
+                if gone is None:
+                    raise Overloaded(f"{self._tickets_max} tickets are not done yet: wait for some, or cancel some")
+                del self._tickets[gone]
+            self._tickets[ticket.id] = ticket
+            self._changed.notify_all()
+
+    def find(self, ticket_id: str) -> Ticket | None:
+        """The one with this id, as it is now."""
+        with self._changed:
+            return self._tickets.get(ticket_id)
+
+    def every(self) -> list[Ticket]:
+        """All of them, the newest first."""
+        with self._changed:
+            return [*reversed(self._tickets.values())]
+
+    def count(self, state: State) -> int:
+        """How many are in a state."""
+        with self._changed:
+            return sum(each.state is state for each in self._tickets.values())
+
+    def move(self, ticket_id: str, state: State, *, message: str = "", ended_s: float = 0.0) -> bool:
+        """Has one go to its next state; False where it has ended already, or is forgotten: then it stays as it is.
+
+        Two may want to end one, such as who cancels it and its deadline: the first of them does.
+        """
+        with self._changed:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None or ticket.state.ended:
+                return False
+            self._tickets[ticket_id] = ticket.moved(state, message=message, ended_s=ended_s)
+            self._changed.notify_all()
+            return True
+
+    def advance(self, ticket_id: str, done: int, total: int, counts: Mapping[str, int]) -> None:
+        """Says how far one is that runs."""
+        with self._changed:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is not None and ticket.state is State.RUNNING:
+                self._tickets[ticket_id] = replace(
+                    ticket, done=done, total=total, counts=MappingProxyType(dict(counts))
+                )
+                self._changed.notify_all()
+
+    def wait(self, seen: Ticket, timeout_s: float) -> Ticket | None:
+        """The same ticket once it is not as ``seen`` any more, or after so long; None where it is forgotten."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tickets.get(seen.id) is not seen, timeout_s)
+            return self._tickets.get(seen.id)
+
+    def wait_ended(self, ticket: Ticket, timeout_s: float) -> Ticket | None:
+        """The same ticket once it has ended, or as it is after so long; None where it is forgotten."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended(ticket.id), timeout_s)
+            return self._tickets.get(ticket.id)
+
+    def _has_ended(self, ticket_id: str) -> bool:
+        ticket = self._tickets.get(ticket_id)
+        return ticket is None or ticket.state.ended

@@ -1,0 +1,43 @@
+"""Clearing what a selection names as an act: what a member does, with its figures for whoever watches the ticket."""
+
+from __future__ import annotations
+
+from kvstore.census.selection import Selection
+from kvstore.node.member import Member
+from kvstore.v1 import control_pb2 as pb
+from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.control.runner import Step
+
+DEFERRED_S = 10.0
+"""How long it waits for what clients have sent and this worker has yet to store."""
+
+
+def selection_of(message: pb.Selection) -> Selection:
+    """What is meant. Raises InvalidRequest where that is nothing, or makes no sense."""
+    return Selection(
+        namespace=message.namespace or None,
+        tenant=message.tenant if message.HasField("tenant") else None,
+        fingerprint=message.fingerprint,
+        older_than_s=message.older_than_s,
+        written_by=message.written_by,
+        since_s=message.since_s,
+        until_s=message.until_s,
+    )
+
+
+def clear_selected(
+    member: Member, deferred: Deferred, selection: Selection, step: Step, *, dry_run: bool, pinned: bool
+) -> str:
+    """Does it. Raises what the member raised."""
+    deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
+    cleared = member.clear_selected(selection, step.progress, dry_run=dry_run, pinned=pinned)
+    step.count(chunks=cleared.chunks, bytes=cleared.bytes, pinned_chunks=cleared.pinned, failed_chunks=cleared.failed)
+    said = ["nothing was deleted: it was only counted"] if dry_run else []
+    if cleared.failed:
+        said.append(f"{cleared.failed} chunks could not be deleted: clear again")
+    if cleared.unconfirmed:
+        said.append(
+            f"{len(cleared.unconfirmed)} nodes did not say that they dropped it (sessions "
+            f"{', '.join(cleared.unconfirmed[:3])}{', ...' if len(cleared.unconfirmed) > 3 else ''}): restart them"
+        )
+    return "; ".join(said)

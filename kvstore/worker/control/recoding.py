@@ -1,0 +1,120 @@
+"""Compressing, decompressing and re-encrypting what a selection names as an act: one chunk after the other, at a pace.
+
+Apart from rewriting one chunk, which a node does, because this goes on for hours: it must leave lanes and bandwidth of
+the root to clients, wait where there is no room, and be worth beginning again where it ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvstore.census.selection import ClearOrder, Selection
+from kvstore.census.walk import sampled, walk_shard
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.format.places import Name
+from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import moved_on
+from kvstore.node.node import Node
+from kvstore.node.recoding import Outcome, Recoded, Recoding, recode
+from kvstore.root.lineages import read_writers
+from kvstore.worker.control.runner import Step
+
+LOOK_S = 0.2
+"""Between two looks whether a folder is listed."""
+PAUSE_S = 5.0
+"""Where the root has no room for more at the moment, or does not answer."""
+TROUBLES_MAX = 24
+"""So often in a row the root may not answer: two minutes."""
+BURST_S = 1.0
+"""How much of its pace it may have ahead."""
+
+
+def recode_selected(
+    node: Node, selection: Selection, act: Recoding, bytes_per_s: Callable[[], float], step: Step
+) -> str:
+    """Does it, at most ``bytes_per_s()`` of what is read. Raises InvalidRequest where nothing is meant, or the root
+    cannot replace files; Unavailable where it has not answered for long.
+    """
+    order = selection.resolve(node.namespaces(), node.on_root(lambda: read_writers(node.root)), node.clock.now_s())
+    shards = sampled(node.identity.shard_bits)
+    done: Counter[str] = Counter()
+    pace = _Pace(node, bytes_per_s, step)
+    for number, shard in enumerate(shards):
+        step.progress(number, len(shards))
+        for name in _names(node, order, shard, done, step):
+            found = _recoded(node, name, act, step)
+            done[f"chunks_{found.outcome.value}"] += 1
+            done["bytes_before"] += found.before_bytes
+            done["bytes_after"] += found.after_bytes
+            step.count(**done)
+            step.check()
+            pace.spend(found.before_bytes)
+    step.progress(len(shards), len(shards))
+    return _said(done)
+
+
+def _names(node: Node, order: ClearOrder, shard: int, done: Counter[str], step: Step) -> list[Name]:
+    """The chunks of one shard that are meant. On one lane, so that clients have the others."""
+    names: list[Name] = []
+
+    def trouble(_: KVStoreError) -> None:
+        done["chunks_unreadable"] += 1
+
+    def look(_: int) -> bool:
+        for found in walk_shard(node.root, shard, headers=order.needs_headers, trouble=trouble):
+            moved_on()
+            if order.takes(found):
+                names.append(found.name)
+        return True
+
+    batch = node.begin_on_root(1, look)
+    try:
+        while not batch.join(LOOK_S):
+            step.check()
+    finally:
+        batch.stop()
+    batch.wait(Deadline(node.clock, LOOK_S))
+    return names
+
+
+def _recoded(node: Node, name: Name, act: Recoding, step: Step) -> Recoded:
+    troubles = 0
+    while True:
+        try:
+            return recode(node, name, act)
+        except Overloaded:
+            pass  # what was replaced lately must not go yet, or a collector is making room
+        except Unavailable:
+            troubles += 1
+            if troubles > TROUBLES_MAX:
+                raise
+        step.pause(PAUSE_S)
+
+
+class _Pace:
+    """Keeps to so many bytes a second, which may change meanwhile."""
+
+    def __init__(self, node: Node, bytes_per_s: Callable[[], float], step: Step) -> None:
+        self._clock = node.clock
+        self._bytes_per_s = bytes_per_s
+        self._step = step
+        self._due_s = self._clock.monotonic_s()
+
+    def spend(self, size_bytes: int) -> None:
+        """Waits until the next one may begin. Raises as ``Step.check`` does."""
+        now_s = self._clock.monotonic_s()
+        self._due_s = max(self._due_s, now_s - BURST_S) + size_bytes / self._bytes_per_s()
+        if self._due_s > now_s:
+            self._step.pause(self._due_s - now_s)
+
+
+def _said(done: Counter[str]) -> str:
+    said = []
+    if done[f"chunks_{Outcome.NO_KEY.value}"]:
+        said.append("some are encrypted with keys that this worker does not have (--keys)")
+    if done[f"chunks_{Outcome.DAMAGED.value}"]:
+        said.append("some are damaged: kvstore fsck --repair")
+    if done["chunks_unreadable"]:
+        said.append("some could not be read: ask again")
+    return "; ".join(said)

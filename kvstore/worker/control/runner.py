@@ -1,0 +1,214 @@
+"""Does what tickets are for: few threads, one queue, a deadline on each, and an end within a second when asked.
+
+Apart from the book, which knows nothing of threads, and from the acts, which know nothing of tickets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.progress import Cancelled
+from kvstore.sources import Clock, Ids
+from kvstore.tickets import State, Ticket
+from kvstore.worker.control.book import Book
+
+log = logging.getLogger(__name__)
+
+THREADS_MAX = 4
+"""Acts at once: two that rewrite the whole root, and some prefetches beside them."""
+DEADLINE_S_MAX = 86_400.0
+IDLE_S = 30.0
+"""A thread without work ends after so long."""
+
+
+class Step:
+    """What an act is given: says how far it is, and whether it goes on. Used by the thread that does the act."""
+
+    def __init__(self, book: Book, ticket_id: str, clock: Clock, ends_s: float) -> None:
+        self._book = book
+        self._ticket_id = ticket_id
+        self._clock = clock
+        self._ends_s = ends_s
+        self._cancelled = threading.Event()
+        self._done = 0
+        self._total = 0
+        self._counts: dict[str, int] = {}
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline; 0 where that has passed."""
+        return max(0.0, self._ends_s - self._clock.monotonic_s())
+
+    def progress(self, done: int, total: int) -> None:
+        """See ``kvstore.progress``. Raises Cancelled, or Unavailable past the deadline."""
+        self._done, self._total = done, total
+        self._tell()
+        self.check()
+
+    def count(self, **counts: int) -> None:
+        """What came of it so far, as totals."""
+        self._counts.update(counts)
+        self._tell()
+
+    def check(self) -> None:
+        """Raises Cancelled, or Unavailable past the deadline."""
+        if self._cancelled.is_set():
+            raise Cancelled("cancelled; what was done until then stays done")
+        if not self.left_s:
+            raise Unavailable("it was not done in time: what was done stays done, ask again for the rest")
+
+    def pause(self, seconds: float) -> None:
+        """Waits. Raises as ``check`` does, as soon as it is cancelled."""
+        self._cancelled.wait(min(seconds, self.left_s))
+        self.check()
+
+    def cancel(self) -> None:
+        """Called by others: the act ends at its next ``check``."""
+        self._cancelled.set()
+
+    def _tell(self) -> None:
+        self._book.advance(self._ticket_id, self._done, self._total, self._counts)
+
+
+Work = Callable[[Step], str]
+"""Does it, and returns what is worth knowing, or nothing. Raises KVStoreError where it fails."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    step: Step
+    ticket_id: str
+    work: Work
+
+
+class Runner:
+    """Thread-safe. Close it. ``on_end`` is told how each ticket ended."""
+
+    def __init__(
+        self,
+        book: Book,
+        clock: Clock,
+        ids: Ids,
+        on_end: Callable[[State], None] = lambda state: None,
+        threads_max: int = THREADS_MAX,
+    ) -> None:
+        self.book = book
+        self._on_end = on_end
+        self._clock = clock
+        self._ids = ids
+        self._threads_max = threads_max
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._steps: dict[str, Step] = {}
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._closed = False
+
+    def begin(
+        self,
+        act: str,
+        work: Work,
+        *,
+        about: str,
+        unit: str,
+        identity: str = "",
+        tenant: str | None = None,
+        deadline_s: float = 0.0,
+    ) -> Ticket:
+        """Has it done soon. ``deadline_s`` counts from now; 0, or more than a day: a day.
+
+        Raises Overloaded where too many are not done, Unavailable after ``close``.
+        """
+        seconds = min(deadline_s or DEADLINE_S_MAX, DEADLINE_S_MAX)
+        ticket = Ticket(self._ids.fresh()[:8].hex(), act, about, identity, tenant, unit, self._clock.now_s())
+        step = Step(self.book, ticket.id, self._clock, self._clock.monotonic_s() + seconds)
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the worker is draining and begins nothing any more: turn to another one")
+            self.book.add(ticket)
+            if self._idle <= len(self._waiting) and len(self._threads) < self._threads_max:
+                self._hire(ticket.id)
+            self._steps[ticket.id] = step
+            self._waiting.append(_Job(step, ticket.id, work))
+            self._changed.notify()
+        log.info("ticket.began id=%s act=%s about=%r identity=%s", ticket.id, act, about, identity)
+        return ticket
+
+    def cancel(self, ticket_id: str, why: str = "cancelled") -> None:
+        """Has one end soon, at once where its turn has not come. Idempotent; never waits."""
+        with self._changed:
+            step = self._steps.get(ticket_id)
+            waiting = next((each for each in self._waiting if each.ticket_id == ticket_id), None)
+            if waiting is not None:
+                self._waiting.remove(waiting)
+        if step is not None:
+            step.cancel()
+        if waiting is not None:
+            self._end(ticket_id, State.CANCELLED, why)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancels all, and waits at most so long for those under way. Idempotent."""
+        with self._changed:
+            self._closed = True
+            ids, threads = [*self._steps], [*self._threads]
+            self._changed.notify_all()
+        for ticket_id in ids:
+            self.cancel(ticket_id, "the worker stopped")
+        ends_s = self._clock.monotonic_s() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, ends_s - self._clock.monotonic_s()))
+
+    def _hire(self, ticket_id: str) -> None:
+        """One thread more. Raises Overloaded where the system has none, and there is nobody else to do the ticket."""
+        thread = threading.Thread(target=self._run, name="kvstore-ticket", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as cause:
+            if self._threads:
+                return
+            self.book.move(ticket_id, State.CANCELLED, message="no thread for it", ended_s=self._clock.now_s())
+            raise Overloaded("the worker's host has no thread left for it: back off") from cause
+        self._threads.add(thread)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_S)
+                self._idle -= 1
+                if not self._waiting:
+                    self._threads.discard(threading.current_thread())
+                    return
+                job = self._waiting.popleft()
+            self._do(job)
+
+    def _do(self, job: _Job) -> None:
+        """One of them, to its end. Nothing that it raises ends the thread."""
+        self.book.move(job.ticket_id, State.RUNNING)
+        try:
+            job.step.check()
+            said = job.work(job.step)
+        except Cancelled as cancelled:
+            self._end(job.ticket_id, State.CANCELLED, str(cancelled))
+        except KVStoreError as error:
+            self._end(job.ticket_id, State.FAILED, str(error))
+        except Exception:
+            # A defect of ours. Its traceback is for the log: it may hold paths and tokens.
+            log.exception("ticket.failed id=%s", job.ticket_id)
+            self._end(job.ticket_id, State.FAILED, f"the worker failed: look for ticket {job.ticket_id} in its log")
+        else:
+            self._end(job.ticket_id, State.DONE, said)
+
+    def _end(self, ticket_id: str, state: State, message: str) -> None:
+        ended = self.book.move(ticket_id, state, message=message, ended_s=self._clock.now_s())
+        with self._changed:
+            self._steps.pop(ticket_id, None)
+        if not ended:
+            return
+        self._on_end(state)
+        log.info("ticket.ended id=%s state=%s message=%r", ticket_id, state.value, message)

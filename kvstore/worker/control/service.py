@@ -1,0 +1,287 @@
+"""The calls of kvstore.v1.Control, each a few lines between a message and what does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.census.selection import Selection
+from kvstore.errors import InvalidRequest
+from kvstore.node.member import Member
+from kvstore.node.moves import Act, Level
+from kvstore.node.recoding import Recoding
+from kvstore.results import LimitValue
+from kvstore.sources import Clock
+from kvstore.tickets import State, Ticket
+from kvstore.tokens import TOKENS_MAX
+from kvstore.v1 import control_pb2 as pb
+from kvstore.wire.limits import CONTROL
+from kvstore.wire.messages import unpack_tokens
+from kvstore.wire.statuses import Draining, NoTicket
+from kvstore.worker.call import Call
+from kvstore.worker.control.book import Book
+from kvstore.worker.control.clearing import clear_selected, selection_of
+from kvstore.worker.control.health import About, Examination
+from kvstore.worker.control.limits import LiveLimits
+from kvstore.worker.control.lookups import lookup
+from kvstore.worker.control.moves import move_prompts
+from kvstore.worker.control.recoding import recode_selected
+from kvstore.worker.control.runner import Runner, Step, Work
+from kvstore.worker.moves import ACTS, LEVELS
+from kvstore.worker.service import Service
+
+Request = TypeVar("Request", bound=Message)
+Context = grpc.ServicerContext
+
+PROMPTS_MAX = 1024
+LOOK_S = 1.0
+"""How often a watch of a ticket looks whether the worker drains."""
+CHANGES_S = 0.1
+"""Between two messages of it at least."""
+CLOSE_S = 2.0
+
+_STATES = {
+    State.WAITING: pb.TICKET_WAITING,
+    State.RUNNING: pb.TICKET_RUNNING,
+    State.DONE: pb.TICKET_DONE,
+    State.FAILED: pb.TICKET_FAILED,
+    State.CANCELLED: pb.TICKET_CANCELLED,
+}
+
+_RECODINGS = {
+    pb.RECODING_COMPRESS: Recoding.COMPRESS,
+    pb.RECODING_DECOMPRESS: Recoding.DECOMPRESS,
+    pb.RECODING_REENCRYPT: Recoding.REENCRYPT,
+}
+
+Drain = Callable[[float | None], float]
+"""Has the program that the worker is in end as after SIGTERM, with so long for calls in progress, or as long as it was
+started with (None). Returns at once, how long that is.
+"""
+
+
+class ControlService:
+    """Steers one worker. ``on_drain`` is whoever ends its program; without one Drain is refused."""
+
+    def __init__(
+        self, member: Member, service: Service, clock: Clock, about: Callable[[], About], on_drain: Drain | None
+    ) -> None:
+        self._member = member
+        self._node = member.node
+        self._service = service
+        self._about = about
+        self._on_drain = on_drain
+        self._book = Book()
+        self._runner = Runner(
+            self._book, clock, member.node.ids, lambda state: service.calls.add(f"tickets_{state.value}")
+        )
+        self._limits = LiveLimits(member, service)
+        self._examination = Examination(member, service, clock, about)
+        service.add_gauges(self._gauges)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All calls, for a server."""
+        unary, many = self._service.handlers.unary, self._service.handlers.many
+        return grpc.method_handlers_generic_handler(
+            CONTROL,
+            {
+                "Lookup": many("Control.Lookup", pb.LookupRequest, self._lookup),
+                "ClearSelected": unary("Control.ClearSelected", pb.ClearSelectedRequest, self._clear_selected),
+                "Recode": unary("Control.Recode", pb.RecodeRequest, self._recode),
+                "BeginMove": unary("Control.BeginMove", pb.BeginMoveRequest, self._begin_move),
+                "ListTickets": many("Control.ListTickets", pb.ListTicketsRequest, self._list_tickets),
+                "WatchTicket": many("Control.WatchTicket", pb.WatchTicketRequest, self._watch_ticket),
+                "CancelTicket": unary("Control.CancelTicket", pb.CancelTicketRequest, self._cancel_ticket, light=True),
+                "Drain": unary("Control.Drain", pb.DrainRequest, self._drain, light=True),
+                "GetLimits": unary("Control.GetLimits", pb.GetLimitsRequest, self._get_limits, light=True),
+                "SetLimits": unary("Control.SetLimits", pb.SetLimitsRequest, self._set_limits, light=True),
+                "Health": unary("Control.Health", pb.HealthRequest, self._health, light=True),
+            },
+        )
+
+    def close(self) -> None:
+        """Ends all tickets. Idempotent."""
+        self._runner.close(CLOSE_S)
+
+    # Where things lie
+
+    def _lookup(self, request: pb.LookupRequest, call: Call) -> Iterator[bytes]:
+        chain = self._service.prompts.chain(request.namespace, request.tokens, call, request.chunks_max)
+        yield from lookup(self._member, chain, call)
+
+    # Tickets
+
+    def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
+        selection, said, tenant = self._selected(request.selection, call)
+        service = self._service
+
+        def clear(step: Step) -> str:
+            return clear_selected(
+                self._member, service.deferred, selection, step, dry_run=request.dry_run, pinned=request.pinned
+            )
+
+        return self._begin("clear", clear, said, "shards", tenant, request.deadline_s, call)
+
+    def _recode(self, request: pb.RecodeRequest, call: Call) -> Message:
+        recoding = _RECODINGS.get(request.recoding)
+        if recoding is None:
+            raise InvalidRequest(
+                f"recoding is {request.recoding}: expected RECODING_COMPRESS (1), RECODING_DECOMPRESS (2) or "
+                "RECODING_REENCRYPT (3)"
+            )
+        selection, said, tenant = self._selected(request.selection, call)
+        service = self._service
+
+        def recode(step: Step) -> str:
+            return recode_selected(self._node, selection, recoding, lambda: service.limits.recode_bytes_per_s_max, step)
+
+        return self._begin(recoding.value, recode, said, "shards", tenant, request.deadline_s, call)
+
+    def _selected(self, message: pb.Selection, call: Call) -> tuple[Selection, str, str | None]:
+        """What is meant, that for people, and whose it is (None: all tenants'), of which ``call`` is allowed."""
+        selection = selection_of(message)
+        if selection.namespace is not None:
+            namespace = self._service.prompts.namespace(selection.namespace, call)
+            return selection, f"{namespace.name}: {selection.describe()}", namespace.tenant
+        if selection.tenant is not None:
+            call.allow(selection.tenant)
+        else:
+            call.allow_every()
+        return selection, selection.describe(), selection.tenant
+
+    def _begin(
+        self, act: str, work: Work, said: str, unit: str, tenant: str | None, deadline_s: float, call: Call
+    ) -> Message:
+        if not 0 <= deadline_s < math.inf:
+            raise InvalidRequest(f"deadline_s is {deadline_s}: expected 0 or more")
+        return self._message(
+            self._runner.begin(
+                act, work, about=said, unit=unit, identity=call.identity, tenant=tenant, deadline_s=deadline_s
+            )
+        )
+
+    def _begin_move(self, request: pb.BeginMoveRequest, call: Call) -> Message:
+        act, level = ACTS.get(request.act), LEVELS.get(request.tier)
+        if act is None or level is None:
+            raise InvalidRequest(
+                f"act is {request.act} and tier {request.tier}: expected one of each, as Move has them"
+            )
+        if not 1 <= len(request.prompts) <= PROMPTS_MAX:
+            raise InvalidRequest(f"{len(request.prompts)} prompts: expected 1 to {PROMPTS_MAX}")
+        if sum(map(len, request.prompts)) > 4 * TOKENS_MAX:
+            raise InvalidRequest(f"the prompts have more than {TOKENS_MAX} tokens together: ask for fewer at once")
+        namespace = self._service.prompts.namespace(request.namespace, call)
+        prompts = [unpack_tokens(packed) for packed in request.prompts]
+        self._node.check_move(act, level)
+
+        def move(step: Step) -> str:
+            return move_prompts(self._node, namespace, prompts, act, level, step)
+
+        said = f"{len(prompts)} prompts of {namespace.name}{_to(act, level)}"
+        return self._begin(act.value, move, said, "chunks", namespace.tenant, request.deadline_s, call)
+
+    def _list_tickets(self, _: pb.ListTicketsRequest, call: Call) -> Iterator[bytes]:
+        for ticket in self._book.every():
+            if call.sees_every if ticket.tenant is None else call.may_see(ticket.tenant):
+                yield self._message(ticket).SerializeToString()
+
+    def _watch_ticket(self, request: pb.WatchTicketRequest, call: Call) -> Iterator[bytes]:
+        ticket: Ticket | None = self._found(request.id, call)
+        while ticket is not None:
+            yield self._message(ticket).SerializeToString()
+            if ticket.state.ended:
+                return
+            seen = ticket
+            while ticket is seen:
+                if self._service.gate.draining:
+                    raise Draining("the worker is draining, and its tickets end with it")
+                ticket = self._book.wait(seen, LOOK_S)
+            # What changes many times a second is told ten times; what it ends as, always.
+            if ticket is not None and not ticket.state.ended:
+                ticket = self._book.wait_ended(ticket, CHANGES_S)
+
+    def _cancel_ticket(self, request: pb.CancelTicketRequest, call: Call) -> Message:
+        ticket = self._found(request.id, call)
+        self._runner.cancel(ticket.id)
+        return self._message(self._book.find(ticket.id) or ticket)
+
+    def _found(self, ticket_id: str, call: Call) -> Ticket:
+        ticket = self._book.find(ticket_id)
+        if ticket is None:
+            raise NoTicket(f"this worker has no ticket {ticket_id!r} (any more): kvstore tickets lists them")
+        if ticket.tenant is None:
+            call.allow_every()
+        else:
+            call.allow(ticket.tenant)
+        return ticket
+
+    def _message(self, ticket: Ticket) -> pb.TicketResponse:
+        return pb.TicketResponse(
+            ticket=pb.Ticket(
+                id=ticket.id,
+                act=ticket.act,
+                about=ticket.about,
+                identity=ticket.identity,
+                state=_STATES[ticket.state],
+                began_s=ticket.began_s,
+                ended_s=ticket.ended_s,
+                done=ticket.done,
+                total=ticket.total,
+                unit=ticket.unit,
+                message=ticket.message,
+                counts=ticket.counts,
+                worker=self._about().address,
+            )
+        )
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "tickets_running": float(self._book.count(State.RUNNING)),
+            "tickets_waiting": float(self._book.count(State.WAITING)),
+        }
+
+    # The worker itself
+
+    def _drain(self, request: pb.DrainRequest, call: Call) -> Message:
+        call.allow_every()
+        if not 0 <= request.within_s < float("inf"):
+            raise InvalidRequest(f"within_s is {request.within_s}: expected 0 or more")
+        if self._on_drain is None:
+            raise InvalidRequest("this worker is part of a program that does not end for a drain: end that program")
+        within_s = self._on_drain(request.within_s or None)
+        gauges = self._service.gauges()
+        return pb.DrainResponse(
+            calls=int(gauges["calls_in_flight"]),
+            behind_bytes=int(gauges.get("behind_bytes", 0)),
+            tickets=int(gauges["tickets_running"] + gauges["tickets_waiting"]),
+            within_s=within_s,
+        )
+
+    def _get_limits(self, _: pb.GetLimitsRequest, call: Call) -> Message:
+        call.allow_every()
+        return _limits_message(self._limits.every())
+
+    def _set_limits(self, request: pb.SetLimitsRequest, call: Call) -> Message:
+        call.allow_every()
+        return _limits_message(self._limits.change(dict(request.limits)))
+
+    def _health(self, _: pb.HealthRequest, call: Call) -> Message:
+        call.allow_every()
+        return self._examination.answer()
+
+
+def _limits_message(limits: list[LimitValue]) -> pb.LimitsResponse:
+    return pb.LimitsResponse(
+        limits=[
+            pb.Limit(name=each.name, value=each.value, meaning=each.meaning, started=each.started, before=each.before)
+            for each in limits
+        ]
+    )
+
+
+def _to(act: Act, level: Level) -> str:
+    return "" if act is Act.RELEASE else f" to {level.value}"

@@ -1,0 +1,68 @@
+"""gRPC's handlers around what answers a call: messages come and go as bytes, let in, watched, and parsed inside.
+
+Apart from the services, which have one for each call, because an error in any of them is explained in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.wire.messages import parse
+from kvstore.wire.watch import Watch
+from kvstore.worker.call import Call
+from kvstore.worker.calls import Calls
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.streams import arriving, leaving, watched
+
+Request = TypeVar("Request", bound=Message)
+Context = grpc.ServicerContext
+
+
+class Handlers:
+    """Makes them. ``limits`` gives those that hold for a call that begins now."""
+
+    def __init__(self, calls: Calls, watch: Watch, limits: Callable[[], WorkerLimits]) -> None:
+        self._calls = calls
+        self._watch = watch
+        self._limits = limits
+
+    def unary(
+        self, name: str, kind: type[Request], answer: Callable[[Request, Call], Message], *, light: bool = False
+    ) -> Any:
+        """For a call with one message each way; a ``light`` one is let in also where the worker is full or drains."""
+
+        def serve(raw: bytes, context: Context) -> bytes:
+            with self._calls.serving(name, context, light=light) as call:
+                return answer(parse(kind, raw), call).SerializeToString()
+            raise AssertionError("an error was answered already")
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    def many(self, name: str, kind: type[Request], answer: Callable[[Request, Call], Iterator[bytes]]) -> Any:
+        """For a call that is answered by a stream."""
+
+        def serve(raw: bytes, context: Context) -> Iterator[bytes]:
+            with (
+                self._calls.serving(name, context) as call,
+                watched(self._watch, context, self._limits(), self._calls) as stream,
+            ):
+                yield from leaving(answer(parse(kind, raw), call), stream)
+
+        return grpc.unary_stream_rpc_method_handler(serve)
+
+    def stream_in(self, name: str, answer: Callable[[Any, Call], bytes]) -> Any:
+        """For a call that sends a stream."""
+
+        def serve(messages: Iterator[bytes], context: Context) -> bytes:
+            with (
+                self._calls.serving(name, context) as call,
+                watched(self._watch, context, self._limits(), self._calls) as stream,
+            ):
+                return answer(arriving(messages, stream), call)
+            raise AssertionError("an error was answered already")
+
+        return grpc.stream_unary_rpc_method_handler(serve)

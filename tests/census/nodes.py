@@ -1,0 +1,107 @@
+"""Nodes of two roll-outs over one root and one etcd's worth of metadata, all in this process.
+
+Apart from the tests, which say what must be left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.census.walk import Found, walk
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.format.lineage import lineage_id, written
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.node.opening import join
+from kvstore.node.settings import TierSettings
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.sources import RandomIds, SystemClock
+from tests.node.stores import kv_of
+from tests.tiers.acting import QUICK
+
+LAYOUT = Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=32)
+SIZE = LAYOUT.chunk_tokens
+
+
+class RolledOut:
+    """One node of a roll-out: what it writes can be told from what others write for the same tokens."""
+
+    def __init__(
+        self, root: Root, store: MemoryStore, label: str, disk: Path | None = None, *, root_priority_min: int = 0
+    ) -> None:
+        clock, ids = SystemClock(), RandomIds()
+        self.root = root
+        self.label = label
+        settings = TierSettings(
+            16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0, root_priority_min=root_priority_min
+        )
+        self.member = join(
+            root, create_or_open(root, ids), MemoryMeta(store, clock=clock), durable=False, limits=QUICK, clock=clock,
+            ids=ids, shared=True, settings=settings, label=label,
+        )  # fmt: skip
+        self.node = self.member.node
+        self.cache = Store(LocalPort(self.member)).namespace("m", LAYOUT)
+
+    @property
+    def session(self) -> bytes:
+        return self.member.presence.current().id
+
+    def kv(self, number: int, chunks: int) -> npt.NDArray[np.float16]:
+        """Of another roll-out other bytes: which are right is the engine's affair, never the store's."""
+        made = kv_of(LAYOUT, tokens(number, chunks)).view(np.uint16) ^ np.uint16(len(self.label))
+        return made.view(np.float16)
+
+    def put(self, number: int, chunks: int = 4) -> None:
+        assert self.cache.put(tokens(number, chunks), self.kv(number, chunks)).tokens_present == chunks * SIZE
+
+    def drain(self) -> None:
+        self.node.drain()
+
+    def match(self, number: int, chunks: int = 4) -> int:
+        return self.cache.match(tokens(number, chunks)) // SIZE
+
+    def serves(self, number: int, wrote: RolledOut, chunks: int = 4) -> int:
+        """How many leading chunks a get finds, all of them as ``wrote`` wrote them."""
+        count, kv = self.cache.get(tokens(number, chunks))
+        assert kv.tobytes() == np.ascontiguousarray(wrote.kv(number, chunks)[:, :, :count]).tobytes(), "another's bytes"
+        return count // SIZE
+
+    def chain(self, number: int, chunks: int = 4) -> Chain:
+        return Chain.of(self.cache.namespace, np.asarray(tokens(number, chunks), np.uint32))
+
+    def in_memory(self, number: int, chunks: int = 4) -> int:
+        assert self.node.memory is not None
+        return self.node.memory.leading(self.chain(number, chunks))
+
+    def on_root(self) -> list[Found]:
+        return list(walk(self.root, self.node.identity.shard_bits, headers=True))
+
+    def wrote(self, found: Found) -> bool:
+        assert found.header is not None
+        said = written(found.header.incarnation)
+        return said is not None and said.lineage == lineage_id(self.session)
+
+    def close(self) -> None:
+        self.member.close()
+
+
+def tokens(number: int, chunks: int = 4) -> npt.NDArray[np.int64]:
+    return np.arange(chunks * SIZE) + number * 1_000_000
+
+
+@contextmanager
+def closing(*nodes: RolledOut) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.close()

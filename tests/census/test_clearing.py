@@ -1,0 +1,307 @@
+"""What a bad roll-out wrote is gone from everywhere after one clear, and what others wrote is still there (rule P6)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.census.selection import Selection
+from kvstore.errors import InvalidRequest
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.node.disk_tier import DiskTier
+from kvstore.node.recoding import Outcome, Recoding, recode
+from kvstore.progress import Cancelled
+from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.interface import Root
+from kvstore.root.lineages import read_writers
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
+from tests.census.nodes import SIZE, RolledOut, closing, tokens
+from tests.etcd_fixture import eventually
+
+BAD_ONE = Selection(written_by="label=canary")
+
+
+@pytest.fixture(params=["memory", "posix"])
+def roots(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[list[Root]]:
+    files = MemoryFiles()
+    (tmp_root / "root").mkdir()
+    yield [MemoryRoot(files) if request.param == "memory" else PosixRoot(str(tmp_root / "root")) for _ in range(3)]
+
+
+@pytest.fixture
+def nodes(roots: list[Root], tmp_root: Path) -> Iterator[tuple[RolledOut, RolledOut]]:
+    store = MemoryStore()
+    good, bad = (
+        RolledOut(root, store, label, tmp_root / label)
+        for root, label in zip(roots, ("stable", "canary"), strict=False)
+    )
+    with closing(good, bad):
+        eventually(lambda: not good.node.stats()["disk_refilling"] and not bad.node.stats()["disk_refilling"])
+        yield good, bad
+
+
+def disk_of(node: RolledOut) -> DiskTier:
+    assert node.node.tiers is not None and node.node.tiers.disk is not None
+    return node.node.tiers.disk
+
+
+def to_disk(node: RolledOut, number: int) -> None:
+    """Copies a prompt from memory to the local disk, as when memory gives it up."""
+    memory = node.node.memory
+    assert memory is not None
+    with memory.refer(node.chain(number), 0, 4) as slots:
+        for entry, image in zip(slots.referred, slots.images(0, 4), strict=True):
+            assert disk_of(node).add(memory.place(entry), image)
+
+
+def test_after_one_clear_nobody_serves_what_it_wrote_and_everybody_what_others_wrote(
+    nodes: tuple[RolledOut, RolledOut],
+) -> None:
+    good, bad = nodes
+    for number in range(8):
+        (good if number % 2 else bad).put(number)
+    good.drain()
+    bad.drain()
+    for number in range(8):  # twice, so that each has all of it in memory
+        for node in (good, bad, good, bad):
+            assert node.serves(number, good if number % 2 else bad) == 4
+    assert good.in_memory(0) == 4
+    cleared = good.member.clear_selected(BAD_ONE)
+    assert (cleared.chunks, cleared.pinned, cleared.failed, cleared.unconfirmed) == (16, 0, 0, ())
+    for node in (good, bad):
+        for number in range(8):
+            expected = 4 if number % 2 else 0
+            assert node.in_memory(number) == expected, (node.label, number)
+            assert node.serves(number, good) == node.match(number) == expected, (node.label, number)
+    assert len(good.on_root()) == 16 and all(map(good.wrote, good.on_root()))
+    assert good.member.clear_selected(BAD_ONE).chunks == 0  # twice is harmless
+
+
+def test_what_it_wrote_and_another_would_write_again_is_written_again(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.serves(1, bad) == 4
+    bad.member.clear_selected(BAD_ONE)
+    good.put(1)
+    good.drain()
+    assert bad.serves(1, good) == good.serves(1, good) == 4
+
+
+def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+    for number in range(2, 10):
+        bad.put(number)  # behind, and not waited for
+    good.member.clear_selected(BAD_ONE)
+    bad.drain()
+    assert good.on_root() == [] and bad.node.stats()["behind_bytes"] == 0
+    for number in range(10):
+        assert bad.serves(number, bad) == 0 and bad.in_memory(number) == 0
+
+
+def test_what_only_its_memory_ever_had_goes_too(roots: list[Root]) -> None:
+    """Chunks of low priority never reach the root (rule W4); their writer is on record all the same."""
+    store = MemoryStore()
+    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary", root_priority_min=50)
+    with closing(good, bad):
+        bad.cache.put(tokens(1), bad.kv(1, 4), priority=10)
+        assert bad.in_memory(1) == 4 and bad.on_root() == []
+        eventually(lambda: any(each.label == "canary" for each in read_writers(roots[0]).values()))
+        assert good.member.clear_selected(BAD_ONE).chunks == 0
+        assert bad.in_memory(1) == 0
+
+
+def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, bad = nodes
+    for node, number in ((good, 1), (bad, 2)):
+        node.put(number)
+        node.drain()
+        assert good.serves(number, node) == good.serves(number, node) == 4
+    disk = disk_of(good)
+    for number in (1, 2):
+        to_disk(good, number)
+    assert disk.leading(good.chain(2), 0) == 4
+    bad.member.clear_selected(BAD_ONE)
+    eventually(lambda: disk.leading(good.chain(2), 0) == 0)
+    assert disk.leading(good.chain(1), 0) == 4
+    assert good.serves(2, bad) == 0 and good.serves(1, good) == 4
+
+
+def test_a_disk_that_was_away_forgets_when_it_is_back(roots: list[Root], tmp_root: Path) -> None:
+    store = MemoryStore()
+    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
+    with closing(good, bad):
+        for node, number in ((good, 1), (bad, 2)):
+            node.put(number)
+            node.drain()
+        away = RolledOut(roots[2], store, "stable", tmp_root / "away")
+        with closing(away):
+            eventually(lambda: not away.node.stats()["disk_refilling"])
+            assert away.serves(1, good) == away.serves(2, bad) == away.serves(1, good) == away.serves(2, bad) == 4
+            for number in (1, 2):
+                to_disk(away, number)
+        good.member.clear_selected(BAD_ONE)
+        back = RolledOut(roots[1], store, "stable", tmp_root / "away")
+        with closing(back):
+            disk = disk_of(back)
+            eventually(lambda: not back.node.stats()["disk_refilling"] and disk.leading(back.chain(2), 0) == 0)
+            assert back.serves(2, bad) == 0 and disk.leading(back.chain(1), 0) == 4 and back.serves(1, good) == 4
+
+
+def test_pinned_chunks_stay_and_are_told_of_unless_they_are_meant_too(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, bad = nodes
+    bad.put(1)
+    bad.put(2)
+    bad.drain()
+    with good.cache.pin(tokens(1), ttl=60):
+        seen = good.member.clear_selected(BAD_ONE, dry_run=True)
+        assert (seen.chunks, seen.pinned) == (4, 4) and len(good.on_root()) == 8
+        cleared = good.member.clear_selected(BAD_ONE)
+        assert (cleared.chunks, cleared.pinned) == (4, 4)
+        assert good.serves(1, bad) == 4 and good.serves(2, bad) == 0
+        cleared = good.member.clear_selected(BAD_ONE, pinned=True)
+        assert (cleared.chunks, cleared.pinned) == (4, 0) and good.serves(1, bad) == 0
+
+
+def test_nobody_remembers_as_present_what_was_cleared(nodes: tuple[RolledOut, RolledOut]) -> None:
+    """Also not of a node that has none of it in memory: a match would promise what no get finds."""
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.match(1) == 4 and good.in_memory(1) == 0
+    bad.member.clear_selected(BAD_ONE)
+    eventually(lambda: good.match(1) == 0)
+
+
+def test_chunks_written_from_an_image_keep_who_wrote_them(nodes: tuple[RolledOut, RolledOut]) -> None:
+    """The root lost them, and a put behind them brings them back (rule W5): from a good node, but not its own."""
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1) == 4
+    for found in good.on_root():
+        good.root.remove(found.name)
+    good.node.forget()
+    good.put(1, 6)
+    good.drain()
+    by = [good.wrote(each) for each in sorted(good.on_root(), key=lambda each: each.recency.depth)]
+    assert by == [False] * 4 + [True] * 2
+
+
+def test_an_age_means_what_was_not_used_for_so_long(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, _ = nodes
+    good.put(1)
+    good.drain()
+    assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 0
+    for found in good.on_root():
+        good.root.touch(found.name, (found.recency.last_use_s - 1200) * 1_000_000_000)
+    if good.root.traits.touch:
+        assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 4
+        assert good.on_root() == []
+
+
+def test_a_clear_that_is_cancelled_may_be_repeated(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+
+    def cancel(done: int, total: int) -> None:
+        raise Cancelled("by its operator")
+
+    with pytest.raises(Cancelled):
+        good.member.clear_selected(BAD_ONE, cancel)
+    assert good.member.clear_selected(BAD_ONE).unconfirmed == ()
+    assert good.on_root() == [] and bad.in_memory(1) == 0
+
+
+def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple[RolledOut, RolledOut]) -> None:
+    good, _ = nodes
+    good.put(1)
+    good.drain()
+    with pytest.raises(InvalidRequest, match="stable"):
+        good.member.clear_selected(Selection(written_by="label=nobody"))
+    assert good.serves(1, good) == 4
+
+
+def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5)
+    store = MemoryStore()
+    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
+    with closing(good, bad):
+        bad.put(1)
+        bad.drain()
+        follower = bad.member._follower
+        assert follower is not None
+        follower.close(1.0)  # as one that hangs, or is of a version that knows no orders
+        cleared = good.member.clear_selected(BAD_ONE)
+        assert cleared.chunks == 4 and cleared.unconfirmed == (bad.session.hex(),)
+
+
+def test_what_others_recoded_is_still_whose_it_was(roots: list[Root]) -> None:
+    pytest.importorskip("zstandard", reason="needs kvstore[compression]")
+    if not roots[0].traits.fenced:
+        pytest.skip("this root cannot replace files")
+    store = MemoryStore()
+    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
+    with closing(good, bad):
+        zeros = np.zeros_like(bad.kv(1, 4))
+        bad.cache.put(tokens(1), zeros)
+        bad.drain()
+        for found in bad.on_root():
+            assert recode(good.node, found.name, Recoding.COMPRESS).outcome is Outcome.REWRITTEN
+        assert all(each.header is not None and each.header.encoding == 1 for each in good.on_root())
+        assert all(map(bad.wrote, good.on_root()))
+        for _ in range(2):
+            count, kv = good.cache.get(tokens(1))
+            assert count == 4 * SIZE and not kv.any()
+        assert good.in_memory(1) == 4
+        assert bad.member.clear_selected(BAD_ONE).chunks == 4
+        assert good.in_memory(1) == 0 and good.match(1) == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
+    nodes: tuple[RolledOut, RolledOut], whole: bool
+) -> None:
+    """Such as engines that open the root themselves; by its name, or by a selection."""
+    good, bad = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1) == 4
+    if whole:
+        assert bad.cache.clear().chunks == 4
+    else:
+        assert bad.member.clear_selected(Selection(tenant="")).chunks == 4
+    assert good.in_memory(1) == bad.in_memory(1) == 0
+    assert good.match(1) == good.serves(1, bad) == 0
+    good.put(1)
+    assert bad.member.pins() == [] and good.serves(1, good) == 4
+    good.drain()
+    assert bad.serves(1, good) == 4
+
+
+def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root]) -> None:
+    """Its node has dropped the image, but read it before: it would come to the root after that was swept."""
+    store, hang = MemoryStore(), Hang()
+    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(FaultyRoot(roots[1]), store, "canary")
+    with closing(good, bad):
+        bad.put(1)
+        bad.drain()
+        assert isinstance(bad.root, FaultyRoot)
+        bad.root.set_rules([Rule("publish", hang)])
+        bad.put(2, 1)
+        assert hang.reached.wait(5.0)
+        clearing = threading.Thread(target=good.member.clear_selected, args=(BAD_ONE,))
+        clearing.start()
+        clearing.join(0.7)
+        assert clearing.is_alive()
+        hang.release.set()
+        clearing.join(10.0)
+        assert good.on_root() == [] and not clearing.is_alive()

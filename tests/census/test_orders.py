@@ -1,0 +1,208 @@
+"""How an order to clear reaches every node, and what no copy of what it names gets past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.census.selection import ClearOrder, Selection
+from kvstore.census.standing import Standing
+from kvstore.client.arrays import KvMemory
+from kvstore.errors import Unavailable
+from kvstore.format.lineage import incarnation, lineage_id
+from kvstore.memory.arena import Arena
+from kvstore.meta.clears import ORDERS_MAX, Clears
+from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.session import Session
+from kvstore.namespace import Namespace
+from kvstore.node.clears import ClearsFollower
+from kvstore.node.counters import Counters
+from kvstore.node.images import make_images
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import SystemClock
+from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
+from tests.etcd_fixture import eventually
+from tests.meta.fakes import CountingIds, FakeClock
+from tests.node.stores import kv_of
+
+BAD = lineage_id(b"b" * 16)
+KEYS = Keys(b"r" * 16)
+
+
+def order(ordered_s: float = 2_000_000_000.0) -> ClearOrder:
+    return ClearOrder(None, frozenset({BAD}), 0.0, 0.0, 0.0, ordered_s)
+
+
+class Obedient:
+    """A node as the follower sees it."""
+
+    def __init__(self, meta: MemoryMeta) -> None:
+        self.obeyed: list[list[ClearOrder]] = []
+        self.all: list[ClearOrder] = []
+        self.swept = 0
+        self.can = True
+        self.clears = Clears(meta, KEYS)
+        self.follower = ClearsFollower(self.clears, self.obey, self.sweep, 1.0)
+
+    def obey(self, new: list[ClearOrder], orders: list[ClearOrder]) -> bool:
+        self.obeyed.append(new)
+        self.all = orders
+        return self.can
+
+    def sweep(self, orders: list[ClearOrder]) -> None:
+        self.swept += len(orders)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def meta(store: MemoryStore) -> MemoryMeta:
+    return MemoryMeta(store)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[RolledOut, RolledOut, FaultyMeta]]:
+    files, store = MemoryFiles(), MemoryStore()
+    good, bad = (RolledOut(MemoryRoot(files), store, label) for label in ("stable", "canary"))
+    with closing(good, bad):
+        faulty = FaultyMeta(good.member.meta)
+        assert good.member.clears is not None
+        good.member.clears = Clears(faulty, good.member.keys)
+        yield good, bad, faulty
+
+
+def test_nothing_is_deleted_where_the_others_could_not_be_told(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+    good, bad, faulty = nodes
+    bad.put(1)
+    bad.drain()
+    faulty.add(Rule(Fault.NOT_SENT, key="clears/"))
+    with pytest.raises(Unavailable):
+        good.member.clear_selected(Selection(written_by="label=canary"))
+    assert len(good.on_root()) == 4
+    faulty.heal()
+    assert good.member.clear_selected(Selection(written_by="label=canary")).chunks == 4
+
+
+def test_a_clear_whose_end_could_not_be_told_may_be_repeated(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+    good, bad, faulty = nodes
+    bad.put(1)
+    bad.drain()
+    faulty.add(Rule(Fault.NOT_SENT, operations=("put",), key="clears/", skip_count=1))
+    with pytest.raises(Unavailable):
+        good.member.clear_selected(Selection(written_by="label=canary"))
+    assert good.on_root() == [] and bad.in_memory(1) == 0
+    faulty.heal()
+    cleared = good.member.clear_selected(Selection(written_by="label=canary"))
+    assert (cleared.chunks, cleared.unconfirmed) == (0, ())
+
+
+def test_a_node_that_lost_its_session_reads_the_orders_again(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+    good, bad, _ = nodes
+    bad.put(1)
+    bad.drain()
+    for _ in range(2):
+        assert good.serves(1, bad) == 4
+    before = good.session
+    good.member.presence.current().give_up("for this test")
+    cleared = bad.member.clear_selected(Selection(written_by="label=canary"))
+    assert cleared.chunks == 4
+    eventually(lambda: good.in_memory(1) == 0)
+    eventually(lambda: good.member.stats()["session_alive"] == 1)
+    assert good.session != before and good.serves(1, bad) == 0
+
+
+def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMeta, store: MemoryStore) -> None:
+    node, others = Obedient(meta), Clears(MemoryMeta(store), KEYS)
+    session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
+    node.can = False
+    others.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    node.follower._session = session  # its steps are taken here, without its thread
+    for _ in range(2):
+        assert node.follower.step(0.0)
+    assert others.silent(b"1" * 16, 1.0) == {session.id} and node.swept == 0
+    node.can = True
+    assert node.follower.step(0.0)
+    assert others.silent(b"1" * 16, 1.0) == set() and node.swept == 1
+    assert others.still_silent(b"1" * 16, 1.0) == {session.id}, "which is asked only when it is done"
+    others.done(b"1" * 16, order().to_json(), 1.0, stands=True)
+    assert node.follower.step(0.5)
+    assert others.still_silent(b"1" * 16, 1.0) == set() and len(node.obeyed[-1]) == 1
+    others.done(b"1" * 16, order().to_json(), 1.0, stands=True)
+    count = len(node.obeyed)
+    assert node.follower.step(0.5) and len(node.obeyed) == count, "once is enough"
+
+
+def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMeta) -> None:
+    node = Obedient(meta)
+    node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
+    node.clears.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    meta.put(KEYS.clear_order(b"2" * 16), b"\x00from a later version")
+    meta.put(f"{KEYS.clears}foreign", b"\x00")
+    assert node.follower.step(0.0) and node.all == [order()]
+    meta.delete(KEYS.clear_order(b"1" * 16))
+    assert node.follower.step(0.5) and node.all == []
+
+
+def test_orders_are_bounded(meta: MemoryMeta) -> None:
+    clears = Clears(meta, KEYS)
+    for number in range(ORDERS_MAX + 3):
+        clears.tell(number.to_bytes(16, "big"), b"{}", 1.0, stands=True)
+    assert clears.trim(1.0) == 3 and clears.trim(1.0) == 0
+    kept = {each.key for each in clears.snapshot(1.0).items}
+    assert KEYS.clear_order(bytes(16)) not in kept and len(kept) == ORDERS_MAX
+
+
+def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:
+    tier = MemoryTier(Arena(1 << 20).open(), Counters(), FakeClock())
+    chain = chain_of(1, 4)
+    standing = Standing([order()])
+    for first, fetched, stays in ((0, True, False), (0, False, True), (1, True, False)):
+        slot = tier.claim(chain, first)
+        assert slot is not None
+        if first == 0:
+            make(chain, 0, slot.memory)
+            tier.drop_ordered([], standing)
+        else:
+            make(chain, first, slot.memory)  # claimed before, and complete only now
+        tier.ready([slot], fetched=fetched)
+        assert bool(tier.leading(chain, first)) == stays
+    assert tier.drop_ordered([order()], standing) == 1 and tier.leading(chain) == 0
+    assert tier.stats()["memory_held_bytes"] == 0
+    tier.close()
+
+
+def chain_of(number: int, chunks: int) -> Chain:
+    return Chain.of(Namespace.of("m", LAYOUT), np.asarray(tokens(number, chunks), np.uint32))
+
+
+def make(chain: Chain, index: int, image: memoryview) -> None:
+    """The image of a chunk as the bad one wrote it."""
+
+    class Bad:
+        def fresh(self) -> bytes:
+            return incarnation(BAD, 1_999_999_999, 1)
+
+    source = KvMemory(kv_of(LAYOUT, tokens(1, len(chain))), LAYOUT).sections
+    make_images(chain, [index], source, [image], Bad())
+
+
+def test_a_lost_watch_is_read_afresh(meta: MemoryMeta) -> None:
+    faulty = FaultyMeta(meta)
+    node = Obedient(meta)
+    node.follower = ClearsFollower(Clears(faulty, KEYS), node.obey, node.sweep, 1.0)
+    node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
+    assert node.follower.step(0.0) and node.obeyed == []
+    faulty.cut_watches()
+    node.clears.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    assert node.follower.step(0.5) and node.obeyed == []
+    assert node.follower.step(0.5) and node.obeyed == [[order()]]

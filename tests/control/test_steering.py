@@ -1,0 +1,146 @@
+"""``kvstore lookup``, ``health``, ``limits``, ``tickets`` and ``drain`` against real programs: two workers, an etcd."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import kvstore
+from tests.cli.conftest import Running, eventually, parsed, serving
+from tests.cli.conftest import run as run  # a fixture
+from tests.etcd_fixture import frozen
+from tests.node.stores import SMALL, kv_of
+
+pytestmark = pytest.mark.slow
+
+Run = Callable[..., Result]
+TOKENS = np.arange(3 * SMALL.chunk_tokens)
+TEXT = ",".join(map(str, TOKENS.tolist()))
+
+
+@pytest.fixture(scope="module")
+def up(module_root: Path) -> Iterator[Running]:
+    """Two workers with memory on one root, shared by this module."""
+    with serving(
+        module_root, "up", "--root", str(module_root / "root"), "--listen", "127.0.0.1:0", "--workers", "2",
+        "--memory", "64MiB", "--no-gc",
+    ) as running:  # fmt: skip
+        yield running
+
+
+def workers(up: Running) -> list[str]:
+    return up.grpc.split(",")
+
+
+def test_lookup_names_the_peer_that_has_it_in_memory_and_who_wrote_it(run: Run, up: Running) -> None:
+    first, second = workers(up)
+    with kvstore.connect(first) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS), write="through")
+
+    def seen() -> dict[str, Any]:
+        found: dict[str, Any] = parsed(run("lookup", "m", TEXT, "--connect", second, "--json"))
+        return found
+
+    eventually(lambda: seen()["chunks"][0]["peers"] == [first], "the other worker tells what its memory holds")
+    found = seen()
+    assert (found["tokens"], found["tokens_found"]) == (len(TOKENS), len(TOKENS))
+    chunk = found["chunks"][0]
+    assert chunk["root"]["encoding"] == "plain" and chunk["memory"] is None and chunk["pins"] == 0
+    assert chunk["root"]["lineage"]["version"] == kvstore.__version__
+    at_first = parsed(run("lookup", "m", TEXT, "--connect", up.grpc, "--worker", first, "--json"))
+    assert at_first["chunks"][0]["memory"]["dirty"] is False
+    table = run("lookup", "m", TEXT, "--connect", second)
+    assert table.exit_code == 0 and first in table.stdout and found["chunks"][0]["address"][:12] in table.stdout
+    nothing = run("lookup", "m", "7,7,7", "--connect", second)
+    assert (nothing.exit_code, nothing.stdout) == (1, "")
+
+
+def test_health_of_all_workers_and_exit_code_1_while_etcd_stands_still(run: Run, up: Running) -> None:
+    well = parsed(run("health", "--connect", up.grpc, "--json"))["workers"]
+    assert sorted(well) == sorted(workers(up))
+    for each in well.values():
+        assert each["healthy"] and each["etcd"]["answers"] and each["etcd"]["lease_margin_s"] > 0
+        assert each["root"]["free_bytes"] > 0 and each["worker"]["version"] == kvstore.__version__
+    shown = run("health", "--connect", up.grpc)
+    assert shown.exit_code == 0 and shown.stdout.count("well: up ") == 2
+    with frozen(etcd_pid(up)):
+        ill = run("health", "--connect", up.grpc)
+    assert ill.exit_code == 1 and ill.stdout.count("! etcd does not answer within 2 s") == 2
+    nobody = run("health", "--connect", "127.0.0.1:9")
+    assert nobody.exit_code == 2 and "does not answer" in nobody.stdout
+
+
+def etcd_pid(up: Running) -> int:
+    from tests.cli.conftest import descendants
+
+    return next(pid for pid, command in descendants(up.child.pid).items() if "--listen-client-urls" in command)
+
+
+def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run, up: Running) -> None:
+    first, second = workers(up)
+    at = ("--connect", up.grpc)
+    done = parsed(run("limits", "calls_max=100", *at, "--worker", first, "--json"))["workers"]
+    assert done == {first: {"calls_max": {**done[first]["calls_max"], "value": "100", "before": "64", "started": "64"}}}
+    shown = parsed(run("limits", *at, "--json"))["workers"]
+    assert (shown[first]["calls_max"]["value"], shown[second]["calls_max"]["value"]) == ("100", "64")
+    refused = run("limits", "calls_max=200", "pins_max=none", *at)
+    assert refused.exit_code == 1 and refused.stderr.count("expected a whole number") == 2
+    assert parsed(run("limits", *at, "--json"))["workers"] == shown
+    wrong = run("limits", "calls_max", *at)
+    assert wrong.exit_code == 2 and "expected NAME=VALUE" in wrong.stderr
+
+
+def test_tickets_are_listed_watched_and_cancelled_by_hand(run: Run, up: Running) -> None:
+    first, _ = workers(up)
+    at = ("--connect", up.grpc)
+    with kvstore.connect(first) as store:
+        cache = store.namespace("m", SMALL)
+        begun = store.control.prefetch(cache, [TOKENS])
+    watched = parsed(run("tickets", "--watch", begun.id, *at, "--json"))
+    assert (watched["state"], watched["counts"]["chunks"], watched["worker"]) == ("done", 3, first)
+    left = run("prefetch", "m", TEXT, "--no-wait", "--connect", first).stdout.strip()
+    assert parsed(run("tickets", "--watch", left, *at, "--json"))["act"] == "prefetch"
+    listed = [each for each in parsed(run("tickets", *at, "--json"))["tickets"] if each["id"] != left]
+    assert [each["id"] for each in listed] == [begun.id] and listed[0]["identity"] == "anyone"
+    assert parsed(run("tickets", "--cancel", begun.id, *at, "--json"))["tickets"][0]["state"] == "done"
+    assert f"{begun.id}  prefetch" in run("tickets", *at).stdout
+    unknown = run("tickets", "--watch", "0123456789abcdef", *at)
+    assert unknown.exit_code == 2 and "no worker has a ticket" in unknown.stderr
+    both = run("tickets", "--watch", "a", "--cancel", "b", *at)
+    assert both.exit_code == 2 and "give one of them" in both.stderr
+
+
+def test_a_root_that_a_command_opens_itself_has_no_workers_to_steer(run: Run, tmp_root: Path) -> None:
+    with kvstore.open(f"file://{tmp_root}"):
+        for command in (["health"], ["limits"], ["tickets"], ["drain"], ["lookup", "m", "1"]):
+            result = run(*command, "--root", str(tmp_root))
+            assert result.exit_code == 2 and "give --connect" in result.stderr, command
+
+
+def test_a_drained_worker_finishes_what_it_accepted_and_ends_and_stays_away(run: Run, up: Running) -> None:
+    # The last one here: it takes a worker from those that the others share.
+    first, second = workers(up)
+    tokens = TOKENS + 1000
+    with kvstore.connect(first) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv_of(SMALL, tokens), write="behind")
+        several = run("drain", "--connect", up.grpc)
+        assert several.exit_code == 2 and "which worker?" in several.stderr
+        said = parsed(run("drain", "--connect", up.grpc, "--worker", first, "--within", "5s", "--json"))
+        assert (said["within_s"], said["tickets"]) == (5.0, 0)
+    eventually(lambda: "up.worker_drained" in up.log.read_text(), "up sees that it ended in good order")
+    assert up.child.poll() is None
+    health = json.loads(run("health", "--connect", up.grpc, "--json").stdout)["workers"]
+    assert health[second]["healthy"] and "error" in health[first]
+    listed = parsed(run("ls", "--workers", "--etcd", up.etcd, "--json"))["workers"]
+    assert [each["address"] for each in listed] == [second]
+    with kvstore.connect(second) as store:
+        count, kv = store.namespace("m", SMALL).get(tokens)
+    assert count == len(tokens) and kv.tobytes() == kv_of(SMALL, tokens).tobytes(), "acknowledged, so it was written"

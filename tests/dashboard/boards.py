@@ -1,0 +1,69 @@
+"""Boards over a real store in memory, for tests: what the dashboard shows of it, as its documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.dashboard.board import Board, Pace, Reach, open_board
+from kvstore.dashboard.documents import Documents
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.faulty import FaultyMeta
+from kvstore.meta.memory import MemoryMeta
+from kvstore.node.limits import Limits
+from kvstore.node.opening import join
+from kvstore.root.faulty import FaultyRoot
+from kvstore.root.identity import create_or_open
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+
+QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A store, the faults that the dashboard (and it alone) meets, and what it shows."""
+
+    store: Store
+    root: FaultyRoot
+    meta: FaultyMeta
+    files: MemoryFiles
+    board: Board
+    documents: Documents
+
+    def flip_one(self) -> str:
+        """Damages the last byte of one chunk on the root; its address, in hex."""
+        found = self.root.inner
+        folder = next(iter(found.list(places.CHUNKS)))
+        (entry,) = found.list(Name(f"{places.CHUNKS}/{folder.name}"))
+        name = f"{places.CHUNKS}/{folder.name}/{entry.name}"
+        with self.files.lock:
+            file = self.files.find(name)
+            assert file is not None
+            self.files.write(name, replace(file, content=file.content[:-1] + bytes([file.content[-1] ^ 0xFF])))
+        return entry.name.partition(".")[0]
+
+
+@contextmanager
+def shown() -> Iterator[Shown]:
+    """A dashboard of a store in memory, its feeds running."""
+    clock, ids = SystemClock(), RandomIds()
+    files = MemoryFiles()
+    root, meta = MemoryRoot(files), MemoryMeta(clock=clock)
+    identity = create_or_open(root, ids)
+    member = join(root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids, shared=True)
+    store = Store(LocalPort(member))
+    faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
+    reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, None)
+    board = open_board(reach, QUICK)
+    try:
+        board.start()
+        yield Shown(store, faulty_root, faulty_meta, files, board, Documents(board))
+    finally:
+        faulty_meta.heal()
+        board.close()
+        store.close()

@@ -1,0 +1,130 @@
+"""A headless Chromium for tests: what it shows, what it complains of, and pictures of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 60.0
+HEIGHT_MAX = 1_800
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--ignore-certificate-errors",
+)  # fmt: skip
+
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+UNNAMED = (Path(__file__).parent / "unnamed.js").read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How the page is looked at."""
+
+    name: str
+    width: int
+    height: int
+    dark: bool = False
+    phone: bool = False
+
+
+LIGHT, DARK, PHONE = Mode("light", 1280, 800), Mode("dark", 1280, 800, dark=True), Mode("phone", 360, 740, phone=True)
+MODES = (LIGHT, DARK, PHONE)
+
+
+def missing() -> str | None:
+    """Why no browser can be started here; None where one can."""
+    try:
+        import selenium  # noqa: F401
+    except ModuleNotFoundError:
+        return "selenium is not installed"
+    for program in ("chromium", "chromedriver"):
+        if shutil.which(program) is None:
+            return f"there is no {program}: apt install chromium chromium-driver"
+    return None
+
+
+class Page:
+    """The one tab of a browser."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def look(self, mode: Mode, height: int | None = None) -> None:
+        """Sizes the window as a screen of that kind."""
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": mode.width, "height": height or mode.height, "deviceScaleFactor": 1, "mobile": mode.phone},
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if mode.dark else "light"}
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
+
+    def run(self, script: str, *arguments: object) -> Any:
+        """What a script returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def one(self, selector: str) -> Any:
+        """The first element that a CSS selector finds."""
+        return self.driver.find_element("css selector", selector)
+
+    @property
+    def text(self) -> str:
+        """What the page says, as far as it can be seen."""
+        return str(self.run("return document.body.innerText"))
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Waits until it holds."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}; it says: {self.text[:2000]}"
+            time.sleep(0.1)
+
+    def until_says(self, *words: str) -> None:
+        """Waits until the page says all of this."""
+        self.until(lambda: all(word in self.text for word in words), f"says {words}")
+
+    def keys(self, *keys: str) -> None:
+        """Presses keys, wherever the focus is."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(key).perform()
+
+    def complaints(self) -> list[str]:
+        """What the browser's console says since the last time that is no mere advice."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    def picture(self, mode: Mode, path: Path) -> None:
+        """The whole page as PNG, as far as a picture may be long."""
+        height = int(self.run("return document.documentElement.scrollHeight"))
+        self.look(mode, max(mode.height if not mode.phone else 0, min(HEIGHT_MAX, height)))
+        time.sleep(0.4)  # the page draws its charts anew a moment after its size changes
+        self.driver.save_screenshot(str(path))
+        self.look(mode)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Page]:
+    """A browser with nothing of its own, its profile in ``folder``; ended afterwards."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = Service(shutil.which("chromedriver"), env={**os.environ, "HOME": str(folder)})
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        yield Page(driver)
+    finally:
+        driver.quit()

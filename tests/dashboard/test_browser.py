@@ -1,0 +1,236 @@
+"""The dashboard in a real Chromium, against a live cluster under load: every view, every way to look at it, every key.
+
+``KVSTORE_SCREENSHOTS=FOLDER`` keeps the pictures of each view (README.md and deploy/screenshots have some).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.census.selection import Selection
+from kvstore.client.store import Store
+from kvstore.security.bearer import issue, new_key
+from tests.cli.conftest import Running, descendants, serving
+from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
+from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
+from tests.etcd_fixture import frozen
+
+ARROW_LEFT, ARROW_RIGHT, END, ENTER, ESCAPE = "\ue012", "\ue014", "\ue010", "\ue007", "\ue00c"
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+VIEWS = {
+    "overview": ("Hit ratio", "Sent to clients", "Requests per second", "Pins"),
+    "capacity": ("that chunks may take", "What would go next", "past its time to live", "By namespace", "1 at work"),
+    "namespaces": ("llama-3.1-8b", "acme", "globex", SCRIPT, "⟨202E⟩gnitirw", "MiB"),
+    "pins": ("host-a/engine-1", "nightly-batch", IMAGE),
+    "workers": ("serves", "Hit ratio", "All counts of"),
+    "prefixes": ("Where the bytes are", "ways on", "tokens", " ago"),
+    "damage": ("Found by workers", "miss damaged", "files,"),
+    "tickets": ("clear", "done"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A cluster under load, its page, and a browser that looks at it."""
+
+    up: Running
+    dashboard: Running
+    page: Page
+    root: Path
+
+    def show(self, view: str, mode: Mode) -> None:
+        """Opens a view and waits until it says what it must."""
+        self.page.look(mode)
+        self.page.driver.get("about:blank")
+        self.page.driver.get(f"{self.dashboard.said['dashboard']}#{view}")
+        self.page.until_says(*VIEWS[view])
+
+    def until_at(self, view: str) -> None:
+        """Waits until a key has led to a view."""
+        self.page.until(lambda: self.page.run("return location.hash") == f"#{view}", f"a key leads to {view}")
+
+
+@pytest.fixture(scope="module")
+def live(module_root: Path) -> Iterator[Live]:
+    why = missing()
+    if why is not None:
+        pytest.skip(why)
+    root = module_root / "root"
+    arguments = ["up", "--root", str(root), "--listen", "127.0.0.1:0", "--workers", "2", "--memory", "32MiB"]
+    arguments += ["--max-bytes", "160MiB"]
+    with ExitStack() as undo:
+        running = undo.enter_context(serving(module_root, *arguments))
+        # The collector leaves alone what is past the dashboard's --ttl, so that there is something to be shown.
+        looked = ["dashboard", "--root", str(root), "--etcd", running.etcd, "--listen", "127.0.0.1:0"]
+        dashboard = undo.enter_context(serving(module_root, *looked, "--max-bytes", "160MiB", "--ttl", "1h"))
+        store = undo.enter_context(kvstore.connect(etcd=running.etcd))
+        undo.enter_context(busy(store))
+        page = undo.enter_context(opened(module_root))
+        _history(store, root)
+        yield Live(running, dashboard, page, root)
+
+
+def _history(store: Store, root: Path) -> None:
+    """What makes the views worth a look: damage that was found, chunks of different ages, an act that is over."""
+    deadline_s = time.monotonic() + 120
+    while not store.stats()["miss_damaged"]:
+        assert time.monotonic() < deadline_s, "nobody came across the damage"
+        damage(root, 60)
+        time.sleep(1)
+    age(root)
+    store.control.clear(Selection(tenant="globex"), dry_run=True).wait(60)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("view", VIEWS)
+def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Path, view: str, mode: Mode) -> None:
+    if view == "capacity" and mode is LIGHT:
+        age(live.root)  # what was aged before may have been used, or collected, meanwhile
+    live.show(view, mode)
+    if view == "prefixes":
+        live.page.run("[...document.querySelectorAll('.tree .toggle[aria-expanded]')].at(-1).click()")
+    kept = os.environ.get("KVSTORE_SCREENSHOTS")
+    folder = Path(kept) if kept else tmp_path
+    live.page.picture(mode, folder / f"{view}-{mode.name}.png")
+    width = live.page.run("return document.documentElement.scrollWidth")
+    assert width <= mode.width, "nothing sticks out to the side"
+    assert live.page.run(CONTRAST) == []
+    assert live.page.run(UNNAMED) == []
+    assert live.page.complaints() == []
+    assert live.page.run("return window.hostile") is None, "a name was run as a script"
+    assert live.page.run("return document.querySelectorAll('main script, main img').length") == 0
+
+
+def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
+    page = live.page
+    live.show("overview", LIGHT)
+    page.run("document.getElementById('tab-overview').focus()")
+    for view in [*list(VIEWS)[1:], "overview"]:
+        page.keys(ARROW_RIGHT)
+        live.until_at(view)
+        assert page.run("return document.activeElement.id") == f"tab-{view}"
+        assert page.run("return document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
+    page.keys(END)
+    live.until_at("tickets")
+    page.keys("4")
+    page.until_says(*VIEWS["pins"])
+    page.keys("/")
+    assert page.run("return document.activeElement.id") == "filter"
+    page.keys("nightly")
+    page.until(lambda: "nightly-batch" in page.text and "host-a/engine-1" not in page.text, "rows are filtered")
+    page.keys(ESCAPE)
+    page.until_says("host-a/engine-1")
+    page.keys("?")
+    assert page.run("return document.getElementById('help-dialog').open")
+    page.keys(ESCAPE)
+    assert not page.run("return document.getElementById('help-dialog').open")
+    before = page.run("return getComputedStyle(document.body).backgroundColor")
+    page.keys("t", "t")
+    assert page.run("return document.documentElement.dataset.theme") == "dark"
+    assert page.run("return getComputedStyle(document.body).backgroundColor") != before
+    page.keys("t")
+
+
+def test_a_chart_is_read_with_the_arrow_keys(live: Live) -> None:
+    live.show("overview", LIGHT)
+    page = live.page
+    page.until(lambda: page.run("return document.querySelectorAll('.plot svg').length") == 8, "all charts are drawn")
+    page.run("document.querySelector('.plot svg').focus()")
+    page.keys(ARROW_LEFT, ARROW_LEFT)
+    tip = "return document.querySelector('.plot .tip').innerText"
+    assert "tokens found" in page.run(tip)
+    assert "Arrow keys" in page.run("return document.querySelector('.plot svg').getAttribute('aria-label')")
+
+
+def test_the_focus_and_what_is_open_stay_while_the_page_goes_on(live: Live) -> None:
+    live.show("workers", LIGHT)
+    page = live.page
+    page.run("const one = document.querySelector('details'); one.open = true; one.querySelector('summary').focus()")
+    asked = "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/workers')).length"
+    before = page.run(asked)
+    page.until(lambda: page.run(asked) >= before + 3, "it asked again and again")
+    assert page.run("return document.querySelector('details').open")
+    assert page.run("return document.activeElement.tagName") == "SUMMARY"
+
+
+def test_prefixes_can_be_opened_zoomed_into_and_left(live: Live) -> None:
+    live.show("prefixes", LIGHT)
+    page = live.page
+    rows = "return document.querySelectorAll('.tree tbody tr').length"
+    before = page.run(rows)
+    page.run("document.querySelector('.tree .toggle[aria-expanded=false]').focus()")
+    page.keys(ENTER)
+    page.until(lambda: page.run(rows) > before, "what continues it is shown")
+    page.run("document.querySelector('.tree tr[aria-level=\"2\"] .link').click()")
+    page.until_says("all prefixes ›")
+    page.run("document.querySelector('.crumbs button').click()")
+    page.until(lambda: "all prefixes ›" not in page.text, "the way back")
+    page.run("const one = document.getElementById('namespace-select'); one.value = one.options[1].value; "
+             "one.dispatchEvent(new Event('change', { bubbles: true }))")  # fmt: skip
+    page.until(lambda: page.run("return new Set([...document.querySelectorAll('.tree tbody td:nth-child(2)')]"
+                                ".map((one) => one.innerText)).size") == 1, "one namespace alone")  # fmt: skip
+
+
+def test_an_etcd_that_stands_still_is_said_and_the_page_goes_on(live: Live) -> None:
+    live.show("overview", LIGHT)
+    (etcd,) = [pid for pid, command in descendants(live.up.child.pid).items() if "etcdbin/etcd" in command]
+    with frozen(etcd):
+        live.page.until_says("without etcd", "Needs attention", "problem")
+        assert "Hit ratio" in live.page.text
+        live.page.keys("5")
+        live.page.until_says("serves")
+    live.page.keys("1")
+    live.page.until(lambda: "without etcd" not in live.page.text, "it is well again")
+
+
+def test_a_worker_that_stands_still_is_said(live: Live) -> None:
+    live.show("overview", PHONE)
+    worker, *_ = [pid for pid, command in descendants(live.up.child.pid).items() if "main worker" in command]
+    with frozen(worker):
+        live.page.until_says("does not answer", "1 of 2")
+        assert live.page.run("return document.documentElement.scrollWidth") <= PHONE.width
+    live.page.until_says("2 of 2")
+
+
+def test_a_dashboard_that_is_gone_is_said_and_comes_back(live: Live) -> None:
+    live.show("overview", DARK)
+    with frozen(live.dashboard.child.pid):
+        live.page.until_says("The dashboard does not answer")
+        assert "Hit ratio" in live.page.text, "what it said before stays"
+    live.page.until(lambda: "does not answer" not in live.page.text, "it is back")
+    live.page.complaints()  # of the connection, which was to be expected
+
+
+def test_it_asks_for_a_token_where_one_is_needed(live: Live, module_root: Path, tmp_path: Path) -> None:
+    private, public = new_key()
+    (tmp_path / "key.pub").write_bytes(public)
+    access = tmp_path / "access.json"
+    access.write_text(json.dumps({"identities": {"operator": {"*": "read"}}, "token_keys": ["key.pub"]}))
+    os.chmod(access, 0o600)
+    token = issue(private, "operator", "one", time.time(), 600)
+    arguments = ["dashboard", "--root", str(live.root), "--etcd", live.up.etcd, "--listen", "127.0.0.1:0"]
+    with serving(tmp_path, *arguments, "--access", str(access)) as running:
+        page = live.page
+        page.look(LIGHT)
+        page.driver.get(running.said["dashboard"])
+        page.until_says("A token, please")
+        assert "llama" not in page.text and page.run("return document.activeElement.id") == "token"
+        page.keys("wrong", ENTER)
+        page.until_says("A token, please", "not")
+        page.run("document.getElementById('token').value = ''")
+        page.keys(token, ENTER)
+        page.until_says(*VIEWS["overview"])
+        assert token not in page.run("return document.documentElement.outerHTML")
+        page.run("sessionStorage.clear()")
+    live.page.complaints()  # of the answers 401, which were to be expected

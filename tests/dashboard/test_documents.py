@@ -1,0 +1,115 @@
+"""Documents over a real store: what is there is shown, what fails is said, the rest goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore.dashboard.said import Document
+from kvstore.errors import InvalidRequest
+from kvstore.meta import faulty as faulty_meta
+from kvstore.root.faulty import Hang, Rule
+from tests.dashboard.boards import Shown, shown
+from tests.etcd_fixture import eventually
+from tests.node.stores import TINY, kv_of
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+@pytest.fixture
+def board() -> Iterator[Shown]:
+    with shown() as found:
+        yield found
+
+
+def until(ask: Callable[[], Document], holds: Callable[[Document], object]) -> Document:
+    eventually(lambda: bool(holds(ask())))
+    return ask()
+
+
+def test_namespaces_pins_and_prefixes_are_shown_as_they_are_called(board: Shown) -> None:
+    cache = board.store.namespace(HOSTILE, TINY, tenant="\u202eacme", fingerprint="f" * 4000)
+    tokens = list(range(32))
+    cache.put(tokens, kv_of(TINY, tokens))
+    cache.put([*tokens[:16], *range(100, 116)], kv_of(TINY, [*tokens[:16], *range(100, 116)]))
+    with cache.pin(tokens, ttl=600):
+        pins = until(board.documents.pins, lambda found: found["count"] and found["pins"][0]["namespace"])
+        (row,) = pins["pins"]
+        assert (row["namespace"], row["tenant"], row["tokens"], row["chunks"]) == (HOSTILE, "\u202eacme", 32, 8)
+    names = until(board.documents.namespaces, lambda found: found["namespaces"])
+    assert [row["name"] for row in names["namespaces"]] == [HOSTILE]
+    found = until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: len(found["runs"]) == 3)
+    first, *rest = found["runs"]
+    assert (first["chunks"], first["forks"], first["below"]["ends"], first["below"]["chunks"]) == (4, 2, 2, 12)
+    assert {row["above"] for row in rest} == {first["id"]}
+    zoomed = board.documents.prefixes("", rest[0]["id"], "bytes")
+    assert [row["id"] for row in zoomed["way"]] == [first["id"]]
+    json.dumps(found, allow_nan=False)
+
+
+def test_no_document_holds_tokens(board: Shown) -> None:
+    tokens = list(range(7_000_000, 7_000_016))
+    board.store.namespace("model", TINY).put(tokens, kv_of(TINY, tokens))
+    until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: found.get("runs"))
+    ask = board.documents
+    documents = [ask.overview(), ask.capacity(), ask.namespaces(), ask.pins(), ask.workers(), ask.damage()]
+    said = json.dumps([*documents, ask.prefixes("", "", "long")])
+    assert not any(str(token) in said for token in tokens)
+
+
+def test_a_root_that_hangs_is_said_and_the_rest_goes_on(board: Shown) -> None:
+    until(board.documents.overview, lambda found: found["space"] is not None and found["cluster"] is not None)
+    hang = Hang()
+    board.root.set_rules([Rule("space", hang)])
+    try:
+        found = until(board.documents.overview, lambda found: found["sources"]["root"]["error"])
+        assert "no answer for" in found["sources"]["root"]["error"]
+        assert any("the root" in item["text"] for item in found["attention"])
+        assert found["space"] is not None, "what it said before is shown"
+        board.store.namespace("meanwhile", TINY)
+        until(board.documents.namespaces, lambda found: found["namespaces"])
+    finally:
+        hang.release.set()
+
+
+def test_an_etcd_that_does_not_answer_is_said_and_the_rest_goes_on(board: Shown) -> None:
+    until(board.documents.overview, lambda found: found["cluster"] is not None)
+    board.meta.add(faulty_meta.Rule(faulty_meta.Fault.NOT_SENT))
+    found = until(board.documents.overview, lambda found: found["sources"]["etcd"]["error"])
+    assert found["cluster"] is not None and found["attention"][0]["level"] == "bad"
+    assert found["sources"]["root"]["error"] is None
+    board.meta.heal()
+    until(board.documents.overview, lambda found: found["sources"]["etcd"]["error"] is None)
+
+
+def test_damage_is_counted_and_named(board: Shown) -> None:
+    tokens = list(range(4))
+    cache = board.store.namespace("model", TINY)
+    cache.put(tokens, kv_of(TINY, tokens))
+    address = board.flip_one()
+    assert cache.get(tokens)[0] == 0, "a miss, never wrong bytes"
+    found = until(board.documents.damage, lambda found: found["files"] and found["counts"]["miss_damaged"])
+    assert [file["address"] for file in found["files"]] == [address]
+    assert found["quarantine"]["count"] == 1 and sum(found["counts"]["miss_damaged"].values()) == 1
+    attention = until(board.documents.overview, lambda found: found["quarantine"])["attention"]
+    assert any("set aside" in item["text"] for item in attention)
+
+
+def test_rates_appear_once_there_was_a_second_look(board: Shown) -> None:
+    cache = board.store.namespace("model", TINY)
+    tokens = list(range(16))
+    until(lambda: board.documents.history(False, 0.0), lambda found: found["columns"]["at_s"])
+    cache.put(tokens, kv_of(TINY, tokens))
+    assert cache.match(tokens) == 16
+    found = until(board.documents.overview, lambda found: found["rates"]["tokens_matched"] > 0)
+    assert found["workers"] == {"answering": 1, "known": 1}
+
+
+@pytest.mark.parametrize(
+    ("namespace", "at", "order"), [("zz", "", "bytes"), ("", "00", "bytes"), ("", "", "worst"), ("0" * 15, "", "long")]
+)
+def test_a_question_that_makes_no_sense_is_refused(board: Shown, namespace: str, at: str, order: str) -> None:
+    with pytest.raises(InvalidRequest):
+        board.documents.prefixes(namespace, at, order)

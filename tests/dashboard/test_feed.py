@@ -1,0 +1,99 @@
+"""Feeds: a source that fails or hangs is said, and what it said before stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from kvstore.dashboard.feed import WANTED_S, Feed
+from kvstore.errors import Unavailable
+from kvstore.sources import SystemClock
+from tests.etcd_fixture import eventually
+
+
+class Moved(SystemClock):
+    """The real clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.added_s
+
+
+@contextmanager
+def running(feed: Feed[int]) -> Iterator[Feed[int]]:
+    feed.start()
+    try:
+        yield feed
+    finally:
+        feed.close()
+
+
+def made(read: Callable[[], int], clock: SystemClock | None = None, *, on_demand: bool = False) -> Feed[int]:
+    return Feed("test", read, 0.02, clock or SystemClock(), late_s=5.0, on_demand=on_demand)
+
+
+def test_what_a_source_said_stays_when_it_fails() -> None:
+    answers: SimpleQueue[int | Exception] = SimpleQueue()
+
+    def read() -> int:
+        found = answers.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with running(made(read)) as feed:
+        assert feed.look().value is None and feed.look().age_s is None
+        answers.put(7)
+        eventually(lambda: feed.look().value == 7)
+        answers.put(Unavailable("etcd does not answer"))
+        eventually(lambda: feed.look().error == "etcd does not answer")
+        assert feed.look().value == 7
+        answers.put(8)
+        eventually(lambda: feed.look().value == 8 and feed.look().error is None)
+        answers.put(ValueError("a secret of the code"))
+        eventually(lambda: feed.look().error is not None)
+        assert feed.look().error == "internal error, please report it: ValueError"
+        answers.put(9)
+        eventually(lambda: feed.look().value == 9)
+        feed._closed = True  # it waits in the source; what it gets is its last
+        answers.put(9)
+
+
+def test_a_source_that_hangs_is_said_and_nobody_waits_for_it() -> None:
+    began, release, clock = threading.Event(), threading.Event(), Moved()
+
+    def read() -> int:
+        began.set()
+        release.wait()
+        return 1
+
+    with running(made(read, clock)) as feed:
+        assert began.wait(10)
+        assert feed.look().error is None
+        clock.added_s = 60.0
+        error = feed.look().error
+        assert error is not None and error.startswith("no answer for 6")
+        release.set()
+        eventually(lambda: feed.look().value == 1 and feed.look().error is None)
+
+
+def test_on_demand_is_read_only_while_somebody_looks() -> None:
+    reads, clock = [0], Moved()
+
+    def read() -> int:
+        reads[0] += 1
+        return reads[0]
+
+    with running(made(read, clock, on_demand=True)) as feed:
+        assert reads[0] == 0
+        feed.look()
+        eventually(lambda: reads[0] >= 2)
+        clock.added_s += WANTED_S + 1.0
+        eventually(lambda: feed._thread is not None and not feed._is_wanted(clock.monotonic_s()))
+        seen = reads[0]
+        feed.look()
+        eventually(lambda: reads[0] > seen)

@@ -1,0 +1,114 @@
+"""The forest of prefixes: every chunk in one run, sums that add up, ways that lead back."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.address import NO_PARENT, Address
+from kvstore.dashboard.forest import ORDERS, Forest, Leaf
+from kvstore.namespace import NamespaceId
+
+ONE, TWO = NamespaceId(b"namespc1"), NamespaceId(b"namespc2")
+
+
+def address(number: int) -> Address:
+    return Address(number.to_bytes(16, "big"))
+
+
+def grown(
+    parents: dict[int, int], *, sizes: dict[int, int] | None = None, namespace: NamespaceId = ONE, weight: float = 1.0
+) -> Forest:
+    """A forest by number of chunk and of its parent; 0 is no parent."""
+    leaves: dict[Address, Leaf] = {}
+    for number, parent in parents.items():
+        depth, above = 0, parent
+        while above:
+            depth, above = depth + 1, parents.get(above, 0)
+        leaves[address(number)] = Leaf(
+            address(number),
+            address(parent) if parent else NO_PARENT,
+            namespace,
+            depth,
+            (sizes or {}).get(number, 10),
+            1000 + number,
+            0,
+            weight,
+        )
+    return Forest(1.0, True, leaves).grown()
+
+
+def test_a_prompt_that_nobody_forked_is_one_run() -> None:
+    (run,) = grown({1: 0, 2: 1, 3: 2}).runs(None, None, 10, "bytes")
+    assert (run.first, run.chunks, run.size_bytes, run.forks, run.last_use_s) == (0, 3, 30, 0, 1003)
+    assert run.below.depth_max == 3 and run.below.ends_count == 1 and run.is_rooted
+
+
+def test_a_run_ends_where_two_prompts_part() -> None:
+    forest = grown({1: 0, 2: 1, 3: 2, 4: 2, 5: 4})
+    runs = {int.from_bytes(run.id): run for run in forest.runs(None, None, 10, "bytes")}
+    assert {number: run.chunks for number, run in runs.items()} == {1: 2, 3: 1, 4: 2}
+    assert runs[1].forks == 2 and runs[1].below.size_bytes == 50 and runs[1].below.ends_count == 2
+    assert runs[3].above == runs[4].above == address(1)
+    assert runs[4].first == 2 and runs[1].below.depth_max == 4
+
+
+def test_a_chunk_whose_parent_is_gone_begins_a_run_that_no_match_reaches() -> None:
+    forest = grown({1: 0, 7: 6})
+    assert {run.id: run.is_rooted for run in forest.runs(None, None, 10, "bytes")} == {
+        address(1): True,
+        address(7): False,
+    }
+
+
+def test_the_heaviest_come_first_and_parents_before_children() -> None:
+    forest = grown({1: 0, 2: 1, 3: 1, 9: 0}, sizes={1: 1, 2: 50, 3: 5, 9: 30})
+    found = [int.from_bytes(run.id) for run in forest.runs(None, None, 3, "bytes")]
+    assert found == [1, 2, 9]
+    assert [int.from_bytes(run.id) for run in forest.runs(None, None, 1, "recent")] == [9]
+
+
+def test_one_run_and_what_continues_it_can_be_asked_for() -> None:
+    forest = grown({1: 0, 2: 1, 3: 1, 4: 3, 5: 3})
+    assert {int.from_bytes(run.id) for run in forest.runs(None, address(3), 10, "bytes")} == {3, 4, 5}
+    assert [int.from_bytes(run.id) for run in forest.way_to(address(4))] == [1, 3]
+    assert forest.runs(None, address(77), 10, "bytes") == [] and forest.way_to(address(77)) == []
+
+
+def test_an_ancestor_that_a_sample_hangs_on_adds_nothing_to_sums() -> None:
+    leaves = {
+        address(1): Leaf(address(1), NO_PARENT, ONE, 0, 10, 5, 0, 0.0),
+        address(2): Leaf(address(2), address(1), ONE, 1, 10, 5, 0, 4.0),
+    }
+    forest = Forest(0.25, True, leaves).grown()
+    assert forest.namespaces()[ONE].chunks == 4 and forest.namespaces()[ONE].size_bytes == 40
+
+
+def test_namespaces_are_kept_apart() -> None:
+    one, two = grown({1: 0, 2: 1}), grown({3: 0}, namespace=TWO)
+    forest = Forest(1.0, True, {**one.leaves, **two.leaves}).grown()
+    assert {id: total.chunks for id, total in forest.namespaces().items()} == {ONE: 2, TWO: 1}
+    assert [run.id for run in forest.runs(TWO, None, 10, "long")] == [address(3)]
+
+
+def test_a_chain_of_many_thousand_chunks_is_no_recursion() -> None:
+    (run,) = grown({number: number - 1 for number in range(1, 2_000)}).runs(None, None, 10, "long")
+    assert run.chunks == run.below.depth_max == 1_999
+
+
+@given(st.integers(0, 10_000), st.integers(1, 60), st.sampled_from(ORDERS))
+def test_every_chunk_is_in_one_run(seed: int, count: int, order: str) -> None:
+    draw = random.Random(seed)
+    forest = grown({number: draw.randrange(number) for number in range(1, count + 1)})
+    runs = forest.runs(None, None, 10_000, order)
+    assert sum(run.chunks for run in runs) == count
+    assert sum(run.below.size_bytes for run in runs if run.above is None) == 10 * count
+    seen: set[Address] = set()
+    for run in runs:
+        assert run.above is None or run.above in seen, "a parent comes before its children"
+        seen.add(run.id)
+        way = forest.way_to(run.id)
+        assert [each.id for each in way][-1:] == ([run.above] if run.above else [])
+        assert sum(each.chunks for each in way) == run.first

@@ -1,0 +1,204 @@
+"""The dashboard over real HTTP: what it refuses, what it tells browsers, and that clients cannot tie it up."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import select
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.dashboard import serving as serving_module
+from kvstore.dashboard.door import OpenDoor, TokenDoor
+from kvstore.dashboard.serving import Serving
+from kvstore.dashboard.web import SAFETY, Door, application
+from kvstore.security.bearer import issue, new_key
+from kvstore.security.tls import ServerTls
+from tests.dashboard.boards import Shown, shown
+from tests.etcd_fixture import Certificates, eventually
+from tests.node.stores import TINY
+
+VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "tickets")
+
+
+@pytest.fixture(scope="module")
+def board() -> Iterator[Shown]:
+    with shown() as found:
+        found.store.namespace("<script>\ud7ff", TINY)
+        yield found
+
+
+@contextmanager
+def served(board: Shown, door: Door, tls: ServerTls | None = None) -> Iterator[int]:
+    serving = Serving(application(board.documents, door), "127.0.0.1", 0, tls)
+    try:
+        yield int(serving.start().rstrip("/").rpartition(":")[2])
+    finally:
+        serving.close()
+
+
+@pytest.fixture(scope="module")
+def port(board: Shown) -> Iterator[int]:
+    with served(board, OpenDoor(is_local=True)) as found:
+        yield found
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def answers(port: int) -> bool:
+    """Whether it does now: a client that is cut off before it is let in asks again."""
+    try:
+        return get(port, "/api/overview")[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_each_view_has_a_document(port: int, view: str) -> None:
+    status, headers, content = get(port, f"/api/{view}")
+    assert status == 200 and headers["content-type"] == "application/json"
+    assert content.isascii() and isinstance(json.loads(content), dict)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/style.css", "/main.js", "/api/overview", "/api/nothing", "/nothing", "/health"]
+)
+def test_every_answer_tells_the_browser_to_trust_nothing_else(port: int, path: str) -> None:
+    _, headers, _ = get(port, path)
+    assert {name: headers[name] for name in SAFETY} == SAFETY
+    assert "unsafe" not in headers["content-security-policy"] and "server" not in headers
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/../kvstore/errors.py", 404),
+        ("/%2e%2e/%2e%2e/etc/passwd", 404),
+        ("/static/main.js", 404),
+        ("/__init__.py", 404),
+        ("/api/prefixes?at=zz", 400),
+        ("/api/prefixes?order=worst", 400),
+        ("/api/history?after=nan", 400),
+        (f"/api/overview?{'x' * 2_000}", 400),
+    ],
+)
+def test_what_is_not_there_or_makes_no_sense_is_refused(port: int, path: str, status: int) -> None:
+    assert get(port, path)[0] == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_it_only_reads(port: int, method: str) -> None:
+    assert get(port, "/api/overview", method)[0] == 405
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.7:8080", ""])
+def test_another_name_that_leads_here_is_refused(port: int, host: str) -> None:
+    assert get(port, "/api/overview", Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8080", "[::1]"])
+def test_this_host_by_any_of_its_names_is_served(port: int, host: str) -> None:
+    assert get(port, "/api/overview", Host=host)[0] == 200
+
+
+def test_only_a_token_that_may_read_every_tenant_sees_anything(board: Shown, tmp_path: Path) -> None:
+    private, public = new_key()
+    (tmp_path / "key.pub").write_bytes(public)
+    access = tmp_path / "access.json"
+    identities = {"operator": {"*": "read"}, "acme": {"acme": "admin"}}
+    access.write_text(json.dumps({"identities": identities, "token_keys": ["key.pub"]}))
+    os.chmod(access, 0o600)
+
+    def token(identity: str, *, at_s: float = time.time()) -> str:
+        return f"Bearer {issue(private, identity, identity, at_s, 60)}"
+
+    with served(board, TokenDoor.of_file(str(access))) as port:
+        assert get(port, "/api/overview")[0] == 401
+        assert get(port, "/api/overview", Authorization="Bearer nonsense")[0] == 401
+        assert get(port, "/api/overview", Authorization=token("operator", at_s=time.time() - 3_600))[0] == 401
+        assert get(port, "/api/overview", Authorization=token("acme"))[0] == 403
+        assert get(port, "/api/overview", Authorization=token("nobody"))[0] == 403
+        assert get(port, "/api/overview", Authorization=token("operator"), Host="dash.example")[0] == 200
+        for path in ("/", "/main.js", "/health"):
+            assert get(port, path)[0] == 200, "what everybody has may be seen by everybody"
+
+
+def test_a_renewed_certificate_is_used_for_the_next_connection(board: Shown, tmp_path: Path) -> None:
+    certificates = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        certificates.append(Certificates(tmp_path / name).server)
+    cert, key = tmp_path / "page.crt", tmp_path / "page.key"
+
+    def use(number: int) -> None:
+        for source, target in zip(certificates[number], (cert, key), strict=True):
+            fresh = target.with_suffix(".new")
+            fresh.write_bytes(source.read_bytes())
+            os.chmod(fresh, 0o600)
+            fresh.rename(target)
+
+    def presented(port: int) -> str:
+        return ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+
+    use(0)
+    with served(board, OpenDoor(is_local=False), ServerTls(str(cert), str(key))) as port:
+        before = presented(port)
+        use(1)
+        deadline_s = time.monotonic() + 20
+        while presented(port) == before:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200" not in plain.recv(100), "plain HTTP is not answered"
+
+
+def test_headers_that_never_end_are_cut_off(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 40_000)
+        said = b""
+        while piece := client.recv(4096):
+            said += piece
+        assert b"200 OK" not in said
+
+
+def test_a_client_that_asks_nothing_is_let_go_and_others_are_served(
+    board: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "FIRST_REQUEST_S", 0.5)
+    with served(board, OpenDoor(is_local=True)) as port:
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(50)]
+        try:
+            silent[0].sendall(b"GET / HTTP/1.1\r\nHo")
+            assert get(port, "/api/overview")[0] == 200
+            assert all(each.recv(1) == b"" for each in silent), "closed"
+        finally:
+            for each in silent:
+                each.close()
+
+
+def test_connections_are_bounded_and_silent_ones_make_room(board: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "CONNECTIONS_MAX", 20)
+    with served(board, OpenDoor(is_local=True)) as port:
+        many = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(60)]
+        try:
+            eventually(lambda: answers(port))
+            eventually(lambda: len(select.select(many, [], [], 0)[0]) >= 40)  # closed
+        finally:
+            for each in many:
+                each.close()

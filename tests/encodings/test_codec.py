@@ -1,0 +1,182 @@
+"""Encoded files as bytes: what goes in comes out, and nothing else ever does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
+from kvstore.encodings.keys import Key
+from kvstore.encodings.squeezing import join_planes, split_planes
+from kvstore.format.checksum import checksum
+from kvstore.format.encoded import decode_any, decode_encoded
+from kvstore.format.header import Damage, Damaged, Encoding, decode, decode_as
+from tests.encodings.keyed import secret
+from tests.format.strategies import ChunkFile, chunk_files
+
+KEY, OTHER = Key("a", secret("a")), Key("b", secret("b"))
+wishes = st.sampled_from([Wish(True), Wish(key=KEY), Wish(True, KEY)])
+salts = st.binary(min_size=16, max_size=16)
+
+
+def sections_of(file: ChunkFile) -> list[memoryview]:
+    size = file.expected.section_bytes
+    return [memoryview(file.payload)[at * size : (at + 1) * size] for at in range(file.expected.section_count)]
+
+
+def encoded(file: ChunkFile, wish: Wish, salt: bytes) -> bytearray:
+    return bytearray(b"".join(encode_chunk(file.expected, file.incarnation, sections_of(file), wish, salt)))
+
+
+def decoded(file: ChunkFile, content: bytes | bytearray, key: Key | None) -> bytes:
+    """As a reader does it, which expects the chunk of ``file``. Raises Damaged."""
+    header = decode_header(content, file.expected)
+    if header.file_bytes != len(content):
+        raise Damaged(Damage.SIZE)
+    decoding = Decoding(content, header, key if Encoding.ENCRYPTED in header.encoding else None)
+    plain = decode_as(decoding.plain_header, file.expected)
+    payload = bytearray(file.expected.payload_bytes)
+    for index, sum_ in enumerate(plain.checksums):
+        section = memoryview(payload)[index * plain.section_bytes : (index + 1) * plain.section_bytes]
+        offset, size = decoding.where(index)
+        decoding.section(index, memoryview(content)[offset : offset + size], section)
+        if checksum(section) != sum_:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+    return decoding.plain_header + bytes(payload)
+
+
+@settings(max_examples=25)
+@given(chunk_files(), wishes, salts)
+def test_decoding_gives_the_very_file_of_version_1(file: ChunkFile, wish: Wish, salt: bytes) -> None:
+    content = encoded(file, wish, salt)
+    assert decoded(file, content, KEY) == file.content
+    assert len(content) != len(file.content), "its size alone tells the version"
+    header = decode_any(content)
+    assert (header.encoding, header.file_bytes) == (wish.encoding, len(content))
+    with pytest.raises(Damaged):
+        decode(content)
+    assert wish == PLAIN or decode_any(file.content).encoding is Encoding.PLAIN
+
+
+@settings(max_examples=25)
+@given(chunk_files(), wishes, salts, st.data())
+def test_any_flipped_bit_is_found(file: ChunkFile, wish: Wish, salt: bytes, data: st.DataObject) -> None:
+    content = encoded(file, wish, salt)
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(Damaged):
+        decoded(file, content, KEY)
+
+
+def _sealed_anew(content: bytearray) -> bytearray:
+    """With checksums as somebody would write them who has no key: of stored sections, and of the header."""
+    size = int.from_bytes(content[16:20], "little")
+    content[size - 8 : size] = checksum(memoryview(content)[: size - 8]).to_bytes(8, "little")
+    return content
+
+
+@settings(max_examples=25)
+@given(chunk_files(), salts, st.data())
+def test_what_somebody_changes_who_has_no_key_is_found(file: ChunkFile, salt: bytes, data: st.DataObject) -> None:
+    content = encoded(file, Wish(key=KEY), salt)
+    header = decode_encoded(content)
+    identity, count = len(file.expected.identity), file.expected.section_count
+    inner = -(-identity // 8) * 8 + 8 * count
+    # Anything but padding: what names the chunk, the incarnation, what is sealed, the salt, the bytes themselves.
+    at = data.draw(
+        st.one_of(
+            st.integers(20, 119), st.integers(128, 128 + inner + 31), st.integers(header.header_bytes, len(content) - 1)
+        )
+    )
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    table, offset = 160 + inner, header.header_bytes
+    for index, stored in enumerate(header.stored):
+        content[table + 16 * index : table + 16 * index + 8] = checksum(
+            memoryview(content)[offset : offset + stored.size_bytes]
+        ).to_bytes(8, "little")
+        offset += stored.size_bytes
+    with pytest.raises(Damaged):
+        decoded(file, _sealed_anew(content), KEY)
+
+
+@settings(max_examples=25)
+@given(chunk_files(), salts)
+def test_a_section_moved_to_another_place_is_found(file: ChunkFile, salt: bytes) -> None:
+    if file.expected.section_count < 2:
+        return
+    content = encoded(file, Wish(key=KEY), salt)
+    header = decode_encoded(content)
+    size, start = header.stored[0].size_bytes, header.header_bytes
+    first, second = bytes(content[start : start + size]), bytes(content[start + size : start + 2 * size])
+    content[start : start + 2 * size] = second + first
+    table = 160 + -(-len(file.expected.identity) // 8) * 8 + 8 * file.expected.section_count
+    entries = bytes(content[table : table + 32])
+    content[table : table + 32] = entries[16:] + entries[:16]
+    with pytest.raises(Damaged) as caught:
+        decoded(file, _sealed_anew(content), KEY)
+    assert caught.value.damage is Damage.SEAL
+
+
+@settings(max_examples=25)
+@given(chunk_files(), salts)
+def test_a_file_under_another_name_or_namespace_is_found(file: ChunkFile, salt: bytes) -> None:
+    content = encoded(file, Wish(key=KEY), salt)
+    for start, other in (
+        (40, replace(file.expected, address=type(file.expected.address)(bytes(16)))),
+        (72, replace(file.expected, namespace=type(file.expected.namespace)(bytes(32)))),
+    ):
+        moved = replace(file, expected=other)
+        with pytest.raises(Damaged):
+            decoded(moved, content, KEY)
+        forged = bytearray(content)  # and said so in its header
+        forged[start : start + 16] = bytes(16)
+        if start == 72:
+            forged[start : start + 32] = bytes(32)
+        with pytest.raises(Damaged) as caught:
+            decoded(moved, _sealed_anew(forged), KEY)
+        assert caught.value.damage is Damage.SEAL
+
+
+@settings(max_examples=25)
+@given(chunk_files(), salts)
+def test_another_key_opens_nothing(file: ChunkFile, salt: bytes) -> None:
+    with pytest.raises(Damaged) as caught:
+        decoded(file, encoded(file, Wish(True, KEY), salt), OTHER)
+    assert caught.value.damage is Damage.SEAL
+
+
+@settings(max_examples=25)
+@given(chunk_files(), salts, salts)
+def test_the_same_chunk_is_never_the_same_bytes_twice(file: ChunkFile, one: bytes, other: bytes) -> None:
+    if one == other:
+        return
+    first, second = (encoded(file, Wish(key=KEY), salt) for salt in (one, other))
+    header = decode_encoded(first)
+    assert first[header.header_bytes :] != second[header.header_bytes :]
+
+
+@settings(max_examples=25)
+@given(st.binary(max_size=100), st.sampled_from([1, 2, 4, 8]))
+def test_byte_planes_are_taken_apart_and_put_together(section: bytes, itemsize: int) -> None:
+    planes = bytes(split_planes(memoryview(section), itemsize))
+    whole = len(section) // itemsize
+    assert planes[:whole] == section[: whole * itemsize : itemsize]
+    joined = bytearray(len(section))
+    join_planes(planes, itemsize, memoryview(joined))
+    assert joined == section
+
+
+def test_a_frame_that_claims_more_than_a_section_is_not_decompressed() -> None:
+    import zstandard
+
+    from kvstore.encodings.squeezing import stretch
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    with pytest.raises(Damaged) as caught:
+        stretch(bomb, memoryview(bytearray(1000)), 1)
+    assert caught.value.damage is Damage.ENCODING
+    with pytest.raises(Damaged):
+        stretch(b"no frame", memoryview(bytearray(1000)), 1)

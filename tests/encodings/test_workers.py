@@ -1,0 +1,63 @@
+"""Encoded chunks through a worker: each way gives the bytes, and no descriptor of such a file ever leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.node.recoding import Outcome, Recoding, recode
+from kvstore.node.settings import NO_TIERS, TierSettings
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import Kind
+from kvstore.worker.worker import Worker
+from tests.encodings.keyed import key_file
+from tests.encodings.test_node import names_of, namespace, opened, put_all, reads_right
+from tests.worker.serving import Served, connected
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def worker_on(root: Path, keys: Path, settings: TierSettings) -> Iterator[Served]:
+    with opened(root, key_file(keys, "a"), settings) as (member, _):
+        worker = Worker(member, "127.0.0.1:0", None)
+        try:
+            worker.start()
+            yield Served(worker, member)
+        finally:
+            worker.stop()
+
+
+@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
+@pytest.mark.parametrize("memory", [0, 16 << 20])
+@pytest.mark.parametrize("how", ["encrypted", "compressed"])
+def test_every_way_reads_what_was_put(
+    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, memory: int, bulk: str
+) -> None:
+    tenant = "acme" if how == "encrypted" else "other"
+    handed: list[int] = []
+    send = Channel.send
+
+    def noting(self: Channel, kind: Kind, number: int, *rest: object, **given: object) -> None:
+        handed.extend(rest[1] if kind is Kind.FILES and len(rest) > 1 else [])  # type: ignore[arg-type]
+        send(self, kind, number, *rest, **given)  # type: ignore[arg-type]
+
+    settings = TierSettings.of(memory, None, "around") if memory else NO_TIERS
+    with worker_on(tmp_root, tmp_path / "keys.json", settings) as served:
+        with connected(served, bulk=bulk) as store:
+            put_all(store, tenant)
+        if how == "compressed":
+            for name in names_of(tmp_root):
+                assert recode(served.member.node, name, Recoding.COMPRESS).outcome in (Outcome.REWRITTEN, Outcome.KEPT)
+        served.member.node.forget()
+        monkeypatch.setattr(Channel, "send", noting)
+        with connected(served, bulk=bulk) as store:
+            for _ in range(3):  # by the third time memory has them
+                reads_right(namespace(store, tenant))
+            stats = store.stats()
+            assert stats["miss_damaged"] == stats["miss_key"] == 0
+    if how == "encrypted":
+        assert not handed

@@ -1,0 +1,305 @@
+"""Clients that are not who they should be, or do not behave: refused or bounded, while others are served."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import ClientTls
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.credentials import Credentials
+from kvstore.client.endpoint import Endpoint
+from kvstore.client.limits import ClientLimits
+from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
+from kvstore.worker.limits import WorkerLimits
+from tests.node.stores import SMALL, kv_of, same
+from tests.security.certificates import Authority
+from tests.security.secured import Secured, bearer, secured
+from tests.worker.serving import WAIT_S, packed
+
+pytestmark = pytest.mark.slow
+
+TOKENS = np.arange(3 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+IDENTITIES = {"cert:engine": {"acme": "write"}, "engine": {"acme": "write"}, "other": {"globex": "admin"}}
+LIMITS = WorkerLimits(idle_s=1.0, hello_s=1.0, calls_max=8, spare_calls_max=4)
+STATS = "/kvstore.v1.KVStore/Stats"
+SOON = ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    with secured(tmp_path_factory.mktemp("hostile"), IDENTITIES, limits=LIMITS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(served: Secured) -> ClientTls:
+    return served.authority.client("engine")
+
+
+def works(served: Secured, tls: ClientTls, token_file: Path | None = None, bulk: str = "auto") -> None:
+    """A client of good will puts and gets, within seconds."""
+    with kvstore.connect(served.address, tls=tls, token_file=token_file, bulk=bulk, limits=SOON) as store:
+        cache = store.namespace("m", SMALL, tenant="acme")
+        cache.put(TOKENS, KV)
+        count, array = cache.get(TOKENS)
+        assert count == len(TOKENS) and same(array, KV)
+
+
+@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+def test_a_client_with_a_certificate_is_served_in_every_way(served: Secured, engine: ClientTls, bulk: str) -> None:
+    works(served, engine, bulk=bulk)
+
+
+def test_memory_and_files_are_not_shared_with_who_sees_one_tenant(served: Secured, engine: ClientTls) -> None:
+    endpoint = Endpoint(served.address, Bulk.SHARED, ClientLimits(), Credentials(engine))
+    try:
+        with endpoint.bulk.link(WAIT_S) as link:
+            assert link is not None
+            assert (link.hands_files, link.memory) == (False, None)
+            link.channel.alive = False
+    finally:
+        endpoint.close()
+
+
+def certificates(served: Secured, tmp_path: Path) -> dict[str, ClientTls | None]:
+    """Clients whose handshake must fail."""
+    good, other = served.authority.client("engine"), Authority(tmp_path / "other").client("engine")
+    old = served.authority.issue("old", lives=-datetime.timedelta(hours=1))
+    return {
+        "no certificate": ClientTls(good.ca_file),
+        "a certificate of another authority": ClientTls(good.ca_file, other.cert_file, other.key_file),
+        "a worker of another authority": ClientTls(other.ca_file, good.cert_file, good.key_file),
+        "a certificate that has expired": ClientTls(good.ca_file, str(old.cert), str(old.key)),
+        "another server's name": ClientTls(good.ca_file, good.cert_file, good.key_file, "another.example"),
+        "plaintext on the TLS port": None,
+    }
+
+
+def test_wrong_handshakes_are_refused_and_change_nothing(served: Secured, tmp_path: Path) -> None:
+    for name, tls in certificates(served, tmp_path).items():
+        calls = dict(served.worker.service.calls.ended())
+        with kvstore.connect(served.address, tls=tls, limits=SOON) as store, pytest.raises(Unavailable):
+            store.namespace("m", SMALL, tenant="acme")
+        assert dict(served.worker.service.calls.ended()) == calls, name
+    works(served, served.authority.client("engine"))
+
+
+def test_tls_on_a_plaintext_port_fails_soon(engine: ClientTls) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        began_s = time.monotonic()
+        with kvstore.connect(address, tls=engine, limits=SOON) as store, pytest.raises(Unavailable):
+            store.namespace("m", SMALL)
+        assert time.monotonic() - began_s < 20
+
+
+def test_tokens_that_are_stolen_old_or_of_another_tenant(served: Secured, engine: ClientTls) -> None:
+    issuer, thumbprint = (
+        served.issuer,
+        hashlib.sha256(ssl.PEM_cert_to_DER_cert(Path(str(engine.cert_file)).read_text())),
+    )
+    thief = served.authority.client("thief")
+    bound = issuer.token("engine", "bound", bound=thumbprint.digest())
+    works(served, engine, served.token_file(bound))  # with its certificate it is good
+    revoked = served.token_file(issuer.token("engine", "stolen"), "stolen")
+    works(served, thief, revoked)  # before anybody knows
+    served.revoke("stolen")
+    time.sleep(1.1)  # the list is looked at once a second
+    refused = {
+        "expired": (Unauthenticated, issuer.token("engine", ttl_s=1, ago_s=100)),
+        "replayed without its certificate": (Unauthenticated, bound),
+        "revoked": (Unauthenticated, revoked.read_text().strip()),
+        "of another tenant": (PermissionDenied, issuer.token("other")),
+        "of nobody": (PermissionDenied, issuer.token("nobody")),
+    }
+    for name, (kind, token) in refused.items():
+        denied = served.denied
+        with kvstore.connect(served.address, tls=thief, token_file=served.token_file(token), limits=SOON) as store:
+            with pytest.raises(PermissionDenied) as raised:
+                store.namespace("m", SMALL, tenant="acme")
+        assert type(raised.value) is kind, name
+        assert token not in str(raised.value), name
+        assert served.denied == denied + 1, name
+    said = (served.folder / "audit.log").read_text() if served.audit.flush(WAIT_S) else ""
+    assert not any(token in said for _, token in refused.values())
+
+
+def test_an_open_bulk_connection_ends_with_its_token(served: Secured) -> None:
+    tls, file = served.authority.client("thief"), served.token_file(served.issuer.token("engine", "short"), "short")
+    with kvstore.connect(served.address, tls=tls, token_file=file, bulk="tcp", limits=SOON) as store:
+        cache = store.namespace("m", SMALL, tenant="acme")
+        cache.put(TOKENS, KV)
+        served.revoke("short", "stolen")
+        time.sleep(1.1)
+        with pytest.raises(PermissionDenied):
+            cache.put(TOKENS + 5000, KV)
+
+
+def test_a_grant_is_of_no_use_with_another_certificate(served: Secured, engine: ClientTls) -> None:
+    mine = Endpoint(served.address, Bulk.TCP, ClientLimits(), Credentials(engine))
+    theirs = Endpoint(served.address, Bulk.TCP, ClientLimits(), Credentials(served.authority.client("thief")))
+    try:
+        granted = mine.unary("OpenBulk")(b"", timeout=WAIT_S)
+        theirs.bulk._ask = lambda request, timeout_s: granted
+        with pytest.raises(Exception, match="no such way"), theirs.bulk.link(5.0):
+            raise AssertionError("a connection was had")
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_plaintext_and_garbage_on_the_bulk_port_are_cut_off(served: Secured, engine: ClientTls) -> None:
+    listener = served.worker.service.bulk
+    assert listener is not None
+    refused = served.counters["bulk_refused"]
+    for said in (b"", b"KV\1\0" + bytes(100), b"\x16\x03\x01" + bytes(300)):
+        with socket.create_connection(("127.0.0.1", listener.tcp_port), WAIT_S) as sock:
+            sock.sendall(said)
+            sock.settimeout(WAIT_S)
+            try:
+                while sock.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+    assert served.counters["bulk_refused"] == refused + 3
+    works(served, engine, bulk="tcp")
+
+
+def test_headers_that_are_too_large_are_refused(served: Secured, engine: ClientTls) -> None:
+    with served.channel(engine) as channel:
+        stub: Any = channel.unary_unary(STATS)
+        stub(b"", timeout=WAIT_S)
+        for size in (64 << 10, 1 << 20):
+            with pytest.raises(grpc.RpcError) as refused:
+                stub(b"", timeout=WAIT_S, metadata=(("x", "y" * size),))
+            assert refused.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        token = "t" * 6000  # fits, and is no token
+        with pytest.raises(grpc.RpcError) as refused:
+            stub(b"", timeout=WAIT_S, metadata=bearer(token))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    works(served, engine)
+
+
+def trickle(address: str, stop: threading.Event, sockets: ExitStack) -> None:
+    """A TLS handshake of one byte a second that never ends."""
+    host, port = address.rsplit(":", 1)
+    sock = sockets.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+
+    def send() -> None:
+        hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
+        try:
+            for at in range(len(hello)):
+                sock.send(hello[at : at + 1])
+                if stop.wait(0.2):
+                    return
+        except OSError:
+            pass
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_handshakes_that_trickle_keep_nobody_out(served: Secured, engine: ClientTls) -> None:
+    stop, sockets = threading.Event(), ExitStack()
+    listener = served.worker.service.bulk
+    assert listener is not None
+    with sockets:
+        for _ in range(20):
+            trickle(served.address, stop, sockets)
+            trickle(f"127.0.0.1:{listener.tcp_port}", stop, sockets)
+        for bulk in ("grpc", "tcp"):
+            works(served, engine, bulk=bulk)
+        stop.set()
+
+
+def test_streams_that_trickle_are_cut_off(served: Secured, engine: ClientTls) -> None:
+    """As many as there are places for calls: they are cancelled, and others are served."""
+    digest = kvstore_digest(served, engine)
+    idle = served.counters["calls_idle"]
+    with served.channel(engine) as channel, ExitStack() as ends:
+        stub = KVStoreStub(channel)
+        start = pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=packed(TOKENS + 777)))
+
+        def messages(stop: threading.Event) -> Iterator[pb.PutRequest]:
+            yield start
+            stop.wait(WAIT_S)
+
+        calls = []
+        for _ in range(LIMITS.calls_max):
+            stop = threading.Event()
+            ends.callback(stop.set)
+            calls.append(stub.Put.future(messages(stop), timeout=WAIT_S))
+        for call in calls:
+            with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+                call.result(timeout=WAIT_S)
+        assert served.counters["calls_idle"] >= idle + LIMITS.calls_max
+        works(served, engine)
+
+
+def test_strangers_who_watch_the_health_service_keep_no_threads_from_others(tmp_path: Path) -> None:
+    limits = WorkerLimits(calls_max=4, spare_calls_max=4)  # 20 threads
+    with secured(tmp_path, IDENTITIES, mutual=False, limits=limits) as served:
+        anybody = served.authority.client()
+        file = served.token_file(served.issuer.token("engine"))
+        with served.channel(anybody) as channel:
+            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            stats: Any = channel.unary_unary(STATS)
+            assert check(b"", timeout=WAIT_S) == b"\x08\x01"
+            watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            watches = [watch(b"") for _ in range(100)]
+            time.sleep(0.5)
+            works(served, anybody, file)
+            for each in watches:
+                each.cancel()
+            with pytest.raises(grpc.RpcError) as refused:
+                stats(b"", timeout=WAIT_S)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+            with pytest.raises(grpc.RpcError) as refused:
+                list(reflection(iter([b"\x3a\x00"]), timeout=WAIT_S))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            allowed = reflection(iter([b"\x3a\x00"]), timeout=WAIT_S, metadata=bearer(served.issuer.token("engine")))
+            assert b"kvstore.v1.KVStore" in b"".join(allowed)
+
+
+def kvstore_digest(served: Secured, tls: ClientTls) -> bytes:
+    with kvstore.connect(served.address, tls=tls, limits=SOON) as store:
+        return store.namespace("m", SMALL, tenant="acme").namespace.digest
+
+
+def test_two_thousand_connections_are_bounded_and_others_served(tmp_path: Path) -> None:
+    limits = WorkerLimits(connections_max=500, hello_s=1.0)
+    with secured(tmp_path, IDENTITIES, limits=limits) as served, ExitStack() as sockets:
+        engine = served.authority.client("engine")
+        host, port = served.address.rsplit(":", 1)
+        with kvstore.connect(served.address, tls=engine, limits=SOON) as store:
+            cache = store.namespace("m", SMALL, tenant="acme")
+            for _ in range(2000):
+                sock = sockets.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+                sock.setblocking(False)
+            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+            assert cache.match(TOKENS) == len(TOKENS)
+        # Those that say nothing are cut off when their time for the handshake is over, and there is room again.
+        ends_s = time.monotonic() + WAIT_S
+        while True:
+            try:
+                works(served, engine)
+                break
+            except Unavailable:
+                assert time.monotonic() < ends_s

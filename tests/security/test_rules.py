@@ -1,0 +1,258 @@
+"""The access file, tokens, secrets' files and quotas, each by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+
+from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.security import bearer
+from kvstore.security.audit import AuditLog
+from kvstore.security.bearer import PublicKey, issue, new_key, verified
+from kvstore.security.denials import NotKnown, Reason
+from kvstore.security.guard import Guard
+from kvstore.security.identity import Identity, Presented
+from kvstore.security.permissions import EVERY, Role
+from kvstore.security.quotas import Meters, OverQuota, Quota
+from kvstore.security.rules import Rules
+from kvstore.security.secret_files import Watched, read_secret, read_trusted
+
+WRONG = {
+    "not JSON": b"{",
+    "no object": b"[]",
+    "a misspelt part": b'{"identites": {}}',
+    "a role that is none": b'{"identities": {"a": {"t": "root"}}}',
+    "a role in capitals": b'{"identities": {"a": {"t": "READ"}}}',
+    "roles that are a list": b'{"identities": {"a": ["read"]}}',
+    "no name": b'{"identities": {"": {"t": "read"}}}',
+    "a name with a line break": b'{"identities": {"a\\n": {"t": "read"}}}',
+    "a name twice": b'{"identities": {"a": {"*": "read"}, "a": {"*": "admin"}}}',
+    "a misspelt quota": b'{"quotas": {"t": {"request_per_s": 1}}}',
+    "a negative quota": b'{"quotas": {"t": {"requests_per_s": -1}}}',
+    "a quota that is text": b'{"quotas": {"t": {"pins_max": "1"}}}',
+    "keys that are no list": b'{"token_keys": "issuer.pub"}',
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_access_file_that_is_wrong_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Rules.parse(WRONG[name])
+
+
+def test_roles_include_those_before_and_star_is_every_tenant() -> None:
+    identity = Identity("a", {"acme": Role.WRITE, EVERY: Role.READ})
+    assert identity.may(Role.READ, "other") and not identity.may(Role.WRITE, "other")
+    assert identity.may(Role.WRITE, "acme") and not identity.may(Role.ADMIN, "acme")
+    assert identity.may(Role.READ, EVERY) and not identity.may(Role.WRITE, EVERY)
+    assert not Identity("b", {"acme": Role.ADMIN}).may(Role.READ, EVERY)
+
+
+KEY, PUBLIC = new_key()
+KEYS = {each.id: each for each in [PublicKey.of_pem(PUBLIC, "here")]}
+
+
+def forged(algorithm: str = "EdDSA", key: Any = None, headers: dict[str, str] | None = None, **changed: Any) -> str:
+    """A token of an issuer who does as he likes; ``None`` leaves a claim out."""
+    now_s = int(time.time())
+    claims = {"iss": "kvstore", "aud": "kvstore", "sub": "a", "jti": "1", "iat": now_s, "exp": now_s + 60, **changed}
+    said = {name: value for name, value in claims.items() if value is not None}
+    return jwt.encode(said, key or KEY, algorithm, headers=headers or {"kid": next(iter(KEYS))})
+
+
+FORGED: dict[str, Callable[[], str]] = {
+    "garbage": lambda: "x.y.z",
+    "empty": lambda: "",
+    "not signed": lambda: jwt.encode({"sub": "a"}, None, "none"),  # type: ignore[arg-type]
+    "signed with a secret": lambda: jwt.encode({"sub": "a"}, "0" * 64, "HS256", headers={"kid": next(iter(KEYS))}),
+    "of another key": lambda: forged(key=new_key()[0]),
+    "of a key that is not known": lambda: forged(headers={"kid": "0"}),
+    "of another issuer": lambda: forged(iss="somebody"),
+    "for another audience": lambda: forged(aud="somebody"),
+    "without an end": lambda: forged(exp=None),
+    "without an id": lambda: forged(jti=None),
+    "with a number for a subject": lambda: forged(sub="", jti="1"),
+    "for longer than allowed": lambda: forged(exp=int(time.time()) + 8 * 86_400),
+    "for a certificate's identity": lambda: forged(sub="cert:ops"),
+    "bound to what nobody understands": lambda: forged(cnf={"jkt": "x"}),
+    "bound to no digest": lambda: forged(cnf={"x5t#S256": "abc"}),
+    "very long": lambda: forged(more="x" * 5000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_token_that_is_not_ours_is_not_valid(name: str) -> None:
+    with pytest.raises(NotKnown) as raised:
+        verified(FORGED[name](), KEYS)
+    assert raised.value.reason is Reason.TOKEN_INVALID
+
+
+def test_a_token_says_who_until_when_and_bound_to_what() -> None:
+    claims = verified(issue(KEY, "alice", "7", 1000.0, 60.0, bytes(range(32))), KEYS)
+    assert (claims.identity, claims.id, claims.expires_s, claims.thumbprint) == ("alice", "7", 1060.0, bytes(range(32)))
+    for identity, ttl_s in (("cert:a", 60.0), ("", 60.0), ("a", 8 * 86_400.0), ("a", 0.0)):
+        with pytest.raises(InvalidRequest):
+            issue(KEY, identity, "7", 1000.0, ttl_s)
+    assert bearer.TTL_S_MAX == 7 * 86_400
+
+
+@pytest.mark.parametrize(
+    ("mode", "good"), [(0o600, True), (0o400, True), (0o644, False), (0o660, False), (0o604, False)]
+)
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int, good: bool) -> None:
+    path = tmp_path / "secret"
+    path.write_text("very secret")
+    path.chmod(mode)
+    if good:
+        assert read_secret(path, "key") == b"very secret"
+        return
+    with pytest.raises(InvalidRequest) as raised:
+        read_secret(path, "key")
+    assert "very secret" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to others")
+def test_root_may_hand_a_secret_to_a_group_and_nobody_else_may_hand_us_any(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("x")
+    path.chmod(0o440)
+    assert read_secret(path, "key") == b"x"
+    os.chown(path, 12_345, 12_345)
+    path.chmod(0o400)
+    for read in (read_secret, read_trusted):
+        with pytest.raises(InvalidRequest, match="belongs to user 12345"):
+            read(path, "key")
+
+
+def test_a_file_that_others_can_change_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "access.json"
+    path.write_text("{}")
+    path.chmod(0o644)
+    assert read_trusted(path, "access file") == b"{}"
+    path.chmod(0o664)
+    with pytest.raises(InvalidRequest, match="others can change it"):
+        read_trusted(path, "access file")
+    with pytest.raises(InvalidRequest, match="no regular file"):
+        read_trusted(tmp_path, "access file")
+
+
+def test_a_change_is_seen_through_the_links_that_kubernetes_swaps(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key").write_text(name)
+    (tmp_path / "..data").symlink_to("one")
+    (tmp_path / "key").symlink_to("..data/key")
+    watched = Watched([tmp_path / "key"], look_s=0)
+    assert not watched.changed() and not watched.changed()
+    (tmp_path / "new").symlink_to("two")
+    (tmp_path / "new").rename(tmp_path / "..data")
+    assert watched.changed() and not watched.changed()
+
+
+class Time:
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def quota_that_refuses(meters: Meters, quotas: dict[str, Quota], tenant: str = "t") -> str | None:
+    try:
+        meters.begin(tenant, quotas)
+    except OverQuota as error:
+        return error.quota
+    return None
+
+
+def test_requests_come_back_with_time() -> None:
+    now = Time()
+    meters, quotas = Meters(now), {"t": Quota(requests_per_s=2)}
+    assert [quota_that_refuses(meters, quotas) for _ in range(3)] == [None, None, "requests"]
+    assert quota_that_refuses(meters, quotas, "another") is None
+    now.s += 0.5
+    assert [quota_that_refuses(meters, quotas) for _ in range(2)] == [None, "requests"]
+
+
+def test_bytes_beyond_the_quota_are_a_debt_that_is_paid_first() -> None:
+    now = Time()
+    meters, quotas = Meters(now), {EVERY: Quota(bytes_in_per_s=100, bytes_out_per_s=1000)}
+    meter = meters.begin("t", quotas)
+    meters.moved(meter, bytes_in=400)
+    assert quota_that_refuses(meters, quotas) == "bytes"
+    now.s += 2.9
+    assert quota_that_refuses(meters, quotas) == "bytes"
+    now.s += 0.2
+    assert quota_that_refuses(meters, quotas) is None
+    usage = meters.usage("t")
+    assert usage is not None and (usage.calls, usage.bytes_in, usage.calls_in_flight) == (2, 400, 2)
+
+
+def test_calls_at_once_are_bounded_also_when_the_quota_changes() -> None:
+    meters, quotas = Meters(Time()), {"t": Quota(calls_max=2)}
+    first = meters.begin("t", quotas)
+    meters.begin("t", quotas)
+    assert quota_that_refuses(meters, quotas) == "calls"
+    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) is None
+    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) == "calls"
+    meters.end("t", first)
+    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) is None
+
+
+def test_an_open_guard_lets_everybody_do_everything() -> None:
+    counted: list[str] = []
+    visit = Guard(counted.append).admit("Clear", Presented())
+    visit.allow("any tenant")
+    visit.allow_every()
+    visit.end("OK")
+    assert (visit.identity.name, counted) == ("anyone", [])
+
+
+def test_the_audit_log_rotates_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "audit.log"
+    log = AuditLog(path, bytes_max=400, kept_max=2)
+    log.open()
+    for number in range(20):
+        log.write("denied", number=number, text="x" * 2000, nothing=None)
+    log.write("act", odd="a\nb\u2028c")
+    assert log.flush(10.0)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+    assert lines[-1]["odd"] == "a\nb\u2028c"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["audit.log", "audit.log.1", "audit.log.2"]
+    assert all(each.stat().st_mode & 0o777 == 0o600 for each in tmp_path.iterdir())
+    older = json.loads((tmp_path / "audit.log.1").read_text().splitlines()[0])
+    assert len(older["text"]) == 512 and "nothing" not in older
+
+
+def test_an_audit_log_that_cannot_be_written_is_counted_and_holds_nobody_up(tmp_path: Path) -> None:
+    lost: list[int] = []
+    log = AuditLog(tmp_path / "folder" / "audit.log")
+    with pytest.raises(InvalidRequest, match="audit log"):
+        log.open()
+    (tmp_path / "folder").mkdir()
+    log.open()
+    log.on_lost = lambda: lost.append(1)
+    (tmp_path / "folder" / "audit.log").unlink()
+    (tmp_path / "folder").rmdir()
+    log._bytes_max = 1  # the next line has to begin a new file
+    log.write("one")
+    log.write("two")
+    assert log.flush(10.0)
+    log.close()
+    assert lost
+
+
+def test_messages_of_denials_hold_no_token() -> None:
+    token = forged(aud="somebody")
+    with pytest.raises(Unauthenticated) as raised:
+        verified(token, KEYS)
+    assert token not in str(raised.value) and "somebody" not in repr(Presented(token=token)) + str(raised.value)
+    assert token not in repr(Presented(token=token))

@@ -1,0 +1,60 @@
+"""Alert rules: promtool accepts them and their tests, each has one, and they ask for metrics that there are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+
+import pytest
+
+from tests.watch.page import series_names
+from tests.watch.queries import DEPLOY, RULES, RULES_TEST, used
+
+NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
+ALERT = re.compile(r"- alert: (\w+)\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+
+
+def alerts() -> dict[str, str]:
+    """The text of each rule by its alert's name."""
+    found = ALERT.findall(RULES.read_text())
+    assert len(found) == RULES.read_text().count("- alert: ") == len(dict(found))
+    return dict(found)
+
+
+def test_every_metric_of_a_rule_is_documented() -> None:
+    known = series_names() | {"up"}
+    for alert, text in alerts().items():
+        names = set(used(text.split("labels:")[0]))
+        assert names, f"{alert} asks for nothing"
+        assert {name for name in names if not name.startswith("process_")} <= known, f"{alert}: {names - known}"
+
+
+def test_every_alert_says_what_it_means_and_where_to_read_on() -> None:
+    for alert, text in alerts().items():
+        assert re.search(r"severity: (critical|warning)\b", text), alert
+        for part in ("summary", "description"):
+            assert re.search(rf'{part}: "[^"]+"', text), f"{alert} has no {part}"
+        assert f"runbook: deploy/RUNBOOK.md#{alert.lower()}" in text, alert
+
+
+def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    fires: Counter[str] = Counter()
+    silent: Counter[str] = Counter()
+    for alert, rest in re.findall(r'alertname="(\w+)".*?\n.*?\n\s*exp_samples: (.*)', RULES_TEST.read_text()):
+        (silent if rest == "[]" else fires)[alert] += 1
+    assert set(fires) == set(silent) == set(alerts())
+
+
+@NEEDS_PROMTOOL
+@pytest.mark.parametrize(
+    "arguments",
+    [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml"), ("check", "config", "prometheus.yml")],
+    ids=" ".join,
+)
+def test_promtool_accepts_what_ships(arguments: tuple[str, ...]) -> None:
+    ended = subprocess.run(
+        ["promtool", *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

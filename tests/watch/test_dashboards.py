@@ -1,0 +1,71 @@
+"""Dashboards: every query is one of Prometheus', and asks only for metrics and labels that METRICS.md has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.watch.page import documented, series_names
+from tests.watch.queries import ADDED, DASHBOARDS, grouped, panels, used
+
+HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
+
+
+def labels_of(name: str) -> set[str]:
+    rows = documented()
+    for part in ("", *HISTOGRAM_PARTS):
+        if name.removesuffix(part) in rows:
+            return set(rows[name.removesuffix(part)].labels) | ADDED
+    return set(ADDED)
+
+
+def queries(dashboard: Path) -> list[str]:
+    return [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) -> None:
+    known = series_names() | {"up"}
+    for query in queries(dashboard):
+        metrics = used(query)
+        assert metrics, f"asks for nothing: {query}"
+        for name, labels in metrics.items():
+            assert name in known or name.startswith("process_"), f"METRICS.md has no {name}: {query}"
+            assert labels <= labels_of(name), f"{name} has no {labels - labels_of(name)}: {query}"
+        there = set().union(*map(labels_of, metrics))
+        assert grouped(query) <= there, f"groups by {grouped(query) - there}: {query}"
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_says_what_it_shows(dashboard: Path) -> None:
+    said = json.loads(dashboard.read_text())
+    assert said["title"] and said["uid"] and said["description"]
+    ids = [panel["id"] for panel in said["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in said["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+    for panel in panels(dashboard):
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        assert all("${datasource}" in json.dumps(target["datasource"]) for target in panel["targets"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
+def test_prometheus_can_parse_every_query(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"dashboard:{dashboard.stem}:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        for dashboard in DASHBOARDS
+        for number, query in enumerate(queries(dashboard))
+    ]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboards", "rules": rules}]}))  # JSON is YAML as well
+    checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert f"{len(rules)} rules found" in checked.stdout + checked.stderr

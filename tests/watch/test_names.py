@@ -1,0 +1,127 @@
+"""METRICS.md against what a worker and a collector really serve: no name undocumented, none missing, labels as said."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from kvstore.format.header import Damage
+from kvstore.node.counters import COUNTERS, GAUGES
+from kvstore.node.opening import open_member
+from kvstore.node.settings import TierSettings
+from kvstore.sources import SystemClock
+from kvstore.worker.calls import WORKER_COUNTERS, WORKER_GAUGES
+from kvstore.worker.exposition import Exposition, counters
+from kvstore.worker.metrics import start_metrics
+from kvstore.worker.worker import Worker
+from kvstore_gc.histogram import Tally
+from kvstore_gc.metrics import Metrics
+from kvstore_gc.summary import Summary
+from tests.node.stores import SMALL, kv_of
+from tests.watch.page import PAGE, Documented, documented
+from tests.worker.serving import WAIT_S
+
+TOKENS = list(range(4 * SMALL.chunk_tokens))
+
+
+def rows_of(families: Iterable[Any]) -> dict[str, Documented]:
+    """Families as rows of the page."""
+    found = {}
+    for family in families:
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        found[name] = Documented("gauge" if family.type == "info" else family.type, tuple(labels))
+    return found
+
+
+def of_worker(tmp_path: Path) -> dict[str, Documented]:
+    """What a worker with every tier serves after a few calls, and what of its code only others have."""
+    settings = TierSettings(memory_bytes=32 << 20, disk_folder=str(tmp_path / "disk"), disk_bytes=1 << 26)
+    member = open_member(str(tmp_path / "root"), settings=settings)
+    worker = Worker(member, "127.0.0.1:0")
+    try:
+        worker.start()
+        with kvstore.connect(worker.address) as store:
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, kv_of(SMALL, TOKENS), write="through")
+            member.node.forget()
+            assert cache.match(TOKENS) == len(TOKENS)
+            cache.get(TOKENS)
+        served = rows_of(Exposition(worker, "1.2.3").collect())
+    finally:
+        worker.stop()
+        member.close()
+    flat = {**COUNTERS, **WORKER_COUNTERS, **{f"damage_{kind.value}": "" for kind in Damage}}
+    coded = rows_of(counters(dict.fromkeys(flat, 0)))
+    gauges = {f"kvstore_{name}": Documented("gauge", ()) for name in {**GAUGES, **WORKER_GAUGES}}
+    del gauges["kvstore_etcd_operations"]  # only grows: served as a counter
+    undeclared = {name for name in served if name not in coded | gauges} - {
+        "kvstore_serving", "kvstore_build_info", "kvstore_calls_total", "kvstore_call_seconds",
+        "kvstore_wire_bytes_total", "kvstore_tier_seconds", "kvstore_tier_bytes_total", "kvstore_etcd_operations_total",
+    }  # fmt: skip
+    assert not undeclared, f"served without a line in COUNTERS, GAUGES, WORKER_COUNTERS or WORKER_GAUGES: {undeclared}"
+    return gauges | coded | served
+
+
+def of_collector() -> dict[str, Documented]:
+    """What a collector serves after a round in which everything happened."""
+    metrics = Metrics(lambda: None, SystemClock())
+    metrics.follow(60.0, silent_s=lambda: 0.0, fails=lambda: False, shows_full=lambda: False, waiting_s=lambda: 0.0)
+    some = Tally(1, 1)
+    summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
+    summary.spared["pinned"] = summary.orphans["trash"] = 1
+    metrics.done(summary)
+    return {name: row for name, row in rows_of(metrics.registry.collect()).items() if name.startswith("kvstore_")}
+
+
+def test_the_page_has_every_metric_and_no_other(tmp_path: Path) -> None:
+    served = of_worker(tmp_path) | of_collector()
+    page = documented()
+    missing = [
+        f"| `{name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | ... |"
+        for name, row in sorted(served.items())
+        if name not in page
+    ]
+    assert not missing, "METRICS.md lacks:\n" + "\n".join(missing)
+    assert not sorted(set(page) - set(served)), "METRICS.md has what nobody serves"
+    wrong = {name: (page[name], row) for name, row in served.items() if page[name] != row}
+    assert not wrong, "METRICS.md says another type or other labels"
+
+
+def test_the_page_has_every_reason() -> None:
+    said = PAGE.read_text()
+    flat = {**COUNTERS, **WORKER_COUNTERS}
+    reasons = {found[1] for name in flat if (found := re.fullmatch(r"(?:miss|denied)_(\w+)", name))}
+    reasons |= {kind.value for kind in Damage}
+    assert not sorted(reason for reason in reasons if f"`{reason}`" not in said)
+
+
+def test_a_scrape_has_what_a_prometheus_expects(tmp_path: Path) -> None:
+    member = open_member(str(tmp_path / "root"))
+    worker = Worker(member, "127.0.0.1:0")
+    try:
+        worker.start()
+        metrics = start_metrics(worker, "127.0.0.1:0", "1.2.3")
+        try:
+            with urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=WAIT_S) as answer:
+                lines = answer.read().decode().splitlines()
+        finally:
+            metrics.close()
+    finally:
+        worker.stop()
+        member.close()
+    shown = [line for line in lines if not line.startswith("#")]
+    assert any(
+        re.fullmatch(r'kvstore_build_info\{python="3\.\d+\.\d+\S*",version="1.2.3"\} 1.0', line) for line in shown
+    )
+    assert any(line.startswith("process_start_time_seconds ") for line in shown)
+    # An increase from nothing to 1 is none to Prometheus: what alerts look at is there from the start.
+    for name in (
+        'kvstore_damage_total{kind="section_checksum"}', 'kvstore_misses_total{reason="shed"}',
+        "kvstore_behind_lost_total", "kvstore_calls_failed_total", "kvstore_disk_failed_total",
+    ):  # fmt: skip
+        assert f"{name} 0.0" in shown
