@@ -38,7 +38,7 @@ test: $(READY) ## the whole test suite
 test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and transformers (installs them, without a GPU)
 	@.ci/engines.sh $(ENGINES) -- $(ARGS)
 
-check: lint types contracts fast ## format, lint, types, import contracts, fast tests: under a minute
+check: lint types contracts fast ## format, lint, types, import contracts, fast tests: some minutes
 
 lint: $(READY) ## formatting and lint
 	@echo "== format"

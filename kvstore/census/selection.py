@@ -8,7 +8,6 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -24,6 +23,8 @@ WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000
 """Writers, or namespaces, that one order may name: it is one value in etcd."""
 ID_BYTES = 8
+TIME_S_MAX = 253_402_300_800
+"""The year 10000: no calendar goes further."""
 AHEAD_S = 60
 """How far the clocks of writers may be ahead of that of whoever orders."""
 
@@ -50,8 +51,8 @@ class Selection:
     def __post_init__(self) -> None:
         for name in ("older_than_s", "since_s", "until_s"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InvalidRequest(f"{name}={value!r}: expected a number of seconds, at least 0")
+            if not 0 <= value < TIME_S_MAX:
+                raise InvalidRequest(f"{name}={value!r}: expected seconds, at least 0 and before the year 10000")
         if self.until_s and self.since_s >= self.until_s:
             raise InvalidRequest(f"since {self.since_s:.0f} is not before until {self.until_s:.0f}: nothing is meant")
         if self.is_empty:
@@ -89,7 +90,8 @@ class Selection:
             found = frozenset(each.id for each in meant)
         lineages: frozenset[LineageId] | None = None
         if self.written_by:
-            lineages = _lineages(self.written_by, writers)
+            # Who else writes is for those who may clear what they wrote.
+            lineages = _lineages(self.written_by, writers, lists=found is None)
         elif self.since_s or self.until_s:
             # What an unknown writer's incarnation says of a time means nothing: it may be random.
             lineages = frozenset(writers)
@@ -214,11 +216,13 @@ def _writer_test(written_by: str) -> tuple[str, str]:
     return "session", name.lower()
 
 
-def _lineages(written_by: str, writers: Writers) -> frozenset[LineageId]:
+def _lineages(written_by: str, writers: Writers, *, lists: bool) -> frozenset[LineageId]:
     name, value = _writer_test(written_by)
     if name == "session":
         return frozenset({lineage_id(bytes.fromhex(value))})  # its record may be lost
     found = frozenset(lineage for lineage, writer in writers.items() if getattr(writer, name) == value)
+    if not found and not lists:
+        raise InvalidRequest(f"nothing was written by {written_by!r}")
     if not found:
         known = sorted({str(getattr(writer, name)) for writer in writers.values()} - {""})
         listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")

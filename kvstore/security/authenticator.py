@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.security.bearer import SKEW_S, Claims, PublicKey, verified
+from kvstore.security.bearer import SKEW_S, TTL_S_MAX, Claims, PublicKey, verified
 from kvstore.security.denials import Denied, NotKnown, Reason
 from kvstore.security.identity import CERTIFICATE, Identity, Presented
 from kvstore.security.rules import Rules
@@ -105,7 +105,11 @@ class Authenticator:
                 loaded.seen[token] = claims
                 while len(loaded.seen) > TOKENS_MAX:
                     loaded.seen.popitem(last=False)
-        if claims.expires_s + SKEW_S <= self._now_s():
+        now_s = self._now_s()
+        # Also where it says that it is issued next year: no token counts for longer than they live.
+        if claims.expires_s - now_s > TTL_S_MAX + SKEW_S:
+            raise NotKnown(Reason.TOKEN_INVALID, f"the token would count for over {TTL_S_MAX} s: issue another one")
+        if claims.expires_s + SKEW_S <= now_s:
             raise NotKnown(Reason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)")
         if claims.id in loaded.revoked:
             raise NotKnown(Reason.TOKEN_REVOKED, "the token was revoked: issue another one (kvstore token issue)")

@@ -21,6 +21,8 @@ ALGORITHM = "EdDSA"
 ISSUER = AUDIENCE = "kvstore"
 TTL_S_MAX = 7 * 86_400
 """A token that lives longer is refused, whoever signed it: what is stolen must end."""
+TIME_S_MAX = 1 << 40
+"""Beyond every time that makes sense."""
 SKEW_S = 60
 """Between the clocks of who issues and who verifies."""
 TOKEN_BYTES_MAX = 4096
@@ -133,6 +135,9 @@ def _claims(claims: dict[str, Any]) -> Claims:
         raise _invalid(f"its subject begins with {CERTIFICATE!r}, which only a certificate proves")
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (issued_s, expires_s)):
         raise _invalid("its times must be numbers")
+    # JSON as Python reads it has NaN, which is never over any limit, and numbers that no float holds.
+    if not all(abs(each) <= TIME_S_MAX for each in (issued_s, expires_s)):
+        raise _invalid("its times make no sense")
     if expires_s - issued_s > TTL_S_MAX:
         raise _invalid(f"it lives over {TTL_S_MAX} s: expected a shorter life")
     # A kind of binding that is not understood must not be taken for none.

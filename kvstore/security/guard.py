@@ -177,6 +177,11 @@ class Visit:
         self._denied = False
 
     @property
+    def pays(self) -> str | None:
+        """The tenant whose quota the call is under; None for none."""
+        return self._metered[0] if self._metered is not None else None
+
+    @property
     def sees_every(self) -> bool:
         """Whether the caller may read every tenant."""
         return self.identity.may(Role.READ, EVERY)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach ``host:port`` or ``unix:path``."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # also 127.0.0.1.example.org, which is a name and may be anybody's

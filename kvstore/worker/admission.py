@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstore.wire.statuses import Busy, Draining
@@ -59,29 +60,52 @@ class Gate:
 
 
 class BytesInFlight:
-    """A bound on the memory that calls in progress use for payload; thread-safe."""
+    """A bound on the memory that calls in progress use for payload; thread-safe.
 
-    def __init__(self, bytes_max: int) -> None:
+    ``whose`` says whose the call is that this thread serves; None where tenants are not told apart. One of them gets at
+    most half: a single call may say that it needs all, and then send nothing.
+    """
+
+    def __init__(self, bytes_max: int, whose: Callable[[], str | None] = lambda: None) -> None:
         self.bytes_max = bytes_max
         """May change at any time: what is reserved stays."""
+        self._whose = whose
         self._lock = threading.Lock()
+        self._by_tenant: Counter[str] = Counter()
         self.count = 0
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
         """Around the use of so many bytes. Raises Busy where they are not free.
 
-        One call may use more than the limit if it is alone: a limit under a chunk must not make it unreachable.
+        One call may use more than the limit if it is alone: a limit under a chunk must not make it unreachable. Of a
+        tenant, more than half if it is alone among its own; then it counts as half, or others were kept out.
         """
+        tenant = self._whose()
         with self._lock:
+            if tenant is not None:
+                most = max(1, self.bytes_max // 2)
+                needed, count = count, min(count, most)
+                if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
+                    raise Busy(
+                        f"this call needs {needed} bytes, and with those in flight of tenant {tenant!r} that is over "
+                        f"its share of {most}: back off, or turn to another worker"
+                    )
             if self.count and self.count + count > self.bytes_max:
+                # Not how many are: whoever may read one tenant could watch by that what the others do (rule X7).
                 raise Busy(
-                    f"the worker has {self.count} bytes in flight and this call needs {count}, over its limit of "
+                    f"this call needs {count} bytes, and with those in flight that is over the worker's limit of "
                     f"{self.bytes_max}: back off, or turn to another worker"
                 )
             self.count += count
+            if tenant is not None:
+                self._by_tenant[tenant] += count
         try:
             yield
         finally:
             with self._lock:
                 self.count -= count
+                if tenant is not None:
+                    self._by_tenant[tenant] -= count
+                    if not self._by_tenant[tenant]:
+                        del self._by_tenant[tenant]

@@ -128,6 +128,11 @@ class Calls:
         if visit is not None and name in _MOVED:
             visit.moved(**{f"bytes_{_MOVED[name]}": count})
 
+    def tenant(self) -> str | None:
+        """Whose the call is that this thread serves; None where nobody pays for it, as where nobody is asked."""
+        visit: Visit | None = getattr(self._serving, "visit", None)
+        return visit.pays if visit is not None else None
+
     def counters(self) -> dict[str, int]:
         """The worker's own counters."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from kvstore.errors import HoldBroken, Overloaded
@@ -11,17 +12,31 @@ from kvstore.sources import Clock
 
 
 class ClientHolds:
-    """The live holds of all clients; thread-safe. ``release`` ends one in the node."""
+    """The live holds of all clients; thread-safe. ``release`` ends one in the node.
 
-    def __init__(self, holds_max: int, tokens_max: int, release: Callable[[Hold], None], clock: Clock) -> None:
+    Where ``tells_tenants`` one tenant has at most half of them: others need some too.
+    """
+
+    def __init__(
+        self,
+        holds_max: int,
+        tokens_max: int,
+        release: Callable[[Hold], None],
+        clock: Clock,
+        *,
+        tells_tenants: bool = False,
+    ) -> None:
         self.holds_max = holds_max
         """May change at any time, as the next one: what is held stays."""
         self.tokens_max = tokens_max
         self._release = release
         self._clock = clock
         self._lock = threading.Lock()
+        self._tells_tenants = tells_tenants
         self._live: dict[bytes, Hold] = {}
         self._tokens = 0
+        self._holds_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -31,14 +46,15 @@ class ClientHolds:
         size = len(hold.chain.tokens)
         with self._lock:
             fits = len(self._live) < self.holds_max and self._tokens + size <= self.tokens_max
+            fits = fits and not (self._tells_tenants and self._is_over_half(_tenant_of(hold), size))
             if fits:
                 self._live[hold.id] = hold
-                self._tokens += size
+                self._note(hold, 1)
         if not fits:
             self._release(hold)
             raise Overloaded(
-                f"clients hold {len(self._live)} prompts of {self._tokens} tokens here, and {self.holds_max} "
-                f"prompts or {self.tokens_max} tokens are the limit: release some, or back off"
+                f"with this one clients would hold too much here: {self.holds_max} prompts or {self.tokens_max} "
+                "tokens are the limit: release some, or back off"
             )
 
     def find(self, hold_id: bytes) -> Hold:
@@ -57,7 +73,7 @@ class ClientHolds:
         with self._lock:
             hold = self._live.pop(hold_id, None)
             if hold is not None:
-                self._tokens -= len(hold.chain.tokens)
+                self._note(hold, -1)
         if hold is not None:
             self._release(hold)
         return hold is not None
@@ -67,3 +83,21 @@ class ClientHolds:
         now_s = self._clock.monotonic_s()
         for hold_id in [hold.id for hold in list(self._live.values()) if hold.ends_s <= now_s]:
             self.release(hold_id)
+
+    def _note(self, hold: Hold, count: int) -> None:
+        tenant, tokens = _tenant_of(hold), count * len(hold.chain.tokens)
+        self._tokens += tokens
+        self._holds_of[tenant] += count
+        self._tokens_of[tenant] += tokens
+        if not self._holds_of[tenant]:
+            del self._holds_of[tenant], self._tokens_of[tenant]
+
+    def _is_over_half(self, tenant: str, tokens: int) -> bool:
+        """Whether one more is too much for a tenant; its only one never is."""
+        held = self._holds_of[tenant]
+        is_over = held >= self.holds_max // 2 or self._tokens_of[tenant] + tokens > self.tokens_max // 2
+        return held > 0 and is_over
+
+
+def _tenant_of(hold: Hold) -> str:
+    return hold.chain.namespace.tenant

@@ -57,12 +57,18 @@ class Service:
         self._limits = limits
         self._more_gauges: list[Gauges] = []
         self.gate = Gate(limits.calls_max)
-        self.in_flight = BytesInFlight(limits.bytes_in_flight_max)
         security = security or ServerSecurity()
         if security.tls is not None:
             self.add_gauges(partial(_expiry, security.tls))
         self.calls = Calls(self.gate, node.ids, security.authenticator, security.audit)
-        self.holds = ClientHolds(limits.holds_max, limits.hold_tokens_max, node.release, node.clock)
+        self.in_flight = BytesInFlight(limits.bytes_in_flight_max, self.calls.tenant)
+        self.holds = ClientHolds(
+            limits.holds_max,
+            limits.hold_tokens_max,
+            node.release,
+            node.clock,
+            tells_tenants=not self.calls.guard.is_open,
+        )
         self.watch = Watch(clock, "kvstore-worker-watch")
         self.handlers = Handlers(self.calls, self.watch, lambda: self._limits)
         self.deferred = Deferred(self.calls)

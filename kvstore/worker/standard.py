@@ -20,6 +20,8 @@ from kvstore.worker.call import peer_of, presented_by, request_of
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
+WATCHES_MAX = STRANGERS_MAX // 2
+"""Watches among them, which last: there is room left for who only asks."""
 _MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore[server]'"
 
 
@@ -42,10 +44,32 @@ class Health:
     def add_to(self, server: grpc.Server) -> None:
         """Serves health and reflection."""
         reflection = _imported("grpc_reflection.v1alpha.reflection")
-        _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(self._servicer, server)
+        known = _KnownServices(self._servicer, self._statuses)
+        _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(known, server)
         reflection.enable_server_reflection(
             (SERVICE, CONTROL, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
+
+
+class _KnownServices:
+    """The health servicer, watched for the services that there are: it remembers for ever each name that anybody
+    watched, and strangers may send names of megabytes.
+    """
+
+    def __init__(self, servicer: Any, statuses: Any) -> None:
+        self._servicer = servicer
+        self._statuses = statuses
+
+    def __getattr__(self, name: str) -> Any:
+        """Its other calls, which remember nothing; some versions have more of them."""
+        return getattr(self._servicer, name)
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Of a service that there is not, one answer and no more: there will never be one of that name."""
+        if request.service not in ("", SERVICE):
+            return iter([self._statuses(status=self._statuses.SERVICE_UNKNOWN)])
+        watched: Iterator[Any] = self._servicer.Watch(request, context)
+        return watched
 
 
 def _imported(name: str) -> Any:
@@ -64,7 +88,8 @@ class Door:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._strangers = threading.BoundedSemaphore(STRANGERS_MAX)
+        self._asking = threading.BoundedSemaphore(STRANGERS_MAX - WATCHES_MAX)
+        self._watching = threading.BoundedSemaphore(WATCHES_MAX)
 
     def knock(self, method: str, context: grpc.ServicerContext) -> None:
         """Returns where the caller may come in, to be asked what for inside; aborts the call otherwise."""
@@ -72,7 +97,7 @@ class Door:
         if self._guard.is_open:
             return
         if service == HEALTH:
-            self._admit_to_health(context)
+            self._admit_to_health(name, context)
             return
         try:
             if service in (SERVICE, CONTROL):
@@ -85,13 +110,14 @@ class Door:
         except PermissionDenied as error:
             _abort(context, error)
 
-    def _admit_to_health(self, context: grpc.ServicerContext) -> None:
+    def _admit_to_health(self, name: str, context: grpc.ServicerContext) -> None:
         if self._guard.knows(presented_by(context)):
             return
-        if not self._strangers.acquire(blocking=False):
-            _abort(context, Busy(f"{STRANGERS_MAX} others who show no token ask how this worker is: back off"))
-        if not context.add_callback(self._strangers.release):
-            self._strangers.release()  # it has ended already
+        strangers = self._watching if name == "Watch" else self._asking
+        if not strangers.acquire(blocking=False):
+            _abort(context, Busy("too many others who show no token ask how this worker is: back off"))
+        if not context.add_callback(strangers.release):
+            strangers.release()  # it has ended already
 
 
 def _abort(context: grpc.ServicerContext, error: KVStoreError) -> NoReturn:

@@ -86,11 +86,26 @@ def test_namespaces_are_meant_by_what_they_are(fields: dict[str, object], meant:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"older_than_s": -1}, {"older_than_s": float("nan")}, {"since_s": 5, "until_s": 5}, {"tenant": "nobody"}],
+    [
+        {},
+        {"older_than_s": -1},
+        {"older_than_s": float("nan")},
+        {"since_s": 1e300},
+        {"since_s": 5, "until_s": 5},
+        {"tenant": "nobody"},
+    ],
 )
 def test_nothing_and_nonsense_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         resolved(**fields)
+
+
+def test_who_clears_one_tenant_is_not_told_who_else_writes() -> None:
+    with pytest.raises(InvalidRequest, match="there are: "):
+        resolved(written_by="version=nobody")
+    with pytest.raises(InvalidRequest) as raised:
+        resolved(written_by="version=nobody", tenant="bob")
+    assert "there are" not in str(raised.value)
 
 
 def test_times_of_writing_hold_of_known_writers_only() -> None:

@@ -20,8 +20,8 @@ from tests.worker.serving import WAIT_S, eventually
 ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 
 
-def ticket(id: str = "a") -> Ticket:
-    return Ticket(id, "clear", "namespace m", "anyone", "", "shards", 1.0)
+def ticket(id: str = "a", tenant: str | None = None) -> Ticket:
+    return Ticket(id, "clear", "namespace m", "anyone", tenant, "shards", 1.0)
 
 
 @contextmanager
@@ -91,6 +91,19 @@ def test_the_oldest_that_ended_is_forgotten_for_a_new_one_and_none_that_goes_on(
     book.add(ticket("c"))
     assert [each.id for each in book.every()] == ["c", "a"]
     assert book.find("b") is None and not book.move("b", State.DONE)
+
+
+def test_one_tenant_leaves_half_of_the_places_to_others() -> None:
+    book = Book(tickets_max=4, tenant_tickets_max=2)
+    book.add(ticket("a", "acme"))
+    book.add(ticket("b", "acme"))
+    with pytest.raises(Overloaded, match="2 tickets of tenant 'acme' are not done yet"):
+        book.add(ticket("c", "acme"))
+    book.add(ticket("d", "globex"))
+    book.add(ticket("e"))
+    book.move("a", State.CANCELLED)
+    book.add(ticket("c", "acme"))
+    assert [each.id for each in book.every()] == ["c", "e", "d", "b"]
 
 
 def test_a_watch_wakes_at_each_change_and_when_the_ticket_is_forgotten() -> None:
@@ -206,6 +219,31 @@ def test_no_more_than_so_many_at_once() -> None:
         ids = [begin(runner, work) for _ in range(6)]
         assert all(ended(runner, each).state is State.DONE for each in ids)
     assert most == 2
+
+
+def test_who_asks_for_many_does_not_make_others_wait_for_them() -> None:
+    done: list[str] = []
+    go = threading.Event()
+
+    def first(step: Step) -> str:
+        go.wait(WAIT_S)
+        return ""
+
+    def begun(tenant: str, number: int) -> str:
+        def work(step: Step) -> str:
+            done.append(f"{tenant}{number}")
+            step.pause(0.3)
+            return ""
+
+        return runner.begin("move", work, about="", unit="chunks", tenant=tenant).id
+
+    with running(threads_max=2) as runner:
+        for _ in range(2):
+            runner.begin("move", first, about="", unit="chunks", tenant=None)
+        ids = [begun("acme", number) for number in range(4)] + [begun("globex", 0)]
+        go.set()
+        assert all(ended(runner, each).state is State.DONE for each in ids)
+    assert done.index("globex0") < 2
 
 
 def test_close_cancels_all_and_begins_nothing_any_more() -> None:

@@ -265,6 +265,7 @@ def test_strangers_who_watch_the_health_service_keep_no_threads_from_others(tmp_
             watches = [watch(b"") for _ in range(100)]
             time.sleep(0.5)
             works(served, anybody, file)
+            assert check(b"", timeout=WAIT_S) == b"\x08\x01"  # also another stranger, such as a probe
             for each in watches:
                 each.cancel()
             with pytest.raises(grpc.RpcError) as refused:
@@ -276,6 +277,19 @@ def test_strangers_who_watch_the_health_service_keep_no_threads_from_others(tmp_
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             allowed = reflection(iter([b"\x3a\x00"]), timeout=WAIT_S, metadata=bearer(served.issuer.token("engine")))
             assert b"kvstore.v1.KVStore" in b"".join(allowed)
+
+
+def test_names_that_strangers_watch_are_not_remembered(tmp_path: Path) -> None:
+    with secured(tmp_path, IDENTITIES, mutual=False) as served, served.channel(served.authority.client()) as channel:
+        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        for number in range(20):
+            name = f"{number:02}".encode()
+            assert list(watch(b"\x0a\x02" + name, timeout=WAIT_S)) == [b"\x08\x03"]  # SERVICE_UNKNOWN, and the end
+        known = watch(b"", timeout=WAIT_S)
+        assert next(known) == b"\x08\x01"
+        known.cancel()
+        assert served.worker._health is not None
+        assert set(served.worker._health._servicer._send_response_callbacks) == {""}
 
 
 def kvstore_digest(served: Secured, tls: ClientTls) -> bytes:

@@ -6,23 +6,35 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jwt
+import numpy as np
 import pytest
 
-from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.address import Chain
+from kvstore.errors import InvalidRequest, Overloaded, Unauthenticated
+from kvstore.namespace import Namespace
+from kvstore.node.holds import Hold
 from kvstore.security import bearer
 from kvstore.security.audit import AuditLog
+from kvstore.security.authenticator import Authenticator
 from kvstore.security.bearer import PublicKey, issue, new_key, verified
 from kvstore.security.denials import NotKnown, Reason
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Identity, Presented
+from kvstore.security.networks import is_loopback
 from kvstore.security.permissions import EVERY, Role
 from kvstore.security.quotas import Meters, OverQuota, Quota
 from kvstore.security.rules import Rules
 from kvstore.security.secret_files import Watched, read_secret, read_trusted
+from kvstore.sources import SystemClock
+from kvstore.wire.statuses import Busy
+from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.holds import ClientHolds
+from tests.node.stores import SMALL
 
 WRONG = {
     "not JSON": b"{",
@@ -80,6 +92,9 @@ FORGED: dict[str, Callable[[], str]] = {
     "without an id": lambda: forged(jti=None),
     "with a number for a subject": lambda: forged(sub="", jti="1"),
     "for longer than allowed": lambda: forged(exp=int(time.time()) + 8 * 86_400),
+    "until never": lambda: forged(exp=float("nan")),
+    "for ever": lambda: forged(iat=float("inf"), exp=float("inf")),
+    "until what no float holds": lambda: forged(iat=10**400, exp=10**400),
     "for a certificate's identity": lambda: forged(sub="cert:ops"),
     "bound to what nobody understands": lambda: forged(cnf={"jkt": "x"}),
     "bound to no digest": lambda: forged(cnf={"x5t#S256": "abc"}),
@@ -92,6 +107,21 @@ def test_a_token_that_is_not_ours_is_not_valid(name: str) -> None:
     with pytest.raises(NotKnown) as raised:
         verified(FORGED[name](), KEYS)
     assert raised.value.reason is Reason.TOKEN_INVALID
+
+
+def test_a_token_that_is_issued_next_year_does_not_count_until_then(tmp_path: Path) -> None:
+    (tmp_path / "issuer.pub").write_bytes(PUBLIC)
+    (tmp_path / "access.json").write_text('{"identities": {"a": {"*": "read"}}, "token_keys": ["issuer.pub"]}')
+    authenticator = Authenticator(tmp_path / "access.json")
+    assert authenticator.identify(Presented(token=issue(KEY, "a", "7", time.time(), 7 * 86_400.0))).name == "a"
+    with pytest.raises(NotKnown) as raised:
+        authenticator.identify(Presented(token=issue(KEY, "a", "7", time.time() + 365 * 86_400.0, 86_400.0)))
+    assert raised.value.reason is Reason.TOKEN_INVALID
+
+
+def test_a_name_that_begins_as_a_loopback_address_is_anybodys() -> None:
+    assert all(map(is_loopback, ("127.0.0.1:80", "127.8.9.1:80", "localhost:80", "[::1]:80", "unix:/run/kv.sock")))
+    assert not any(map(is_loopback, ("127.0.0.1.example.org:80", "127.example.org:80", "127.0.0.1@example.org:80")))
 
 
 def test_a_token_says_who_until_when_and_bound_to_what() -> None:
@@ -204,6 +234,44 @@ def test_calls_at_once_are_bounded_also_when_the_quota_changes() -> None:
     assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) == "calls"
     meters.end("t", first)
     assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) is None
+
+
+def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
+    whose: list[str | None] = ["acme"]
+    in_flight = BytesInFlight(100, lambda: whose[0])
+    with ExitStack() as reserved:
+        reserved.enter_context(in_flight.reserved(1000))  # alone among its own: a large chunk must be reachable
+        with pytest.raises(Busy, match="of tenant 'acme'"), in_flight.reserved(1):
+            pass
+        whose[0] = "globex"
+        reserved.enter_context(in_flight.reserved(30))
+        with pytest.raises(Busy, match="of tenant 'globex'"), in_flight.reserved(30):
+            pass
+        assert in_flight.count == 80
+        whose[0] = None
+        with pytest.raises(Busy), in_flight.reserved(30):
+            pass
+    assert in_flight.count == 0
+    with in_flight.reserved(1000):
+        assert in_flight.count == 1000
+
+
+def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
+    released: list[Hold] = []
+    holds = ClientHolds(4, 1 << 20, released.append, SystemClock(), tells_tenants=True)
+
+    def hold(number: int, tenant: str) -> Hold:
+        chain = Chain.of(Namespace.of("m", SMALL, tenant=tenant), np.arange(SMALL.chunk_tokens, dtype=np.uint32))
+        return Hold(bytes([number]), chain, 1, time.monotonic() + 60, None)
+
+    holds.add(hold(1, "acme"))
+    holds.add(hold(2, "acme"))
+    with pytest.raises(Overloaded):
+        holds.add(hold(3, "acme"))
+    assert [each.id for each in released] == [b"\3"]
+    holds.add(hold(4, "globex"))
+    assert holds.release(b"\1")
+    holds.add(hold(5, "acme"))
 
 
 def test_an_open_guard_lets_everybody_do_everything() -> None:

@@ -394,7 +394,7 @@ def test_more_bytes_than_allowed_are_refused() -> None:
             whole = pb.PutRequest(start=start(digest), data=DATA, checksums=SUMS)
             code, message, kind = refused(lambda: stub.Put(iter([whole]), timeout=WAIT_S))
             assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
-            assert "bytes in flight" in message
+            assert "with those in flight" in message
             go_on.set()
             assert alone.result().tokens_present == len(TOKENS)
 

@@ -16,19 +16,25 @@ from kvstore.tickets import State, Ticket
 
 TICKETS_MAX = 100
 """Kept by one worker, those that are not done included."""
+TENANT_TICKETS_MAX = TICKETS_MAX // 2
+"""Not done, of one tenant where tenants are told apart: others, and operators, need some too."""
 
 
 class Book:
     """The tickets of one worker, the newest ``tickets_max`` of them. Thread-safe."""
 
-    def __init__(self, tickets_max: int = TICKETS_MAX) -> None:
+    def __init__(self, tickets_max: int = TICKETS_MAX, tenant_tickets_max: int = TICKETS_MAX) -> None:
         self._tickets_max = tickets_max
+        self._tenant_tickets_max = tenant_tickets_max
         self._changed = threading.Condition()
         self._tickets: dict[str, Ticket] = {}
 
     def add(self, ticket: Ticket) -> None:
         """Takes a new one, and forgets the one that was asked for first of those that ended. Raises Overloaded."""
         with self._changed:
+            tenant, most = ticket.tenant, self._tenant_tickets_max
+            if tenant is not None and most < self._tickets_max and self._unfinished_count(tenant) >= most:
+                raise Overloaded(f"{most} tickets of tenant {tenant!r} are not done yet: wait for some, or cancel some")
             if len(self._tickets) >= self._tickets_max:
                 gone = next((each.id for each in self._tickets.values() if each.state.ended), None)
                 if gone is None:
@@ -86,6 +92,9 @@ class Book:
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended(ticket.id), timeout_s)
             return self._tickets.get(ticket.id)
+
+    def _unfinished_count(self, tenant: str) -> int:
+        return sum(each.tenant == tenant and not each.state.ended for each in self._tickets.values())
 
     def _has_ended(self, ticket_id: str) -> bool:
         ticket = self._tickets.get(ticket_id)

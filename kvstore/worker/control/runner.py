@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,6 +84,7 @@ class _Job:
     step: Step
     ticket_id: str
     work: Work
+    tenant: str | None
 
 
 class Runner:
@@ -104,6 +105,8 @@ class Runner:
         self._threads_max = threads_max
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
+        self._running: Counter[str | None] = Counter()
+        """By tenant, how many are under way."""
         self._steps: dict[str, Step] = {}
         self._threads: set[threading.Thread] = set()
         self._idle = 0
@@ -134,7 +137,7 @@ class Runner:
             if self._idle <= len(self._waiting) and len(self._threads) < self._threads_max:
                 self._hire(ticket.id)
             self._steps[ticket.id] = step
-            self._waiting.append(_Job(step, ticket.id, work))
+            self._waiting.append(_Job(step, ticket.id, work, tenant))
             self._changed.notify()
         log.info("ticket.began id=%s act=%s about=%r identity=%s", ticket.id, act, about, identity)
         return ticket
@@ -184,8 +187,17 @@ class Runner:
                 if not self._waiting:
                     self._threads.discard(threading.current_thread())
                     return
-                job = self._waiting.popleft()
+                job = self._next()
             self._do(job)
+            with self._changed:
+                self._running[job.tenant] -= 1
+
+    def _next(self) -> _Job:
+        """The first one of the tenant with fewest under way: who asks for fifty does not make others wait for them."""
+        job = min(self._waiting, key=lambda each: self._running[each.tenant])
+        self._waiting.remove(job)
+        self._running[job.tenant] += 1
+        return job
 
     def _do(self, job: _Job) -> None:
         """One of them, to its end. Nothing that it raises ends the thread."""

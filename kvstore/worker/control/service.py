@@ -23,7 +23,7 @@ from kvstore.wire.limits import CONTROL
 from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import Draining, NoTicket
 from kvstore.worker.call import Call
-from kvstore.worker.control.book import Book
+from kvstore.worker.control.book import TENANT_TICKETS_MAX, Book
 from kvstore.worker.control.clearing import clear_selected, selection_of
 from kvstore.worker.control.health import About, Examination
 from kvstore.worker.control.limits import LiveLimits
@@ -75,7 +75,7 @@ class ControlService:
         self._service = service
         self._about = about
         self._on_drain = on_drain
-        self._book = Book()
+        self._book = Book() if service.calls.guard.is_open else Book(tenant_tickets_max=TENANT_TICKETS_MAX)
         self._runner = Runner(
             self._book, clock, member.node.ids, lambda state: service.calls.add(f"tickets_{state.value}")
         )
