@@ -71,10 +71,14 @@ class ServerAccess:
             raise InvalidRequest(
                 "--token-file would go to other workers in the clear: give --tls-cert and --tls-key too"
             )
-        if self.cert_file is not None or self.insecure:
+        if self.cert_file is not None:
             return
         for address in addresses:
-            if not is_loopback(address):
+            if is_loopback(address):
+                continue
+            if self.insecure:
+                log.warning("%s is served without TLS: anybody who reaches it can read and write", address)
+            else:
                 raise InvalidRequest(
                     f"{address} can be reached by others, and nothing is encrypted: give --tls-cert and --tls-key (and "
                     "--access, which says who may do what), or --insecure where the network itself is trusted"

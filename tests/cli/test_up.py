@@ -163,7 +163,7 @@ def test_an_etcd_that_is_not_there_is_said_in_time(tmp_root: Path) -> None:
 
 def test_a_worker_on_the_network_warns_that_it_is_open(up: Running, module_root: Path) -> None:
     at = ("--root", str(module_root / "root"), "--etcd", up.etcd, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:1")
-    with serving(module_root, "worker", *at) as running:
+    with serving(module_root, "worker", *at, "--insecure") as running:
         assert running.grpc.startswith("0.0.0.0:")
         assert running.end() == 0
         assert "served without TLS" in running.log.read_text()
