@@ -15,7 +15,7 @@ from benchmarks.crew import Crew, Singles, crew
 from benchmarks.fio import KINDS, Figure, Job, Kind
 from benchmarks.models import LLAMA_8B, MODELS
 from benchmarks.moving import NAMESPACE, Load
-from benchmarks.paths import IN_PROCESS, Served, Way, served
+from benchmarks.paths import IN_PROCESS, PLAIN, Served, Way, served
 from benchmarks.rounds import GIB, MIB, Taken, percentile
 from kvstore.node.limits import Limits
 
@@ -72,6 +72,8 @@ class Figures:
     per_worker: dict[Kind, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
     cpu_s_per_gib: dict[Kind, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
     fio: dict[Kind, list[Figure]] = field(default_factory=lambda: {"write": [], "read": []})
+    fio_each: dict[Kind, list[Figure]] = field(default_factory=lambda: {"write": [], "read": []})
+    """fio with a file for each block, as we have one for each chunk."""
     fio_direct: list[float] = field(default_factory=list)
     singles: list[Singles] = field(default_factory=list)
 
@@ -79,11 +81,12 @@ class Figures:
         """Aggregate GiB/s."""
         return statistics.median(self.aggregate[kind])
 
-    def ratio(self, kind: Kind) -> float | None:
+    def ratio(self, kind: Kind, *, file_each: bool = False) -> float | None:
         """To fio: the median of the rounds' ratios. None without fio."""
-        if not self.fio[kind]:
+        found = (self.fio_each if file_each else self.fio)[kind]
+        if not found:
             return None
-        pairs = zip(self.aggregate[kind], self.fio[kind], strict=True)
+        pairs = zip(self.aggregate[kind], found, strict=True)
         return statistics.median(ours / theirs.gib_per_s for ours, theirs in pairs)
 
     def ratio_direct(self) -> float | None:
@@ -127,7 +130,7 @@ def measure(
         server: Served | None = None
         way = Way(case.path, str(root), durability=case.durability)
         owner = undo.enter_context(kvstore.open(str(root)))
-        if case.path != IN_PROCESS:
+        if case.path not in (IN_PROCESS, PLAIN):
             server = undo.enter_context(served(folder, root, case.durability))
             way = replace(way, worker=server.address)
             if reason := way.why_not():
@@ -136,13 +139,13 @@ def measure(
         for number in range(rounds + 1):
             fio_first = number % 2 == 0
             theirs = _fio_round(job, case) if with_fio and fio_first else {}
-            _clear(owner)  # just before, as fio's files are, so that both find memory that was just freed
+            _clear(owner, root)  # just before, as fio's files are, so that both find memory that was just freed
             ours = _round(case, members, server, number, root, between)
             if with_fio and not fio_first:
                 theirs = _fio_round(job, case)
             if number:
                 _count(figures, ours, theirs, loads, case.calls)
-        _clear(owner)
+        _clear(owner, root)
         count = max(1, min(SINGLES_MAX, SINGLES_BYTES_MAX // case.workers // loads[0].chunk_bytes))
         figures.singles = members.singles(count)
     return figures
@@ -201,6 +204,10 @@ def _fio_round(job: Job, case: Case) -> dict[str, Figure]:
         caching.evict(job.folder)
         found["direct"] = replace(job, direct=True).run("read")
     job.delete()  # its pages make room for ours, as ours do for its
+    if case.cache == "warm":
+        each = replace(job, file_each=True)
+        found["write each"], found["read each"] = each.run("write"), each.run("read")
+        each.delete()
     return found
 
 
@@ -218,11 +225,15 @@ def _count(
         figures.cpu_s_per_gib[kind].append(cpu_s / moved_gib)
         if theirs:
             figures.fio[kind].append(theirs[kind])
+        if f"{kind} each" in theirs:
+            figures.fio_each[kind].append(theirs[f"{kind} each"])
     if "direct" in theirs:
         figures.fio_direct.append(theirs["direct"].gib_per_s)
 
 
-def _clear(owner: kvstore.Store) -> None:
+def _clear(owner: kvstore.Store, root: Path) -> None:
+    for file in caching.files(root / PLAIN):
+        file.unlink()
     for namespace in owner.namespaces():
         if namespace.name == NAMESPACE:
             owner.namespace(namespace.name, namespace.layout).clear()

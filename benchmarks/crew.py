@@ -5,15 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from benchmarks.contents import WrongBytes
-from benchmarks.moving import Load, Mover, mover
-from benchmarks.paths import Way
+from benchmarks.moving import FileMover, Load, Mover, mover
+from benchmarks.paths import PLAIN, Way
 from benchmarks.rounds import Taken, timed
 from kvstore.errors import KVStoreError
 
@@ -106,8 +107,7 @@ def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
 def serve(pipe: Connection, way: Way, load: Load) -> None:
     """The life of one member."""
     try:
-        with way.open() as store:
-            moves = mover(store, load)
+        with moving(way, load) as moves:
             pipe.send(None)
             while True:
                 order, argument = pipe.recv()
@@ -119,6 +119,17 @@ def serve(pipe: Connection, way: Way, load: Load) -> None:
         return  # the run is over, or its process is gone
     except KVStoreError as error:
         pipe.send(error)
+
+
+@contextmanager
+def moving(way: Way, load: Load) -> Iterator[Mover]:
+    """The load, ready to be moved that way."""
+    if way.path == PLAIN:
+        with closing(FileMover(Path(way.root) / PLAIN, load)) as moves:
+            yield moves
+        return
+    with way.open() as store:
+        yield mover(store, load)
 
 
 def _obey(moves: Mover, order: str, argument: Any) -> Any:

@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``jobs`` processes, each with a file of its own, in blocks of ``block_bytes``."""
+    """One run: ``jobs`` processes, each with a file of its own, or one for each block, of ``block_bytes``."""
 
     folder: Path
     block_bytes: int
@@ -25,6 +25,7 @@ class Job:
     direct: bool = False
     cold: bool = False
     fsync: bool = False
+    file_each: bool = False
 
     def run(self, kind: Kind) -> Figure:
         """Writes anew (whatever was there is deleted just before), or reads what was written."""
@@ -36,6 +37,8 @@ class Job:
             "--group_reporting", "--output-format=json", "--fallocate=none", f"--direct={int(self.direct)}",
             f"--invalidate={int(self.cold)}",
         ]  # fmt: skip
+        if self.file_each:
+            command += [f"--nrfiles={blocks}", "--openfiles=1", "--file_service_type=sequential"]
         if kind == "write":
             self.delete()
             command += ["--fdatasync=1"] if self.fsync else []

@@ -7,10 +7,14 @@ more than memory holds.
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.contents import (
     STAMP_BYTES,
@@ -25,8 +29,10 @@ from benchmarks.contents import (
 )
 from kvstore import Layout
 from kvstore.client.store import Store
+from kvstore.node.limits import Limits
 
 NAMESPACE = "bench"
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,81 @@ class BlockMover:
 
     def _key(self, call: int, at: int) -> bytes:
         return hashlib.blake2b(f"{self._load.seed}/{call}/{at}".encode(), digest_size=32).digest()
+
+
+class FileMover:
+    """A file for each chunk, without names, order or verification: what a file system gives to a program that fills
+    an array as large as its data, with as many threads as a store has.
+    """
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._folder, self._load = folder, load
+        self._folder.mkdir(exist_ok=True)
+        self._pool = ThreadPoolExecutor(Limits().width)
+        self.kv = random_bytes(load.size_bytes, load.seed).reshape(load.chunks, load.chunk_bytes)
+        self.out = np.empty_like(self.kv)
+        poison(self.out)
+        self._one_out = np.zeros_like(self.kv[0])
+        self._call = self._one = 0
+        self._written = self._read = 0
+
+    def prepare(self, call: int) -> None:
+        self._call = call
+        stamp_blocks(self.kv, _stamps(self._load, call))
+
+    def put(self) -> None:
+        self._written = sum(self._pool.map(self._write_run, self._runs()))
+
+    def get(self) -> None:
+        self._read = sum(self._pool.map(self._read_run, self._runs()))
+
+    def forget(self) -> None:
+        poison(self.out)
+
+    def verify(self) -> None:
+        check_count(self._written, self._load.size_bytes, "bytes written")
+        check_count(self._read, self._load.size_bytes, "bytes read")
+        check_equal(self.out, self.kv, "get")
+
+    def prepare_one(self, call: int) -> None:
+        self._one = call
+
+    def put_one(self) -> None:
+        self._write(f"{self._load.seed}-one-{self._one}", self.kv[0])
+
+    def get_one(self) -> None:
+        self._read_into(f"{self._load.seed}-one-{self._one}", self._one_out)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._pool.shutdown()
+
+    def _runs(self) -> list[range]:
+        lanes = Limits().width
+        return [range(lane, self._load.chunks, lanes) for lane in range(lanes)]
+
+    def _write_run(self, run: range) -> int:
+        return sum(self._write(self._name(index), self.kv[index]) for index in run)
+
+    def _read_run(self, run: range) -> int:
+        return sum(self._read_into(self._name(index), self.out[index]) for index in run)
+
+    def _name(self, index: int) -> str:
+        return f"{self._load.seed}-{self._call}-{index}"
+
+    def _write(self, name: str, payload: Bytes) -> int:
+        file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            return os.writev(file, [payload.data])
+        finally:
+            os.close(file)
+
+    def _read_into(self, name: str, payload: Bytes) -> int:
+        file = os.open(self._folder / name, os.O_RDONLY)
+        try:
+            return os.readv(file, [payload.data])
+        finally:
+            os.close(file)
 
 
 def _stamps(load: Load, call: int) -> Stamps:

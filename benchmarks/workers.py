@@ -18,7 +18,7 @@ from benchmarks.case import Case, Figures, Unreachable, measure
 from benchmarks.fio import KINDS
 from benchmarks.models import DENSE, LLAMA_8B, MODELS, QWEN_3B, QWEN_7B, SMALL
 from benchmarks.options import Options, counts, names_of, sizes_mib, told
-from benchmarks.paths import BULK, IN_PROCESS, PATHS
+from benchmarks.paths import BULK, IN_PROCESS, PATHS, PLAIN
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import GIB, MIB
 
@@ -33,7 +33,7 @@ KEYS = {
 }  # fmt: skip
 FIGURES = (
     "write MiB/s", "read MiB/s", "aggregate write GiB/s", "aggregate read GiB/s", "fio write GiB/s", "fio read GiB/s",
-    "write / fio", "read / fio", "read / fio direct",
+    "write / fio", "read / fio", "write / fio, a file each", "read / fio, a file each", "read / fio direct",
 )  # fmt: skip
 COSTS = (
     "CPU s/GiB write", "fio", "CPU s/GiB read", "fio ", "write p50 ms", "write p99 ms", "fio p50/p99",
@@ -85,8 +85,10 @@ def standard(size_bytes: int, *, quick: bool) -> list[Sweep]:
     models = [QWEN_7B, DENSE] if quick else [SMALL, QWEN_3B, QWEN_7B, LLAMA_8B, DENSE]
     return [
         Sweep("Workers", tuple(replace(base, workers=count) for count in counted), x="workers"),
+        Sweep("Plain files, without a store", tuple(replace(base, workers=count, path=PLAIN) for count in counted)),
         Sweep("Chunk sizes", tuple(replace(base, chunk_bytes=size * MIB) for size in sizes)),
         Sweep("Blocks that an engine hashed", tuple(blocks)),
+        Sweep("Blocks in plain files, without a store", tuple(replace(each, path=PLAIN) for each in blocks)),
         Sweep("One job of fio", (replace(base, fio_jobs=1),)),
         Sweep("Ways to a worker", tuple(replace(small, path=path) for path in BULK)),
         Sweep("Four workers' clients at once", tuple(replace(small, path=path, workers=4) for path in BULK)),
@@ -118,6 +120,8 @@ def _run(options: Options, sweeps: Iterable[Sweep]) -> Result:
         f"medians of {options.rounds} rounds, in which fio and the store take turns; of ratios, the rounds' ratios",
         "aggregates as fio counts them: all bytes by the longest worker's time; all of a worker's bytes in one call",
         "p50 and p99 are of calls that move one chunk, by all workers at once",
+        "fio has one file a job, or, as it says, a file each, as the store has one for each chunk",
+        "plain files: the same workers, arrays and count of threads, a file for each chunk, nothing named or verified",
     )
     return Result("workers", HYPOTHESIS, conditions, about, tables, skipped)
 
@@ -157,7 +161,8 @@ def _speed(found: Figures) -> list[Cell]:
     return [
         _median(found.per_worker["write"]), _median(found.per_worker["read"]), found.median("write"),
         found.median("read"), found.of_fio("write", "gib_per_s"), found.of_fio("read", "gib_per_s"),
-        found.ratio("write"), found.ratio("read"), found.ratio_direct(),
+        found.ratio("write"), found.ratio("read"), found.ratio("write", file_each=True),
+        found.ratio("read", file_each=True), found.ratio_direct(),
     ]  # fmt: skip
 
 

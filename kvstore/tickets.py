@@ -63,6 +63,8 @@ class Ticket:
     """What came of it so far."""
     worker: str = ""
     """The worker that has it, as a client reached it."""
+    tokens: int = 0
+    """Of its prompts, which the worker keeps until it has ended."""
 
     def moved(self, state: State, *, message: str = "", ended_s: float = 0.0) -> Ticket:
         """The same in its next state, which must be one that may follow."""

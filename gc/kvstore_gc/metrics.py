@@ -13,10 +13,11 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
     write_to_textfile,
 )
 
+from kvstore import scraping
 from kvstore.errors import InvalidRequest
 from kvstore.sources import Clock
 from kvstore_gc.capacity import Level
@@ -147,7 +148,7 @@ def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], Non
     Raises InvalidRequest where it cannot listen there.
     """
     try:
-        server, thread = start_http_server(port, host, metrics.registry)
+        server, thread = scraping.serve(make_wsgi_app(metrics.registry), host, port)
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {host}:{port}: {cause.strerror or cause}") from cause
 

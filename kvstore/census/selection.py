@@ -8,6 +8,7 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000
 """Writers, or namespaces, that one order may name: it is one value in etcd."""
 ID_BYTES = 8
+TEXT_BYTES_MAX = 4096
+"""Of each field that is text: a worker keeps what tickets are about, and lists a hundred of them."""
 TIME_S_MAX = 253_402_300_800
 """The year 10000: no calendar goes further."""
 AHEAD_S = 60
@@ -49,6 +52,8 @@ class Selection:
     """Written before this time."""
 
     def __post_init__(self) -> None:
+        for name in ("tenant", "fingerprint", "written_by"):
+            _check_text(name, getattr(self, name) or "")
         for name in ("older_than_s", "since_s", "until_s"):
             value = getattr(self, name)
             if not 0 <= value < TIME_S_MAX:
@@ -149,7 +154,7 @@ class ClearOrder:
         return (
             found is not None
             and found.lineage in self.lineages
-            and found.written_s >= self.since_s
+            and found.written_s + 1 > self.since_s  # it says in which second: what may be meant is
             and (not self.until_s or found.written_s < self.until_s)
         )
 
@@ -185,16 +190,27 @@ class ClearOrder:
             record = json.loads(content)
             namespaces, lineages = _split(record["namespaces"]), _split(record["lineages"])
             times = [float(record[name]) for name in ("since_s", "until_s", "unused_since_s", "ordered_s")]
+            if not all(map(math.isfinite, times)):
+                raise ValueError(f"times {times}")
             return cls(
                 None if namespaces is None else frozenset(map(NamespaceId, namespaces)),
                 None if lineages is None else frozenset(map(LineageId, lineages)),
                 *times,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
             raise InvalidRequest(f"not an order to clear: {cause}") from cause
 
     def _is_unused(self, last_use_s: float) -> bool:
         return not self.unused_since_s or last_use_s < self.unused_since_s
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        size_bytes = len(text.encode())
+    except UnicodeEncodeError as cause:
+        raise InvalidRequest(f"{name} is not valid Unicode: {cause}") from cause
+    if size_bytes > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"{name} has {size_bytes} bytes, over the limit of {TEXT_BYTES_MAX}")
 
 
 def _writer_test(written_by: str) -> tuple[str, str]:

@@ -100,9 +100,19 @@ def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool) -> 
         _ask(f"Delete all chunks of namespace {name!r} (tenant {tenant!r})?", yes)
         cleared = cache.clear()
     if as_json:
-        print_json({"namespace": name, "chunks": cleared.chunks, "bytes": cleared.bytes})
+        print_json(
+            {
+                "namespace": name,
+                "chunks": cleared.chunks,
+                "bytes": cleared.bytes,
+                "unconfirmed": list(cleared.unconfirmed),
+            }
+        )
     else:
         print(f"{cleared.chunks} chunks deleted, {size(cleared.bytes)}")
+        _warn(cleared)
+    if cleared.unconfirmed:
+        click.get_current_context().exit(CHECK_FAILED)
 
 
 def _ask(question: str, yes: bool) -> None:
@@ -132,5 +142,9 @@ def _print(cleared: Cleared, dry_run: bool, as_json: bool) -> None:
         print(f"{cleared.pinned} pinned chunks stay: --pinned deletes them too, kvstore ls --pins says whose they are")
     if cleared.failed:
         print(f"{cleared.failed} could not be looked at or deleted: run it again", file=sys.stderr)
+    _warn(cleared)
+
+
+def _warn(cleared: Cleared) -> None:
     for session in cleared.unconfirmed:
         print(f"session {session} did not answer: its node may still serve them from memory", file=sys.stderr)

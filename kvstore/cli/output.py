@@ -87,4 +87,13 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return str(value)
+    return shown(str(value))
+
+
+def shown(text: str) -> str:
+    """The same, where control characters are seen and not obeyed: labels, tenants and names are others' text."""
+    return text if text.isprintable() else "".join(_visible(each) for each in text)
+
+
+def _visible(char: str) -> str:
+    return char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()

@@ -72,6 +72,8 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
     with access.open() as store:
         control = steered(store, access)
         found = control.set_limits(wanted, worker) if wanted else control.limits()
+    if worker is not None and worker not in found:
+        raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(found)}")
     if worker is not None:
         found = {address: each for address, each in found.items() if address == worker}
     refused = {address: str(each) for address, each in found.items() if isinstance(each, KVStoreError)}

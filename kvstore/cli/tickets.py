@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control, ControlTicket
     from kvstore.client.store import Store
 
+LEFT = ("failed_chunks", "unconfirmed_nodes")
+"""Counts of what a clear that is done could not delete, or does not know to be gone."""
+
 
 @click.command(cls=Command, no_args_is_help=True, short_help="List, watch or cancel long acts of workers.")
 @click.option("--watch", "watched", metavar="ID", help="Follow one until it has ended; Ctrl-C only stops following.")
@@ -31,7 +34,7 @@ def tickets(watched: str | None, cancelled: str | None, access: Access, as_json:
     release.
 
     Each worker keeps its last 100, in memory: one that was restarted has forgotten them. With --watch, exit code 1
-    where the ticket failed or was cancelled.
+    where the ticket failed or was cancelled, or is a clear that left something behind.
 
     \b
     Examples:
@@ -86,7 +89,8 @@ def steered(store: Store, access: Access) -> Control:
 def follow(ticket: ControlTicket, as_json: bool) -> None:
     """Follows a ticket to its end, with progress on a terminal, and prints what came of it.
 
-    Ctrl-C leaves it going on and says how to come back to it. Exit code 1 where it failed or was cancelled.
+    Ctrl-C leaves it going on and says how to come back to it. Exit code 1 where it failed or was cancelled, or left
+    something that it is to be repeated for.
     """
     if not as_json:
         print(f"ticket {ticket.id} at {ticket.last.worker}", file=sys.stderr)
@@ -104,7 +108,7 @@ def follow(ticket: ControlTicket, as_json: bool) -> None:
         print(f"{ended.act} {ended.state.value}: {_came(ended) or _how_far(ended)}")
         if ended.message:
             print(ended.message, file=sys.stderr)
-    if ended.state is not State.DONE:
+    if ended.state is not State.DONE or any(ended.counts.get(name) for name in LEFT):
         click.get_current_context().exit(CHECK_FAILED)
 
 

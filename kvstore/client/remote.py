@@ -322,7 +322,7 @@ class RemotePort:
                 namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
             )
         )
-        return Cleared(answer.chunks, answer.bytes)
+        return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
         """The sums over all workers that answer, and this client's own counts. Raises Unavailable where none does."""
@@ -352,7 +352,7 @@ class RemotePort:
         counts = ended.counts
         return Cleared(
             counts.get("chunks", 0), counts.get("bytes", 0), counts.get("pinned_chunks", 0),
-            counts.get("failed_chunks", 0),
+            counts.get("failed_chunks", 0), ("",) * counts.get("unconfirmed_nodes", 0),
         )  # fmt: skip
 
     def control(self) -> Control:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,6 +27,8 @@ from kvstore.tickets import Ticket
 
 RATES_S = 60.0
 PINS_MAX = 1_000
+NAMESPACES_MAX = 500
+"""Whoever may write may make namespaces, as many as they like: a page of all of them would be of megabytes."""
 RUNS_MAX = 300
 
 
@@ -73,7 +76,7 @@ class Documents:
         }
 
     def namespaces(self) -> Document:
-        """Namespaces with what they have stored, as the last plan counted it."""
+        """Namespaces with what they have stored, as the last plan counted it; the largest come first."""
         looks = self._look("etcd", "plan")
         etcd: Cluster | None = looks["etcd"].value
         plan: Document = looks["plan"].value or {}
@@ -86,7 +89,13 @@ class Documents:
             for id, tally in stored.items()
             if etcd is not None and id not in named
         ]
-        return {**self._head(looks), "namespaces": rows, "odd": etcd.odd_namespaces_count if etcd else 0}
+        rows.sort(key=lambda row: -(row["bytes"] or 0))
+        return {
+            **self._head(looks),
+            "namespaces": rows[:NAMESPACES_MAX],
+            "count": len(rows),
+            "odd": etcd.odd_namespaces_count if etcd else 0,
+        }
 
     def pins(self) -> Document:
         """Pins and who holds them; those that end first come first."""
@@ -149,6 +158,9 @@ class Documents:
         if forest is None:
             return {**head, "share": None, "namespaces": [], "runs": [], "way": []}
         sums = forest.namespaces()
+        largest = heapq.nlargest(
+            NAMESPACES_MAX, sums.keys() | forest.blocks.keys(), key=lambda id: _bytes_of(id, sums, forest)
+        )
         return {
             **head,
             "share": forest.share,
@@ -161,7 +173,7 @@ class Documents:
                     **said.below(sums.get(id, Sum(depth_max=0))),
                     "blocks": said.blocks(forest, id),
                 }
-                for id in sorted(sums.keys() | forest.blocks.keys())
+                for id in sorted(largest)
             ],
             "runs": [said.run(each, known) for each in forest.runs(wanted, start, RUNS_MAX, order)],
             "way": [said.run(each, known) for each in (forest.way_to(start) if start else ())],
@@ -218,6 +230,10 @@ def _id(what: str, text: str, size: int) -> bytes:
     if len(found) != size:
         raise InvalidRequest(f"{what}: expected {2 * size} hexadecimal digits")
     return found
+
+
+def _bytes_of(id: NamespaceId, sums: Mapping[NamespaceId, Sum], forest: Forest) -> float:
+    return (sums[id].size_bytes if id in sums else 0.0) + forest.blocks.get(id, (0.0, 0.0))[1]
 
 
 def _totals(workers: Mapping[str, WorkerSeen]) -> dict[str, int | float]:

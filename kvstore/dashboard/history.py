@@ -82,6 +82,9 @@ class History:
 
     def add(self, at_s: float, span_s: float, grown: Sequence[Counts], now: Sequence[Counts]) -> None:
         """Adds what all workers did in the last ``span_s`` seconds, and how they stand."""
+        if self._fine and at_s <= self._fine[-1].at_s:
+            # The clock was set back. Who has the points up to the last one asks for later ones only.
+            at_s = self._fine[-1].at_s + span_s
         amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
         levels = tuple(_sum(now, names) for names in LEVELS.values())
         point = Point(at_s, span_s, amounts, levels)

@@ -15,6 +15,9 @@ from kvstore.tickets import Ticket
 
 Document = dict[str, Any]
 
+TEXT_MAX = 128
+"""Characters of a text that somebody chose and that may have thousands."""
+
 
 def cluster(etcd: Cluster) -> Document:
     """What etcd knows, in numbers."""
@@ -52,8 +55,8 @@ def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]], is_count
         "digest": each.digest.hex(),
         "name": each.name,
         "tenant": each.tenant,
-        "fingerprint": each.fingerprint,
-        "attributes": dict(each.attributes),
+        "fingerprint": _short(each.fingerprint),
+        "attributes": {_short(key): _short(value) for key, value in each.attributes},
         "layout": each.layout.to_dict(),
         "chunks": tally.get("chunks"),
         "bytes": tally.get("bytes"),
@@ -125,3 +128,8 @@ def pin(each: PinRecord, of: Namespace | None) -> Document:
         "ttl_s": each.ttl_s,
         "expires_s": each.expires_s,
     }
+
+
+def _short(text: str) -> str:
+    """A text without its middle, where it is long."""
+    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 33]}…{text[-32:]}"

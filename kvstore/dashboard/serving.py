@@ -20,12 +20,14 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.security.tls import Certificate, ServerTls, server_certificate
 
 CONNECTIONS_MAX = 256
-"""Beyond that the oldest that asks nothing makes room for the next."""
+"""Beyond that the oldest that waits for its client makes room for the next."""
 HEADERS_BYTES_MAX = 16 << 10
 FIRST_REQUEST_S = 10.0
 """From a connection to its first whole request."""
 CONNECTION_S = 120.0
 """Then a connection ends after its request; the page opens another one."""
+ANSWER_S = 10.0
+"""From then on, until a client has to have taken the answer."""
 START_S = 10.0
 STOP_S = 3.0
 
@@ -110,12 +112,26 @@ class _Bounded(H11Protocol):
         super().connection_made(transport)
         self._began_s = self.loop.time()
         if len(self.connections) > CONNECTIONS_MAX:
-            silent = [each for each in self.connections if isinstance(each, _Bounded) and each.cycle is None]
-            given_up = min(silent, key=lambda each: each._began_s)  # the oldest: this one is among them
+            waiting = [each for each in self.connections if isinstance(each, _Bounded) and each._waits_for_client]
+            given_up = min(waiting, key=lambda each: each._began_s)  # the oldest: this one is among them
             self.connections.discard(given_up)  # at once: the loop tells it later, and the next one must find another
             given_up.transport.abort()
-        self.loop.call_later(FIRST_REQUEST_S, self._check_began)
-        self.loop.call_later(CONNECTION_S, self._end)
+        self._timers = [
+            self.loop.call_later(FIRST_REQUEST_S, self._check_began),
+            self.loop.call_later(CONNECTION_S, self._end),
+            # Closing politely waits until all is sent, which a client that takes nothing puts off for ever.
+            self.loop.call_later(CONNECTION_S + ANSWER_S, transport.abort),
+        ]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in self._timers:  # they would keep this, and what it holds, until they are due
+            timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _waits_for_client(self) -> bool:
+        """Whether nothing is being done for it: its client may ask, or has to take the answer."""
+        return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
 
     def _check_began(self) -> None:
         if self.cycle is None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -60,12 +61,14 @@ class KeyRing:
         for tenant, fields in tenants.items():
             said = _object(fields, f"tenant {tenant!r}")
             keys = {name: _key(tenant, name, text) for name, text in _object(said.get("keys"), "keys").items()}
-            if "current" not in said or (said["current"] is not None and said["current"] not in keys):
+            # Its type first: a list is no key of a dict, and to ask for one is a TypeError that no caller expects.
+            name = said.get("current")
+            if "current" not in said or not (name is None or (isinstance(name, str) and name in keys)):
                 raise InvalidRequest(
                     f"the {_WHAT} names no current key of tenant {tenant!r}: expected one of {sorted(keys)}, or null "
                     "(what is written is not encrypted any more)"
                 )
-            current[tenant] = None if said["current"] is None else keys[said["current"]]
+            current[tenant] = None if name is None else keys[name]
             by_id.update((key.id, key) for key in keys.values())
         return cls(current, by_id)
 
@@ -126,10 +129,23 @@ class KeyFile:
 
 def _loaded(content: bytes) -> Mapping[str, Any]:
     try:
-        return _object(json.loads(content), "the whole")
+        loaded = json.loads(content, object_pairs_hook=_once)
+    except InvalidRequest:  # of ours; the next line would say less of it
+        raise
     except (ValueError, RecursionError):
         # Not the cause: it would show a piece of the file.
         raise InvalidRequest(f"the {_WHAT} is no JSON") from None
+    return _object(loaded, "the whole")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: of two JSON keeps the last, and a key, or a tenant's whole encryption,
+    would be gone without a word."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise InvalidRequest(f"the {_WHAT} has {twice} twice in one object: expected each tenant and key once")
+    return found
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:

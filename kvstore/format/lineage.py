@@ -21,7 +21,8 @@ LineageId = NewType("LineageId", bytes)
 LINEAGE_BYTES = 8
 SESSION_BYTES = 16
 RECORD_BYTES_MAX = 4096
-TEXT_BYTES_MAX = 256
+LABEL_BYTES_MAX = 256
+"""So that a record never gets over ``RECORD_BYTES_MAX``, beyond which nobody reads it."""
 _PARTS = struct.Struct(f"<{LINEAGE_BYTES}sII")
 _U32 = 0xFFFFFFFF
 
@@ -63,14 +64,14 @@ class Writer:
         """The inverse; fields that this version does not know are ignored. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(content)
-            texts = {name: str(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}
-            session, node = str(fields["session"]), str(fields["node"])
+            texts = {name: _text(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}
+            session, node = str(fields["session"]), _text(fields["node"])
             if len(bytes.fromhex(session)) != SESSION_BYTES or session != session.lower():
                 raise ValueError(f"session {session!r}")
             return cls(
                 session=session, node=node, pid=int(fields["pid"]), started_s=float(fields["started_s"]), **texts
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
             raise InvalidRequest(f"not a writer's record: {cause}") from cause
 
     @property
@@ -80,6 +81,15 @@ class Writer:
 
 
 Writers = Mapping[LineageId, Writer]
+
+
+def check_label(label: str) -> None:
+    """Raises InvalidRequest where a roll-out cannot be called that: it would never be found again by its name."""
+    if not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
+        raise InvalidRequest(
+            f"label {label[:64]!r}{'...' if len(label) > 64 else ''}: expected printable text, at most "
+            f"{LABEL_BYTES_MAX} bytes of it"
+        )
 
 
 def lineage_id(session: bytes) -> LineageId:
@@ -104,3 +114,8 @@ def renewed(found: Incarnation, number: int) -> Incarnation:
     """The incarnation of a chunk that is published once more: written by the same, then; only the number is fresh."""
     lineage, written_s, _ = _PARTS.unpack(found)
     return Incarnation(_PARTS.pack(lineage, written_s, number & _U32))
+
+
+def _text(value: object) -> str:
+    """What a record says, as UTF-8 can say it: half a surrogate pair, which JSON allows, fits into no message."""
+    return str(value).encode(errors="replace").decode()

@@ -2,7 +2,7 @@
 
     /kv/<root>/clears/<id>               an order; one that stands without a lease, so that who is away hears it later
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
-                                         swept; under its session's lease
+                                         swept; under its session's lease, and as long as the order is kept
 
 What an order says is opaque here: what a chunk is, the metadata do not know.  Apart from ``digests.py``, which only
 nodes with memory follow; these all nodes do.
@@ -13,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import SessionLost, Unavailable
-from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, Meta, Snapshot, Watch
+from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
 
 ORDERS_MAX = 256
 """Kept; of more, the oldest are removed."""
 PASSING_S = 60
-"""An order that does not stand is kept so long after it was told, and after it was done."""
+"""An order that does not stand is kept so long after it was told or last renewed, and after it was done."""
 _WAITING, _DONE = b"\x00", b"\x01"
 
 
@@ -40,9 +40,16 @@ class Clears:
         self._meta = meta
         self._keys = keys
 
-    def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
-        """Tells all nodes of a new order, whose id nobody used before. Raises Unavailable: it may have been told."""
-        self._put(order, _WAITING + content, timeout_s, stands=stands)
+    def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
+        """Tells all nodes of a new order, whose id nobody used before; what ``renew`` takes.
+
+        Raises Unavailable: it may have been told.
+        """
+        return self._put(order, _WAITING + content, timeout_s, stands=stands)
+
+    def renew(self, lease: LeaseId, timeout_s: float) -> bool:
+        """Keeps an order that does not stand for ``PASSING_S`` more; False where it is over. Raises Unavailable."""
+        return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
 
     def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
         """Tells all nodes that the root has nothing of it any more. Raises Unavailable."""
@@ -59,6 +66,10 @@ class Clears:
             self._meta.put(self._keys.clear_answer(order, session.id), value, session.lease, timeout_s)
         except LeaseGone as gone:
             raise SessionLost(f"session {session.id.hex()} ended: its successor reads all orders again") from gone
+
+    def withdraw(self, session: Session, order: bytes, timeout_s: float) -> None:
+        """Takes back this session's answer to an order that is not kept any more. Raises Unavailable."""
+        self._meta.delete(self._keys.clear_answer(order, session.id), timeout_s)
 
     def silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
         """The sessions of nodes that live and have not answered. Raises Unavailable."""
@@ -94,12 +105,13 @@ class Clears:
         parsed = ((parse_id(kv.key.rpartition("/")[2]), kv.value) for kv in found)
         return {SessionId(session): value for session, value in parsed if session is not None}
 
-    def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> None:
+    def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
         lease = NO_LEASE if stands else self._meta.grant(PASSING_S, timeout_s)
         try:
             self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
         except LeaseGone as gone:
             raise Unavailable("etcd lost a lease that it gave a moment ago: clear again") from gone
+        return lease
 
     def trim(self, timeout_s: float) -> int:
         """Removes the oldest orders beyond ``ORDERS_MAX``; how many. Raises Unavailable."""

@@ -7,7 +7,7 @@ nothing when they are written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
-from kvstore.node.publish import StillRight, always
 from kvstore.node.reading import Groups, group_size, read_chunks, remembered
 from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slots
@@ -33,6 +32,14 @@ from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, payload_of
 from kvstore.root.interface import Stat
 from kvstore.writes import WriteMode
+
+AllStillRight = Callable[[Sequence[int]], Sequence[bool] | npt.NDArray[np.bool_]]
+"""``publish.StillRight`` of several blocks at once, by their places among the keys."""
+
+
+def always(places: Sequence[int]) -> Sequence[bool]:
+    """Of bytes that the caller vouches for."""
+    return [True] * len(places)
 
 
 class Blocks:
@@ -88,11 +95,9 @@ class Blocks:
         """Writes blocks from memory to the root; returns how many leading ones are there, or in memory no more."""
         assert self._tiers is not None
         memory, stop = self._tiers.memory, slots.first + len(slots.entries)
-        images = {
-            index: slots.images(index, index + 1)[0]
-            for index in range(slots.first, stop)
-            if memory.still_right(slots, index)
-        }
+        there = range(slots.first, stop)
+        right = memory.all_still_right(slots, there)
+        images = {index: slots.images(index, index + 1)[0] for index in there if right[index - slots.first]}
         payloads = {index: payload_of(keyed, index, image) for index, image in images.items()}
         if not payloads:
             return stop
@@ -100,7 +105,8 @@ class Blocks:
         indexes = [*payloads]
         stored = self._put_on_root(
             keyed.namespace, keys, [*payloads.values()], deadline, durable, hints,
-            lambda at: memory.still_right(slots, indexes[at]), [incarnation_at(image) for image in images.values()],
+            lambda places: memory.all_still_right(slots, [indexes[at] for at in places]),
+            [incarnation_at(image) for image in images.values()],
         )  # fmt: skip
         left = (index for index, done in zip(payloads, stored, strict=True) if not done)
         return next(left, stop)
@@ -141,7 +147,7 @@ class Blocks:
         deadline: Deadline,
         durable: bool,
         hints: Hints,
-        still_right: StillRight = always,
+        still_right: AllStillRight = always,
         origins: Sequence[Incarnation] = (),
     ) -> list[bool]:
         """``origins``: of the images that the blocks are from, if they are; as for ``Chunks.stage``."""
@@ -164,14 +170,15 @@ class Blocks:
             if found is not None:
                 return found_there(index, found)
             origin = origins[index] if origins else None
-            return publish(index, self._chunks.stage(expected, [buffers[index]], durable, hints, origin))
+            staged = self._chunks.stage(expected, [buffers[index]], durable, hints, origin)
+            return publish(index, staged, bool(still_right([index])[0]))
 
-        def publish(index: int, staged: Staged) -> bool:
+        def publish(index: int, staged: Staged, is_right: bool) -> bool:
             if given_up.is_set():
                 # Given up while the bytes were being written: they may have changed since, so they get no name.
                 self._chunks.discard(staged)
                 return False
-            if not still_right(index):
+            if not is_right:
                 self._chunks.discard(staged)
                 return True
             try:
@@ -200,10 +207,11 @@ class Blocks:
                 for index, found in enumerate(outcome, start)
             ]
             try:
+                right = still_right(range(start, stop))
                 while pending:
                     found, index = pending.pop(0), stop - len(pending) - 1
                     if isinstance(found, Staged):
-                        if not publish(index, found):
+                        if not publish(index, found, bool(right[index - start])):
                             return False
                     elif found is None:
                         if not work(index):

@@ -6,6 +6,7 @@ Called on lanes only.  ``Sections`` are views of the caller's memory, one per se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore import recency
@@ -235,12 +236,15 @@ class Chunks:
         """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
-        self.known.add(expected.address, self.quantum(), renewed=won, epoch=epoch)
         if won:
+            self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
             self._counters.add("chunks_written")
             self._counters.add("bytes_written", expected.payload_bytes)
         else:
             self._counters.add("chunks_lost_race")
+            with suppress(KVStoreError):  # then it is not remembered, and is looked for when it is asked for
+                # What is there may be encrypted with a key that is not here: then no match may promise it.
+                self.look(expected)
         return won
 
     def discard(self, staged: Staged) -> None:

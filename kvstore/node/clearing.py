@@ -6,18 +6,21 @@ is named, and lets none of it back in, cannot write to the root again what was j
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvstore.address import Address
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.walk import Found, found_in, sampled, with_header
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.clears import Clears
+from kvstore.meta.clears import PASSING_S, Clears
+from kvstore.meta.interface import NO_LEASE, LeaseId
 from kvstore.meta.keys import SessionId
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import moved_on
@@ -26,11 +29,14 @@ from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.lineages import read_writers
 
+log = logging.getLogger(__name__)
+
 ANSWER_S = 15.0
 """How long the other nodes have to say that they dropped it; one that hangs, or knows no orders, never does."""
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5
+RENEW_S = PASSING_S / 4
 
 
 class Clearing:
@@ -69,19 +75,58 @@ class Clearing:
         """Has all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root."""
         node, clears = self._node, self._clears
         if clears is None:
-            node.obey([order], [order])
-            node.sweep_disk([order])
-            done = sweep()
-            node.obey([order], [order] if order.stands else [])
-            return done
+            try:
+                self._obey_alone(order, waiting)
+                node.sweep_disk([order])
+                return sweep()
+            finally:  # cut short, too: or what passes would keep a whole namespace out of memory from then on
+                node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
-        clears.tell(id, content, self._timeout_s, stands=order.stands)
-        silent = self._wait_for_answers(clears.silent, id, waiting)
-        done = sweep()
+        lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
+        clears.trim(self._timeout_s)  # now, not at the end, which one that is cut short never reaches
+        with self._kept(clears, lease):
+            silent = self._wait_for_answers(clears.silent, id, waiting)
+            done = sweep()
+        if not clears.renew(lease, self._timeout_s):  # who forgot it took its answer back, and is not waited for
+            raise Unavailable("etcd forgot the order while the root was swept: clear again")
         clears.done(id, content, self._timeout_s, stands=order.stands)
-        clears.trim(self._timeout_s)
         silent |= self._wait_for_answers(clears.still_silent, id, lambda: None)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
+
+    def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
+        """As the followers of a cluster do: what is being written at this moment is waited for, or it would be
+        published behind the sweep. Raises Unavailable where that does not end.
+        """
+        deadline = Deadline(self._node.clock, ANSWER_S)
+        while not self._node.obey([order], [order]):
+            waiting()
+            if deadline.passed:
+                raise Unavailable("what is being written to the root may be meant, and does not end: clear again")
+
+    @contextmanager
+    def _kept(self, clears: Clears, lease: LeaseId) -> Iterator[None]:
+        """Keeps an order that passes as long as its sweep takes: nodes that forget it in between, and are told of its
+        end, know nothing of it. In a thread of its own, because a sweep may be in one call of the root for long.
+        """
+        if lease == NO_LEASE:
+            yield
+            return
+        ended = threading.Event()
+
+        def renew() -> None:
+            while not ended.wait(RENEW_S):
+                try:
+                    clears.renew(lease, self._timeout_s)
+                except KVStoreError as error:
+                    log.info("clear.not_renewed %s", error)
+
+        thread = threading.Thread(target=renew, name="kvstore-clear", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(self._timeout_s)
 
     def _wait_for_answers(
         self, look: Callable[[bytes, float], set[SessionId]], id: bytes, waiting: Callable[[], None]

@@ -48,6 +48,10 @@ class ClearsFollower:
         """Orders of which somebody may wait to hear that this session has obeyed them, and whether they are done."""
         self._answered: set[bytes] = set()
         """Those that it has answered, and that are not done."""
+        self._told: set[bytes] = set()
+        """All that this session has answered, done or not: each is a key in etcd."""
+        self._stale: set[bytes] = set()
+        """Of those, the ones that are not kept any more: their keys are to go, or they last as long as the session."""
         self._unswept: list[ClearOrder] = []
         self._is_looser = False
         """Whether an order is not kept any more, and forbids nothing from now on."""
@@ -116,6 +120,8 @@ class ClearsFollower:
             self._watch = watch
         if self._followed is not session:
             self._answered.clear()
+            self._told.clear()
+            self._stale.clear()
         self._followed, self._asked = session, {}
         told = [self._clears.read(each.key, each) for each in snapshot.items]
         for id in self._orders.keys() - {each.id for each in told if each is not None}:
@@ -147,6 +153,9 @@ class ClearsFollower:
         self._obeyed.discard(id)
         self._asked.pop(id, None)
         self._answered.discard(id)
+        if id in self._told:
+            self._told.discard(id)
+            self._stale.add(id)
 
     def _answer(self, session: Session) -> None:
         """Obeys what is new, and says so where somebody waits for it; what cannot be done yet is tried again."""
@@ -158,11 +167,16 @@ class ClearsFollower:
                 self._obeyed.update(new)
                 self._unswept += orders
         for id in self._asked.keys() & self._obeyed:
+            self._told.add(id)
+            self._stale.discard(id)
             self._clears.answer(session, id, self._timeout_s, done=self._asked[id])
             if self._asked.pop(id):
                 self._answered.discard(id)
             else:
                 self._answered.add(id)
+        for id in [*self._stale]:
+            self._clears.withdraw(session, id, self._timeout_s)
+            self._stale.discard(id)
 
     def _drop_watch(self) -> None:
         with self._changed:

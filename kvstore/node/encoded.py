@@ -8,6 +8,7 @@ that is not decoded ever leaves here.
 from __future__ import annotations
 
 import logging
+import threading
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.encodings import squeezing
@@ -32,6 +33,9 @@ from kvstore.sources import Ids
 
 log = logging.getLogger(__name__)
 
+NAMESPACES_MAX = 1_024
+"""Namespaces that a node knows the tenants of: clients make as many as they like, of up to 280 KiB."""
+
 _SIZE_FIELD = slice(16, 20)
 
 
@@ -51,6 +55,7 @@ class Encodings:
         self._counters = counters
         self._ids = ids
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
+        self._learning = threading.Lock()
         if keys is not None:
             keys.noted = counters.add
 
@@ -92,7 +97,13 @@ class Encodings:
 
     def learn(self, namespace: Namespace) -> None:
         """Chunks of this namespace come into memory: whose they are when they go to the disk."""
-        self._namespaces[namespace.digest] = namespace
+        if namespace.digest in self._namespaces:
+            return
+        with self._learning:
+            while len(self._namespaces) >= NAMESPACES_MAX:
+                # What is in use is learned again soon; until then its images do not go to the disk.
+                del self._namespaces[next(iter(self._namespaces))]
+            self._namespaces[namespace.digest] = namespace
 
     def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
         """One that was learned."""

@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Borrowed, Pieces, address_of
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes, incarnation_at
@@ -61,7 +61,7 @@ class ImagesIn(Sequence[memoryview]):
 
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Where each begins; valid as long as this object is."""
-        return _address(self._memory) + self._offsets
+        return address_of(self._memory) + self._offsets
 
     def sizes_are(self, sizes_bytes: npt.NDArray[np.uint64]) -> Mask:
         """Which have the size given for them."""
@@ -193,14 +193,17 @@ class _Batch:
             assert sections.is_writable or not fills
             self._alive += lay_planes(sections, indexes, items)
             return
-        for at, index in enumerate(indexes):
-            pieces = sections(index)
-            item = items[at]
-            assert len(pieces) == item["section_count"]
-            assert all(len(piece) == item["section_bytes"] and not (fills and piece.readonly) for piece in pieces)
-            bases = np.fromiter(map(_address, pieces), np.uint64, len(pieces))
-            item["bases"] = bases.__array_interface__["data"][0]
-            self._alive += (pieces, bases)
+        each = list(map(sections, indexes))
+        counts = np.fromiter(map(len, each), np.uint64, len(each))
+        pieces = [piece for sections in each for piece in sections]
+        assert (counts == items["section_count"]).all()
+        sizes = np.fromiter(map(len, pieces), np.uint64, len(pieces))
+        assert (sizes == np.repeat(items["section_bytes"], counts.astype(np.intp))).all()
+        assert not (fills and any(piece.readonly for piece in pieces))
+        bases = np.fromiter(map(address_of, pieces), np.uint64, len(pieces))
+        start = bases.__array_interface__["data"][0]
+        items["bases"] = start + (np.cumsum(counts) - counts) * np.uint64(bases.itemsize)
+        self._alive += (pieces, bases)
 
     def call(self, function: Callable[..., object]) -> Mask:
         """True for each chunk that the function has done."""
@@ -276,9 +279,4 @@ def _sums(sections: Pieces) -> tuple[int, ...]:
 def _addresses(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
     if isinstance(images, ImagesIn):
         return images.addresses()
-    return np.fromiter(map(_address, images), np.uint64, len(images))
-
-
-def _address(memory: memoryview) -> int:
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address
+    return np.fromiter(map(address_of, images), np.uint64, len(images))

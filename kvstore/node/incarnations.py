@@ -37,6 +37,7 @@ class Incarnations:
     def __init__(
         self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
     ) -> None:
+        lineage.check_label(label)
         self._root = root
         self._session = session
         self._node = node

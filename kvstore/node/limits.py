@@ -18,6 +18,8 @@ CHANGEABLE = (
     "pins_max",
 )
 """Those that may change while the node runs: nothing was made as large as they say."""
+VALUE_MAX = 1e9
+"""Of durations and counts that may change: a lock refuses to wait for some centuries, and each call would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ class Limits:
             value = getattr(self, each.name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
+        for name in CHANGEABLE:
+            if getattr(self, name) > VALUE_MAX:
+                raise InvalidRequest(f"limit {name} is too large: expected at most {VALUE_MAX:g}")
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
         if self.width > self.lanes:

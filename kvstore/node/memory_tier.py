@@ -89,10 +89,13 @@ class MemoryTier:
                     self._inventory.refer(entry)
             return Slots(self._readable, wanted, first, entries, self._let_go)
 
-    def read(self, slots: Slots, start: int, stop: int, sections: Sections, borrowed: Borrowed) -> Mask:
+    def read(
+        self, slots: Slots, start: int, stop: int, sections: Sections, borrowed: Borrowed, *, fetched: bool = False
+    ) -> Mask:
         """Copies chunks ``start`` to ``stop - 1`` into ``sections(index)``; True for each that is there and right.
 
-        In the calling thread. A wrong one is dropped (rule I1). Raises Withdrawn.
+        In the calling thread. A wrong one is dropped (rule I1); where it was ``fetched`` just now, it was wrong where
+        it came from, and is not counted as damage of memory. Raises Withdrawn.
         """
         done = np.zeros(stop - start, np.bool_)
         found = slots.entries[start - slots.first : stop - slots.first]
@@ -104,7 +107,7 @@ class MemoryTier:
                 timed.size_bytes = sum(entry.size_bytes for entry in entries)
             if not taken.all():
                 borrowed.check()  # or the caller has changed what was verified
-                self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right])
+                self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right], fetched)
             done[np.asarray(there) - start] = taken
             self._served(slots.wanted, [index for index, right in zip(there, taken, strict=True) if right])
         if not done.all():
@@ -120,15 +123,23 @@ class MemoryTier:
         self._served(slots.wanted, [index])
         return payload_of(slots.wanted, index, slots.images(index, index + 1)[0])
 
-    def verified(self, slots: Slots) -> int:
-        """How many leading chunks are there and right; wrong ones are dropped (rule I1). In the calling thread."""
+    def verified(self, slots: Slots, *, fetched: bool = False) -> int:
+        """How many leading chunks are there and right; wrong ones are dropped (rule I1), and counted as ``read`` does.
+        In the calling thread."""
         count = slots.leading_count
-        return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count])
+        return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count], fetched)
 
     def still_right(self, slots: Slots, index: int) -> bool:
         """Whether chunk ``index`` is there and right at this moment; dropped otherwise (rule I1)."""
-        entry = slots.entries[index - slots.first]
-        return entry is not None and bool(self._verified(slots, [index], [entry]))
+        return bool(self.all_still_right(slots, [index])[0])
+
+    def all_still_right(self, slots: Slots, indexes: Sequence[int]) -> Mask:
+        """``still_right`` of each of ``indexes``, in one call: of small ones a call each costs more."""
+        entries = [slots.entries[index - slots.first] for index in indexes]
+        right = np.array([entry is not None for entry in entries], np.bool_)
+        there = [entry for entry in entries if entry is not None]
+        right[right] = self._which_right(slots, [indexes[at] for at in np.flatnonzero(right).tolist()], there, False)
+        return right
 
     # Filling
 
@@ -374,21 +385,25 @@ class MemoryTier:
         # A block may be asked for with another size than it has.
         return entry if entry is not None and entry.size_bytes == image_bytes(wanted, index) else None
 
-    def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry]) -> int:
+    def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool = False) -> int:
+        right = self._which_right(slots, indexes, entries, fetched)
+        return len(entries) if right.all() else int(np.argmin(right))
+
+    def _which_right(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool) -> Mask:
         right = verify_images(slots.wanted, indexes, images_of(slots.memory, entries))
-        if right.all():
-            return len(entries)
-        self._damaged([entries[at] for at in np.flatnonzero(~right).tolist()])
-        return int(np.argmin(right))
+        if not right.all():
+            self._damaged([entries[at] for at in np.flatnonzero(~right).tolist()], fetched)
+        return right
 
     def _served(self, wanted: Wanted, indexes: Sequence[int]) -> None:
         self._counters.add("memory_hits", len(indexes))
         self._counters.add("memory_bytes", sum(image_bytes(wanted, index) for index in indexes))
 
-    def _damaged(self, entries: Sequence[Entry]) -> None:
+    def _damaged(self, entries: Sequence[Entry], fetched: bool) -> None:
         """Drops what was found to be wrong, and counts it once, whoever else finds it."""
         with self._lock:
             wrong = [entry for entry in entries if not entry.is_gone]
             for entry in wrong:
                 self._inventory.drop(entry)
-        self._counters.add("memory_damaged", len(wrong))
+        if not fetched:
+            self._counters.add("memory_damaged", len(wrong))

@@ -36,6 +36,7 @@ from kvstore.format.header import (
     is_self_consistent,
 )
 from kvstore.format.places import Name
+from kvstore.layout import CHUNK_BYTES_MAX
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable, read_header
@@ -176,11 +177,14 @@ class Recoder:
             with self._lock:
                 if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
                     return True
-                _, name, size_bytes = self._asides.popleft()
+                until_s, name, size_bytes = self._asides.popleft()
                 self._aside_bytes -= size_bytes
             try:
                 self._root.remove(name)
             except KVStoreError:
+                with self._lock:  # the next one tries again: else it would stay as long as the session lives
+                    self._asides.appendleft((until_s, name, size_bytes))
+                    self._aside_bytes += size_bytes
                 return True
 
     def _wish(self, found: _Found, act: Recoding) -> Wish | None:
@@ -299,6 +303,9 @@ class _Found:
             found = cls(header, header, reader)
         if not is_self_consistent(found.plain):
             raise Damaged(Damage.IDENTITY)
+        # A compressed file may claim sections of any size, and nothing else says here how large they should be.
+        if len(found.plain.checksums) * found.plain.section_bytes > CHUNK_BYTES_MAX:
+            raise Damaged(Damage.GEOMETRY)
         return found
 
     def expected(self, namespace: Namespace | None) -> Expected:

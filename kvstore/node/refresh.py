@@ -130,7 +130,10 @@ class Refresher:
                 self._counters.add("refreshed")
                 if self._keeps_hints is None and plan.index in renewal.lacking:
                     self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
-            chunks.known.add(renewal.addresses[plan.index], quantum, renewed=True, epoch=epoch)
+            address = renewal.addresses[plan.index]
+            # A file of this name is there. Whether this node can read it, whoever looked into it has remembered.
+            if chunks.known.is_present(address, quantum):
+                chunks.known.add(address, quantum, renewed=True, epoch=epoch)
 
     def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
         """The stamps, parents first.

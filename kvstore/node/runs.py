@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, address_of
 from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
@@ -185,16 +185,8 @@ def block_run(
     run = Run(files, shard_bits, namespace, Kind.BLOCK, 0, len(keys))
     keyed = Keyed(namespace, keys, addresses, list(map(len, buffers)))
     run.alive += (buffers, *describe(keyed, range(len(keys)), run.items))
-    run.items["offset"] = [_address(buffer) for buffer in buffers]
+    run.items["offset"] = list(map(address_of, buffers))
     return run
-
-
-def _address(buffer: memoryview) -> int:
-    """Where it lies. Through ctypes in a seventh of numpy's time, which knows no other way to what is read-only."""
-    if not buffer.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    start: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return start
 
 
 @contextmanager

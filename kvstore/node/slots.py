@@ -87,6 +87,10 @@ class Slots(References):
         assert start >= self.first and len(entries) == stop - start
         return images_of(self.memory, entries)
 
+    def present_images(self) -> Sequence[memoryview]:
+        """The images of those that are there, in order; unverified (rule I1)."""
+        return images_of(self.memory, self.referred)
+
     def sections(self, start: int, stop: int) -> Images:
         """The sections of chunks ``start`` to ``stop - 1`` of a chain, as a put takes them; unverified too."""
         return Images(self.wanted.namespace.layout, start, self.images(start, stop))

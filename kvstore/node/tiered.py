@@ -147,7 +147,7 @@ class TieredReads:
             if tier is not None or even_root:
                 for index in self._fetch(tiers.memory, wanted, tier, indexes, deadline):
                     with tiers.memory.refer(wanted, index, 1) as slots:
-                        is_wrong = slots.entries[0] is not None and not tiers.memory.verified(slots)
+                        is_wrong = slots.entries[0] is not None and not tiers.memory.verified(slots, fetched=True)
                     if is_wrong and tier is not None:
                         tier.damaged(wanted, index)
 
@@ -188,7 +188,7 @@ class TieredReads:
             fetched = self._fetch(memory, wanted, tier, indexes, deadline)
             for index in fetched:
                 with memory.refer(wanted, index, 1) as slots:
-                    right = bool(memory.read(slots, index, index + 1, into, borrowed)[0])
+                    right = bool(memory.read(slots, index, index + 1, into, borrowed, fetched=True)[0])
                 done[index - first] = right
                 # Where it is gone again (others needed the room at once), nothing was wrong with it.
                 if not right and tier is not None and slots.entries[0] is not None:

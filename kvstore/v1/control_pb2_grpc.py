@@ -135,7 +135,8 @@ class ControlServicer(object):
     def WatchTicket(self, request, context):
         """One ticket at once, then whenever it has changed (at most ten times a second), then as it ended: the stream ends with it.
         NOT_FOUND where the worker has none with this id (any more).  A worker that drains ends the stream with UNAVAILABLE, and
-        one that has lasted for some time (15 minutes by default) is cancelled as any stream is: watch again.
+        one that has lasted for some time (15 minutes by default) is cancelled as any stream is: watch again.  Half of the calls
+        at once may be watches; RESOURCE_EXHAUSTED for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -398,12 +398,14 @@ class ClearRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
 
 class ClearResponse(_message.Message):
-    __slots__ = ("chunks", "bytes")
+    __slots__ = ("chunks", "bytes", "unconfirmed")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNCONFIRMED_FIELD_NUMBER: _ClassVar[int]
     chunks: int
     bytes: int
-    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    unconfirmed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., unconfirmed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from kvstore.errors import InvalidRequest
 
+VALUE_MAX = 1 << 60
+"""What a message about limits can say."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
@@ -57,8 +60,11 @@ class WorkerLimits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise InvalidRequest(f"limit {each.name}={getattr(self, each.name)!r}: expected more than 0")
+            value = getattr(self, each.name)
+            if not value > 0:
+                raise InvalidRequest(f"limit {each.name}={value!r}: expected more than 0")
+            if value > VALUE_MAX:
+                raise InvalidRequest(f"limit {each.name} is too large: expected at most {VALUE_MAX}")
         if self.stream_s_max < self.idle_s:
             raise InvalidRequest(
                 f"stream_s_max={self.stream_s_max} is under idle_s={self.idle_s}: a stream must outlast a pause in it"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvstore import scraping
 from kvstore.errors import InvalidRequest
 from kvstore.worker.worker import Worker
 
@@ -50,12 +51,10 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
     registry.register(Exposition(worker, version))
     prometheus_client.ProcessCollector(registry=registry)
     try:
-        server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"), registry)
+        app = _with_health(worker, prometheus_client.make_wsgi_app(registry))
+        server, thread = scraping.serve(app, host.strip("[]"), int(port))
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {address}: {cause.strerror or cause}") from cause
-    metrics = server.get_app()
-    assert metrics is not None, "prometheus_client serves what it was given"
-    server.set_app(_with_health(worker, metrics))
     return MetricsServer(server, thread, f"{host}:{server.server_port}")
 
 

@@ -209,7 +209,7 @@ class Service:
         namespace = self.prompts.namespace(request.namespace, call)
         self.deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
         cleared = self._member.clear(namespace)
-        return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes)
+        return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed)
 
     def _stats(self, _: pb.StatsRequest, call: Call) -> Message:
         if call.sees_every:

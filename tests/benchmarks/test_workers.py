@@ -13,6 +13,7 @@ from benchmarks import caching, machine, workers
 from benchmarks.case import Case, Figures, Unreachable, measure
 from benchmarks.contents import WrongBytes
 from benchmarks.fio import Figure
+from benchmarks.paths import PLAIN
 from benchmarks.rounds import MIB
 from benchmarks.workers import Sweep, tables_of
 from kvstore.errors import KVStoreError
@@ -58,6 +59,19 @@ def test_rounds_larger_than_memory_go_call_by_call(tmp_root: Path) -> None:
         measure(case, tmp_root, 1, with_fio=False, between=damage)
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_plain_files_are_a_limit_beside_the_store(tmp_root: Path, calls: int) -> None:
+    """The same bytes without names or checksums, compared as ours are."""
+    case = replace(SMALL, path=PLAIN, calls=calls)
+    assert measure(case, tmp_root, 1, with_fio=False).median("read") > 0
+
+    def damage() -> None:
+        (tmp_root / "root" / PLAIN / "1-0-0").write_bytes(bytes(2 * MIB))
+
+    with pytest.raises(WrongBytes):
+        measure(case, tmp_root, 1, with_fio=False, between=damage)
+
+
 @has_fio
 def test_fio_runs_beside_us_in_each_round(tmp_root: Path) -> None:
     found = measure(replace(SMALL, model="", chunk_bytes=64 << 10), tmp_root, 2)
@@ -65,6 +79,7 @@ def test_fio_runs_beside_us_in_each_round(tmp_root: Path) -> None:
     assert found.fio["read"][0].gib_per_s > 0 and found.fio["read"][0].p99_ms >= found.fio["read"][0].p50_ms > 0
     ratio = found.ratio("read")
     assert ratio is not None and ratio > 0
+    assert len(found.fio_each["write"]) == 2 and found.ratio("write", file_each=True)
     assert not (tmp_root / "fio").exists()
 
 

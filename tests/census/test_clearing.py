@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 
 from kvstore.census.selection import Selection
-from kvstore.errors import InvalidRequest
+from kvstore.census.walk import walk
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory_store import MemoryStore
+from kvstore.node.clearing import Clearing
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.recoding import Outcome, Recoding, recode
 from kvstore.progress import Cancelled
+from kvstore.results import Cleared
 from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.interface import Root
 from kvstore.root.lineages import read_writers
@@ -22,6 +26,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.census.nodes import SIZE, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
+from tests.tiers.acting import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")
 
@@ -285,6 +290,46 @@ def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
     assert bad.member.pins() == [] and good.serves(1, good) == 4
     good.drain()
     assert bad.serves(1, good) == 4
+
+
+def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no follower that waits: what was on its way would be published behind the sweep."""
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.1)
+    monkeypatch.setattr("kvstore.node.stack.FORGET_S", 0.1)
+    hang = Hang()
+    alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=quick(write_deadline_s=30.0, stall_s=30.0))
+    with contextlib.closing(alone.member):
+        assert isinstance(alone.root, FaultyRoot)
+        alone.put(1, 1)
+        alone.drain()
+        alone.root.set_rules([Rule("publish", hang)])
+        alone.put(2, 1)
+        assert hang.reached.wait(5.0)
+        try:
+            with pytest.raises(Unavailable, match="clear again"):
+                alone.member.clear_selected(Selection(tenant=""))
+        finally:
+            hang.release.set()
+        assert alone.member.clear_selected(Selection(tenant="")).failed == 0
+        alone.node.drain()
+        assert list(walk(alone.root, alone.node.identity.shard_bits)) == []
+
+
+def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_afterwards() -> None:
+    def cut() -> Cleared:
+        raise Cancelled("by its operator, before anything was deleted")
+
+    alone = Acting(MemoryRoot(MemoryFiles()))
+    with contextlib.closing(alone.member):
+        alone.put(1, 2)
+        alone.drain()
+        clearing = Clearing(alone.node, None, ())
+        with pytest.raises(Cancelled):
+            clearing.around(clearing.resolve(Selection(tenant="")), cut, lambda: None)
+        assert not any(alone.in_memory(1, 2))
+        for _ in range(2):
+            assert alone.get(1, 2) == 2
+        eventually(lambda: all(alone.in_memory(1, 2)))
 
 
 def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root]) -> None:

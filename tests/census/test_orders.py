@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.format.lineage import incarnation, lineage_id
 from kvstore.memory.arena import Arena
 from kvstore.meta.clears import ORDERS_MAX, Clears
 from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -25,6 +27,7 @@ from kvstore.node.clears import ClearsFollower
 from kvstore.node.counters import Counters
 from kvstore.node.images import make_images
 from kvstore.node.memory_tier import MemoryTier
+from kvstore.progress import Cancelled
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import SystemClock
 from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
@@ -153,6 +156,84 @@ def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(me
     assert node.follower.step(0.5) and node.all == []
 
 
+def test_answers_go_with_their_order(meta: MemoryMeta) -> None:
+    """Else each clear leaves a key of each node in etcd as long as its session lives, which may be for months."""
+    node = Obedient(meta)
+    session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
+    node.follower._session = session
+    ids = [bytes([number]) * 16 for number in range(3)]
+    for id in ids:
+        node.clears.tell(id, order().to_json(), 1.0, stands=True)
+    node.clears.done(ids[0], order().to_json(), 1.0, stands=True)
+    assert node.follower.step(0.0)
+    node.clears.done(ids[1], order().to_json(), 1.0, stands=True)
+    assert node.follower.step(0.5)
+    assert answers(meta) == set(ids[1:]), "nobody waits for the first one any more"
+    for id in ids[:2]:
+        meta.delete(KEYS.clear_order(id))
+    assert node.follower.step(0.5) and node.follower.step(0.1)
+    assert answers(meta) == {ids[2]}
+    faulty = FaultyMeta(meta)
+    node.follower._clears = Clears(faulty, KEYS)
+    faulty.add(Rule(Fault.NOT_SENT, operations=("delete",)))
+    meta.delete(KEYS.clear_order(ids[2]))
+    assert not node.follower.step(0.5) and answers(meta) == {ids[2]}
+    faulty.heal()
+    assert node.follower.step(0.5) and answers(meta) == set(), "tried again"
+
+
+def answers(meta: Meta, keys: Keys = KEYS) -> set[bytes]:
+    """The orders of which etcd has an answer."""
+    found = meta.list(f"{keys.prefix}cleared/").items
+    return {bytes.fromhex(each.key.split("/")[-2]) for each in found}
+
+
+def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that forgot it in between would not say that they obeyed it when it is done."""
+    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", 1)
+    monkeypatch.setattr("kvstore.node.clearing.RENEW_S", 0.2)
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 1.0)
+    good, bad, _ = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.serves(1, bad) == 4 and good.member.clears is not None
+    clears, lasted = good.member.clears, threading.Event()
+
+    def slow(done: int, total: int) -> None:
+        if total and not lasted.is_set():
+            assert not lasted.wait(2.5)
+            lasted.set()
+            assert len(clears.snapshot(1.0).items) == 1
+
+    cleared = good.member.clear_selected(Selection(tenant=""), slow)
+    assert lasted.is_set() and (cleared.chunks, cleared.unconfirmed) == (4, ())
+    assert good.in_memory(1) == bad.in_memory(1) == 0
+    eventually(lambda: clears.snapshot(1.0).items == ())  # and ends with it
+    eventually(lambda: answers(good.member.meta, good.member.keys) == set())
+
+
+def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where etcd did not answer for a minute: nodes may have read again what was deleted a moment later."""
+    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", 1)
+    good, bad, _ = nodes
+    bad.put(1)
+    bad.drain()
+    assert good.member.clears is not None
+    clears = good.member.clears
+
+    def slow(done: int, total: int) -> None:
+        if total:
+            eventually(lambda: clears.snapshot(1.0).items == ())
+
+    with pytest.raises(Unavailable, match="clear again"):
+        good.member.clear_selected(Selection(tenant=""), slow)
+    assert good.member.clear_selected(Selection(tenant="")).unconfirmed == ()
+
+
 def test_orders_are_bounded(meta: MemoryMeta) -> None:
     clears = Clears(meta, KEYS)
     for number in range(ORDERS_MAX + 3):
@@ -160,6 +241,23 @@ def test_orders_are_bounded(meta: MemoryMeta) -> None:
     assert clears.trim(1.0) == 3 and clears.trim(1.0) == 0
     kept = {each.key for each in clears.snapshot(1.0).items}
     assert KEYS.clear_order(bytes(16)) not in kept and len(kept) == ORDERS_MAX
+
+
+def test_orders_of_clears_that_were_cut_short_are_bounded_too(
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.meta.clears.ORDERS_MAX", 2)
+    good, bad, _ = nodes
+    bad.put(1)
+    bad.drain()
+
+    def cut(done: int, total: int) -> None:
+        raise Cancelled("by its operator")
+
+    for _ in range(4):
+        with pytest.raises(Cancelled):
+            good.member.clear_selected(Selection(written_by="label=canary"), cut)
+    assert good.member.clears is not None and len(good.member.clears.snapshot(1.0).items) == 2
 
 
 def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:

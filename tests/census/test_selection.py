@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from kvstore import Layout
-from kvstore.census.selection import AHEAD_S, ClearOrder, Selection
+from kvstore.census.selection import AHEAD_S, TEXT_BYTES_MAX, ClearOrder, Selection
 from kvstore.census.standing import Standing
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
-from kvstore.format.lineage import LineageId, Writer, incarnation, lineage_id, renewed, written
+from kvstore.format.lineage import (
+    LABEL_BYTES_MAX,
+    LineageId,
+    Writer,
+    check_label,
+    incarnation,
+    lineage_id,
+    renewed,
+    written,
+)
 from kvstore.namespace import Namespace
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)
@@ -93,6 +103,9 @@ def test_namespaces_are_meant_by_what_they_are(fields: dict[str, object], meant:
         {"since_s": 1e300},
         {"since_s": 5, "until_s": 5},
         {"tenant": "nobody"},
+        {"tenant": "\ud800"},
+        {"written_by": "label=\ud800"},
+        {"tenant": "", "fingerprint": "f" * (TEXT_BYTES_MAX + 1)},
     ],
 )
 def test_nothing_and_nonsense_are_refused(fields: dict[str, object]) -> None:
@@ -114,6 +127,13 @@ def test_times_of_writing_hold_of_known_writers_only() -> None:
     assert not order.covers(PLAIN.digest, by(GOOD, NOW_S - 50), 0)
     # As chunks written before there was lineage: the time in them is random.
     assert not order.covers(PLAIN.digest, incarnation(LineageId(b"\x00" * 8), NOW_S - 100, 1), 0)
+
+
+def test_what_was_written_in_the_second_that_is_named_is_meant() -> None:
+    """Chunks say it in whole seconds, and who clears since a moment must not miss what came right after it."""
+    order = resolved(since_s=NOW_S - 200.5)
+    assert order.covers(PLAIN.digest, by(GOOD, NOW_S - 200.1), 0)
+    assert not order.covers(PLAIN.digest, by(GOOD, NOW_S - 201.5), 0)
 
 
 def test_age_is_the_time_since_the_last_use() -> None:
@@ -150,6 +170,17 @@ def test_an_order_means_the_same_wherever_it_is_read(fields: dict[str, object]) 
     assert ClearOrder.from_json(order.to_json()) == order
 
 
+HOSTILE_NUMBERS = ("1e999", "NaN", "1" + "0" * 400, "-Infinity")
+
+
+@pytest.mark.parametrize("number", HOSTILE_NUMBERS)
+@pytest.mark.parametrize("name", ["since_s", "until_s", "unused_since_s", "ordered_s"])
+def test_an_order_with_a_time_that_is_none_is_refused_and_ends_no_thread(name: str, number: str) -> None:
+    record = {**json.loads(resolved(tenant="").to_json()), name: "HERE"}
+    with pytest.raises(InvalidRequest, match="order"):
+        ClearOrder.from_json(json.dumps(record).replace('"HERE"', number).encode())
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"namespaces": "00"}', b'{"namespaces": 3}', b"[" * 9999])
 def test_what_is_no_order_is_refused(content: bytes) -> None:
     with pytest.raises(InvalidRequest, match="order"):
@@ -173,3 +204,30 @@ def test_writers_survive_json_and_nothing_else_is_one() -> None:
             Writer.from_json(bytes(content))
         except InvalidRequest as error:
             assert "writer" in str(error)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
+@pytest.mark.parametrize("name", ["pid", "started_s"])
+def test_a_record_with_a_hostile_number_is_read_or_left_out_and_stops_nobody(name: str, number: str) -> None:
+    record = json.dumps({**json.loads(CANARY.to_json()), name: "HERE"}).replace('"HERE"', number)
+    try:
+        assert Writer.from_json(record.encode()).session == CANARY.session
+    except InvalidRequest as error:
+        assert "writer" in str(error)
+
+
+@pytest.mark.parametrize("name", ["node", "host", "version", "label"])
+def test_what_a_record_says_always_fits_into_a_message(name: str) -> None:
+    """JSON allows half a surrogate pair, which UTF-8 does not: every look-up of what it wrote would fail."""
+    record = json.dumps({**json.loads(CANARY.to_json()), name: "a\ud800b"}).encode()
+    assert getattr(Writer.from_json(record), name) == "a?b"
+
+
+@pytest.mark.parametrize(
+    "label", ["x" * (LABEL_BYTES_MAX + 1), "é" * LABEL_BYTES_MAX, "two\nlines", "\udcff", "\x1b[2J"]
+)
+def test_a_label_that_nobody_could_name_again_is_refused(label: str) -> None:
+    with pytest.raises(InvalidRequest, match="label"):
+        check_label(label)
+    check_label("")
+    check_label("x" * LABEL_BYTES_MAX)

@@ -299,6 +299,25 @@ def test_who_follows_a_ticket_waits_while_the_worker_has_too_many_calls() -> Non
             assert followed.result().state is State.CANCELLED
 
 
+def test_watches_leave_half_of_the_calls_to_others() -> None:
+    """Each takes a thread for as long as its ticket goes on, which may be a day."""
+    root = faulty()
+    with working(root, write=WriteMode.BEHIND) as (acting, served), steering(served) as control:
+        with held(root), raw_control(served) as stub:
+            acting.put(1, 4)
+            control.set_limits({"calls_max": 4})
+            asked = pb.WatchTicketRequest(id=moving(acting, control, served).id)
+            watches = [stub.WatchTicket(asked, timeout=WAIT_S) for _ in range(2)]
+            assert all(next(watch).ticket.id == asked.id for watch in watches)
+            code, _, _ = refused(lambda: [*stub.WatchTicket(asked, timeout=WAIT_S)])
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert control.tickets()[0].id == asked.id, "others are served"
+            for watch in watches:
+                watch.cancel()
+            eventually(lambda: served.worker.control._watches.count == 0, "both are over")
+            control.cancel(control.ticket(asked.id).last)
+
+
 def test_a_worker_that_was_restarted_has_forgotten_its_tickets() -> None:
     with serving() as served, steering(served) as control:
         ticket = control.clear(Selection(tenant=""), dry_run=True)
@@ -380,6 +399,14 @@ def test_limits_change_while_it_runs_and_say_what_they_were() -> None:
         ({"calls_max": "100", "read_deadline_s": "nan"}, "limit read_deadline_s=nan"),
         ({"calls_max": "100", "read_deadline_s": "301"}, "a hold must outlast the read it protects"),
         ({"calls_max": "100", "behind_share": "1.1"}, "expected a share of memory, at most 1"),
+        (
+            {"calls_max": "100", "match_deadline_s": "1e10"},
+            "limit match_deadline_s is too large: expected at most 1e+09",
+        ),
+        ({"calls_max": "100", "write_deadline_s": "1e300"}, "expected at most 1e+09"),
+        ({"calls_max": "100", "bytes_in_flight_max": "1" + "0" * 30}, "expected at most"),
+        ({"calls_max": "100", "holds_max": "9" * 4000}, "expected at most"),
+        ({"calls_max": "100", "recode_bytes_per_s_max": "inf"}, "expected at most"),
         ({"calls_max": "257"}, "threads for at most 256"),
         ({"calls_max": "100", "log_level": "loud"}, "log_level='loud': expected one of debug"),
     ],
@@ -472,7 +499,7 @@ def test_drain_tells_the_program_and_answers_before() -> None:
             assert control.drain().within_s == 30.0
             assert control.drain(worker.address, within=5.0).within_s == 5.0
             assert asked == [None, 5.0]
-            for within_s in (-1.0, float("nan"), float("inf")):
+            for within_s in (-1.0, 86_401.0, 1e300, float("nan"), float("inf")):
                 request = pb.DrainRequest(within_s=within_s)
                 code, _, _ = refused(lambda wrong=request: stub.Drain(wrong, timeout=WAIT_S))  # type: ignore[misc]
                 assert code is grpc.StatusCode.INVALID_ARGUMENT

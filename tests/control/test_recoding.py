@@ -25,7 +25,7 @@ from kvstore.v1 import control_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.worker.worker import Worker
 from tests.node.stores import kv_of
-from tests.worker.serving import WAIT_S, Served, connected, raw_channel, refused, serving
+from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, refused, serving
 
 pytestmark = pytest.mark.slow
 
@@ -126,6 +126,17 @@ def test_the_pace_is_kept_and_changes_while_it_runs(tmp_root: Path) -> None:
         control.set_limits({"recode_bytes_per_s_max": 1e9})
         done = control.compress(Selection(tenant="")).wait(WAIT_S)
         assert (done.counts["chunks_rewritten"], done.counts["chunks_kept"]) == (3, 1), "the rest, by asking again"
+
+
+def test_a_pace_that_was_a_mistake_is_put_right_while_one_waits(tmp_root: Path) -> None:
+    with serving(tmp_root) as served, connected(served) as store:
+        store.namespace("m", LAYOUT).put(TOKENS, KV)
+        control = store.control
+        control.set_limits({"recode_bytes_per_s_max": 1})  # hours for one chunk
+        ticket = control.compress(Selection(tenant=""))
+        eventually(lambda: ticket.wait(0.1).counts.get("chunks_rewritten") == 1, "it waits after the first chunk")
+        control.set_limits({"recode_bytes_per_s_max": 1e9})
+        assert ticket.wait(WAIT_S).state is State.DONE
 
 
 def test_recoding_needs_a_kind_and_a_selection() -> None:

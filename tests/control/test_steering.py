@@ -93,6 +93,9 @@ def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run,
     refused = run("limits", "calls_max=200", "pins_max=none", *at)
     assert refused.exit_code == 1 and refused.stderr.count("expected a whole number") == 2
     assert parsed(run("limits", *at, "--json"))["workers"] == shown
+    for changes in ([], ["calls_max=50"]):
+        nobody = run("limits", *changes, *at, "--worker", "127.0.0.1:1")
+        assert nobody.exit_code == 2 and "is not one of" in nobody.stderr and first in nobody.stderr
     wrong = run("limits", "calls_max", *at)
     assert wrong.exit_code == 2 and "expected NAME=VALUE" in wrong.stderr
 

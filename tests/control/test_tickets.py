@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -25,8 +26,8 @@ def ticket(id: str = "a", tenant: str | None = None) -> Ticket:
 
 
 @contextmanager
-def running(book: Book | None = None, threads_max: int = 4) -> Iterator[Runner]:
-    runner = Runner(book or Book(), SystemClock(), RandomIds(), threads_max=threads_max)
+def running(book: Book | None = None, threads_max: int = 4, spare_threads: int = 0) -> Iterator[Runner]:
+    runner = Runner(book or Book(), SystemClock(), RandomIds(), threads_max=threads_max, spare_threads=spare_threads)
     try:
         yield runner
     finally:
@@ -104,6 +105,28 @@ def test_one_tenant_leaves_half_of_the_places_to_others() -> None:
     book.move("a", State.CANCELLED)
     book.add(ticket("c", "acme"))
     assert [each.id for each in book.every()] == ["c", "e", "d", "b"]
+
+
+def test_prompts_that_tickets_keep_are_bounded_and_one_tenant_leaves_half_to_others() -> None:
+    """They are memory that no other limit counts: a hundred of the largest would be 1.6 GiB."""
+
+    def moving(id: str, tenant: str, tokens: int) -> Ticket:
+        return replace(ticket(id, tenant), tokens=tokens)
+
+    apart = Book(tickets_max=10, tenant_tickets_max=5, tokens_max=100)
+    apart.add(moving("a", "acme", 40))
+    with pytest.raises(Overloaded, match="40 tokens, at most 50"):
+        apart.add(moving("b", "acme", 11))
+    apart.add(moving("b", "globex", 50))
+    with pytest.raises(Overloaded, match="90 tokens, at most 100"):
+        apart.add(moving("c", "initech", 11))
+    apart.add(ticket("clear", "acme"))
+    apart.move("a", State.CANCELLED)
+    apart.add(moving("c", "initech", 11))
+    alike = Book(tokens_max=100)
+    alike.add(moving("a", "acme", 100))
+    with pytest.raises(Overloaded, match="100 tokens, at most 100"):
+        alike.add(moving("b", "globex", 1))
 
 
 def test_a_watch_wakes_at_each_change_and_when_the_ticket_is_forgotten() -> None:
@@ -258,3 +281,31 @@ def test_close_cancels_all_and_begins_nothing_any_more() -> None:
     with pytest.raises(Unavailable, match="draining"):
         begin(runner, work)
     assert not [each for each in threading.enumerate() if each.name == "kvstore-ticket"]
+
+
+def test_acts_about_single_tenants_leave_a_thread_to_those_about_all() -> None:
+    """Such as the clear of what a bad roll-out wrote, while tenants compress all that they have."""
+    release = threading.Event()
+
+    def long(step: Step) -> str:
+        assert release.wait(WAIT_S)
+        return ""
+
+    with running(threads_max=2, spare_threads=1) as runner:
+        try:
+            theirs = [
+                runner.begin("compress", long, about="", unit="", tenant=tenant).id for tenant in ("a", "b", "c", "")
+            ]
+            eventually(lambda: runner.book.count(State.RUNNING) == 2, "as many as tenants may have")
+            assert ended(runner, begin(runner, lambda step: "")).state is State.DONE
+            assert runner.book.count(State.WAITING) == 2
+        finally:
+            release.set()
+        assert {ended(runner, each).state for each in theirs} == {State.DONE}
+
+
+def test_tenants_that_somebody_made_up_are_not_kept() -> None:
+    with running() as runner:
+        for number in range(5):
+            ended(runner, runner.begin("clear", lambda step: "", about="", unit="", tenant=f"nobody-{number}").id)
+        eventually(lambda: not runner._running, "no tenant has anything under way")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstore.dashboard import documents as documents_module
 from kvstore.dashboard.said import Document
 from kvstore.errors import InvalidRequest
 from kvstore.meta import faulty as faulty_meta
@@ -47,6 +48,23 @@ def test_namespaces_pins_and_prefixes_are_shown_as_they_are_called(board: Shown)
     zoomed = board.documents.prefixes("", rest[0]["id"], "bytes")
     assert [row["id"] for row in zoomed["way"]] == [first["id"]]
     json.dumps(found, allow_nan=False)
+
+
+def test_a_tenant_of_many_namespaces_and_long_texts_makes_no_large_document(
+    board: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have 64 settings of 4 KiB, and there may be any number: all of it went to every browser."""
+    monkeypatch.setattr(documents_module, "NAMESPACES_MAX", 5)
+    tokens = list(range(16))
+    for number in range(8):
+        settings = {f"setting-{at:02}-{'k' * 200}": "v" * 4_096 for at in range(64)}
+        cache = board.store.namespace(f"many-{number}", TINY, fingerprint="f" * 4_096, attributes=settings)
+        cache.put(tokens, kv_of(TINY, tokens))
+    found = until(board.documents.namespaces, lambda found: found["count"] == 8)
+    assert len(found["namespaces"]) == 5 and len(json.dumps(found)) < 5 * 64 * 512
+    assert len(found["namespaces"][0]["attributes"]) == 64, "none is left out: they differ at the beginning"
+    prefixes = until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: len(found["runs"]) == 8)
+    assert len(prefixes["namespaces"]) == 5
 
 
 def test_no_document_holds_tokens(board: Shown) -> None:

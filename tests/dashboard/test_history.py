@@ -43,6 +43,13 @@ def test_only_what_is_newer_is_sent() -> None:
     assert history.columns(False, 7.0)["columns"]["at_s"] == [8.0, 9.0]
 
 
+def test_a_clock_that_is_set_back_does_not_stop_the_charts() -> None:
+    history = History()
+    for at_s in (10_000.0, 10_002.0, 6_402.0, 6_404.0):
+        history.add(at_s, 2.0, [{"requests_get": 2}], [])
+    assert history.columns(False, 10_002.0)["columns"]["at_s"] == [10_004.0, 10_006.0]
+
+
 def test_the_rings_are_bounded_and_the_coarse_one_has_minutes() -> None:
     history = History()
     for step in range(FINE_MAX + 200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -10,7 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,49 @@ def test_connections_are_bounded_and_silent_ones_make_room(board: Shown, monkeyp
         finally:
             for each in many:
                 each.close()
+
+
+ASK = b"GET /style.css HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("asks", [1, 2_000], ids=["asked once", "takes no answer"])
+def test_clients_that_only_keep_their_connections_make_room(
+    board: Shown, monkeypatch: pytest.MonkeyPatch, asks: int
+) -> None:
+    """One that had asked once was never given up for another: as many as there may be kept everybody else out."""
+    monkeypatch.setattr(serving_module, "CONNECTIONS_MAX", 8)
+    with served(board, OpenDoor(is_local=True)) as port, ExitStack() as undo:
+        for _ in range(8):
+            client = undo.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(0.3)
+            client.connect(("127.0.0.1", port))
+            with suppress(TimeoutError):  # of the second kind: it takes no more
+                client.sendall(ASK * asks)
+            assert client.recv(1) == b"H", "it was let in"
+        eventually(lambda: all(answers(port) for _ in range(3)), patience_s=10)  # those at rest go after 30
+
+
+def test_a_client_that_takes_no_answer_is_let_go(board: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "CONNECTION_S", 0.5)
+    monkeypatch.setattr(serving_module, "ANSWER_S", 0.5)
+    with served(board, OpenDoor(is_local=True)) as port, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.3)
+        client.connect(("127.0.0.1", port))
+        with suppress(OSError):
+            client.sendall(ASK * 2_000)
+        eventually(lambda: not _connections())
+
+
+def test_nothing_is_kept_of_connections_that_have_ended(board: Shown) -> None:
+    """Each left two timers, and with them all it held, for the two minutes that it might have lasted."""
+    with served(board, OpenDoor(is_local=True)) as port:
+        for _ in range(40):
+            assert get(port, "/health")[0] == 200
+        eventually(lambda: not _connections())
+
+
+def _connections() -> list[object]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, serving_module._Bounded)]

@@ -35,6 +35,12 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         json.dumps({"tenants": {"acme": {"current": "a", "keys": {"a": GOOD[:-4]}}}}).encode(),
         json.dumps({"tenants": {"acme": {"current": "a", "keys": {"a": "not base64 at all, however long"}}}}).encode(),
         json.dumps({"tenants": {"acme": {"current": "a", "keys": {"a": 7}}}}).encode(),
+        json.dumps({"tenants": {"acme": {"current": ["a"], "keys": {"a": GOOD}}}}).encode(),
+        json.dumps({"tenants": {"acme": {"current": {"a": 1}, "keys": {"a": GOOD}}}}).encode(),
+        # Of two tenants, or keys, of one name the last one would count: here what acme writes would be plain text.
+        b'{"tenants": {"acme": {"current": "a", "keys": {"a": "%s"}}, "acme": {"current": null, "keys": {}}}}'
+        % GOOD.encode(),
+        b'{"tenants": {"acme": {"current": "a", "keys": {"a": "%s", "a": "%s"}}}}' % (GOOD.encode(), GOOD.encode()),
     ],
 )
 def test_what_is_no_key_file_is_refused_without_showing_it(content: bytes) -> None:
@@ -42,6 +48,21 @@ def test_what_is_no_key_file_is_refused_without_showing_it(content: bytes) -> No
         KeyRing.parse(content)
     assert "not base64" not in str(caught.value) and GOOD[:-4] not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def test_a_key_that_is_there_twice_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"\['a'\] twice"):
+        KeyRing.parse(b'{"tenants": {"acme": {"current": "a", "keys": {"a": "1", "b": "2", "a": "3"}}}}')
+
+
+def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:
+    """A list where a name should be was a TypeError, out of whatever put or get looked at the file first."""
+    keys = key_file(tmp_path / "keys.json", "a")
+    noted: Counter[str] = Counter()
+    keys.noted = lambda counter: noted.update([counter])
+    (tmp_path / "keys.json").write_text(json.dumps({"tenants": {TENANT: {"current": ["a"], "keys": {"a": GOOD}}}}))
+    current = keys.ring.current[TENANT]
+    assert current is not None and current.name == "a" and noted == {"keys_refused": 1}
 
 
 def test_a_key_is_named_after_its_secret_and_never_shows_it() -> None:

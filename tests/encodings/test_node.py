@@ -19,6 +19,7 @@ from kvstore.format.encoded import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
 from kvstore.fsck.check import fsck
 from kvstore.meta.memory import MemoryMeta
+from kvstore.node import encoded as encoded_module
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
@@ -30,6 +31,7 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
+from tests.node.stores import TINY
 
 COUNT = 5
 TOKENS = np.arange(1_000_000, 1_000_000 + COUNT * LAYOUT.chunk_tokens)
@@ -263,6 +265,36 @@ def test_a_tenant_that_is_listed_while_a_node_runs_is_encrypted_from_then_on(tmp
         assert count == len(TOKENS) and same(array, KV)
         with cache.hold(TOKENS) as hold:
             assert same(np.concatenate(hold.view(), axis=2), KV)
+
+
+def test_what_cannot_be_decrypted_is_not_promised_after_a_put_that_came_second(tmp_root: Path, tmp_path: Path) -> None:
+    """The put lost to a file that this node cannot read, remembered that it is there, and each match hit it."""
+    with opened(tmp_root, key_file(tmp_path / "one.json", "a")) as (_, store):
+        put_all(store)
+    for keys in (key_file(tmp_path / "other.json", "b"), None):
+        with opened(tmp_root, keys) as (_, store):
+            cache = namespace(store)
+            for _ in range(2):
+                assert cache.match(TOKENS) == 0
+                cache.put(TOKENS, KV)
+            assert cache.match(TOKENS) == 0 and store.stats()["known_chunks"] == 0
+            assert store.stats()["miss_key"] > 0 and store.stats()["quarantined"] == 0
+    with opened(tmp_root, key_file(tmp_path / "one.json", "a")) as (_, store):
+        reads_right(namespace(store))
+
+
+def test_a_tenant_of_many_namespaces_takes_a_bounded_part_of_a_nodes_memory(
+    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoded_module, "NAMESPACES_MAX", 4)
+    with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (member, store):
+        encodings = member.node.encodings
+        every = [store.namespace(f"model-{number}", TINY, tenant=TENANT).namespace for number in range(9)]
+        for namespace in every:
+            encodings.learn(namespace)
+            encodings.learn(namespace)
+        known = [encodings.namespace_of(each.digest) for each in every]
+        assert known == [None] * 5 + every[5:]
 
 
 def mapped_chunk_files() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.encodings.keys import Key, KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any
 from kvstore.format.header import incarnation_at
 from kvstore.format.places import Name
@@ -108,6 +110,22 @@ def test_who_has_the_old_file_open_or_mapped_goes_on(tmp_root: Path) -> None:
         reader.close()
 
 
+def test_a_replaced_file_that_could_not_be_removed_is_removed_later() -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()), [])
+    with opened(root) as (member, store):
+        put_all(store, "other")
+        folder = next(each.name for each in root.list(Name("chunks")))
+        name = next(Name(f"chunks/{folder}/{each.name}") for each in root.list(Name(f"chunks/{folder}")) if each.stat)
+        assert recode(member.node, name, Recoding.COMPRESS).outcome is Outcome.REWRITTEN
+        staging = Name(f"staging/{member.node._session().hex()}")
+        assert len([*root.list(staging)]) == 1
+        root.set_rules([Rule("remove", EIO)])
+        assert member.node.recoder.sweep(even_held=True) and member.node.recoder.has_asides
+        root.set_rules([])
+        assert member.node.recoder.sweep(even_held=True) and not member.node.recoder.has_asides
+        assert [*root.list(staging)] == []
+
+
 @pytest.mark.parametrize("when", ["look", "open", "read", "stage", "replace", "space"])
 @pytest.mark.parametrize("error", [EIO, ENOSPC])
 def test_a_failure_at_any_step_leaves_the_old_file(tmp_path: Path, when: str, error: Fails) -> None:
@@ -192,6 +210,22 @@ def test_damaged_and_missing_chunks_are_left_to_others(tmp_root: Path) -> None:
         assert (tmp_root / name).read_bytes() == content
         (tmp_root / name).unlink()
         assert recode(member.node, name, Recoding.COMPRESS) == Recoded(Outcome.GONE)
+
+
+@pytest.mark.parametrize("section_bytes", [1 << 40, 1 << 60, 1 << 63])
+def test_a_compressed_file_that_claims_sections_of_any_size_takes_no_memory(tmp_root: Path, section_bytes: int) -> None:
+    """One file whose header lies ended the whole act, with a MemoryError."""
+    with opened(tmp_root) as (member, store):
+        put_all(store)
+        assert Outcome.REWRITTEN in all_recoded(member, tmp_root, Recoding.COMPRESS)
+        name = next(each for each in names_of(tmp_root) if decode_any((tmp_root / each).read_bytes()).encoding)
+        content = bytearray((tmp_root / name).read_bytes())
+        end = decode_any(content).header_bytes - 8
+        struct.pack_into("<Q", content, 32, section_bytes)
+        struct.pack_into("<Q", content, end, checksum(memoryview(content)[:end]))
+        (tmp_root / name).write_bytes(content)
+        assert decode_any(content).section_bytes == section_bytes, "nothing else is wrong with it"
+        assert recode(member.node, name, Recoding.DECOMPRESS).outcome is Outcome.DAMAGED
 
 
 def test_a_sweep_that_condemned_the_old_file_puts_the_new_one_back(tmp_root: Path) -> None:

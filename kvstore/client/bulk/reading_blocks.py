@@ -14,16 +14,16 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.handed import each_in_groups, read_each_file
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import fill_verified
+from kvstore.client.bulk.receiving import fill_verified, is_small, receive_images
 from kvstore.client.limits import ClientLimits
 from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Damaged, expected_block
+from kvstore.format.header import Damaged
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
-from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.node.wanted import Keyed, expected_of, image_bytes
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
+from kvstore.wire.bulk.frames import INDEX_BYTES, Head, Kind, Mode, decode_index, encode_request
 from kvstore.wire.messages import pack_keys, pack_sizes
 from kvstore.wire.traces import traced
 
@@ -100,33 +100,66 @@ class BlockReading:
         return each_in_groups(size_bytes, count, take, self._lanes.copiers(), deadline, stop_at_miss=False)
 
     def _receive(self, indexes: Sequence[int]) -> None:
-        """Reads whole images that come as bytes, each at most once, in whatever order."""
+        """Reads whole images that come as bytes, small ones several at a time."""
+        small = [index for index in indexes if is_small(image_bytes(self._wanted, index))]
+        if small:
+            self._receive_small(small)
+        large = [index for index in indexes if not is_small(image_bytes(self._wanted, index))]
+        if large and self._link.channel.alive:
+            self._receive_large(large)
+        elif large:
+            self.damaged += large
+
+    def _receive_small(self, indexes: Sequence[int]) -> None:
+        self._begin(indexes, Mode.STREAM)
+        left, channel = set(range(len(indexes))), self._link.channel
+
+        def accept(at: int, came_bytes: int) -> None:
+            self._check(at, left, indexes, came_bytes)
+
+        for memory, came in receive_images(self._link, accept):
+            found = [indexes[at] for at in came]
+            images = [memory[place] for place in came.values()]
+            done = take_images(self._wanted, found, images, lambda index: [self._buffers[index]], Borrowed())
+            for index, right in zip(found, done, strict=True):
+                self._hits[index] = bool(right)
+            if not done.all():
+                channel.alive = False
+                self.damaged += [index for index in indexes if not self._hits[index]]
+                return
+        self._end(channel.receive_head())
+
+    def _receive_large(self, indexes: Sequence[int]) -> None:
+        """Each straight into its buffer."""
         self._begin(indexes, Mode.STREAM)
         channel, left = self._link.channel, set(range(len(indexes)))
-        while True:
-            head = channel.receive_head()
-            if head.kind is Kind.REFUSED:
-                self._link.refused(head)
-            channel.expect(head, Kind.FILE, Kind.END)
-            if head.kind is Kind.END:
-                channel.receive(head.length)
-                return
+        while (head := channel.receive_head()).kind is Kind.FILE:
             at = decode_index(channel.receive(INDEX_BYTES)) if head.length > INDEX_BYTES else -1
-            if at not in left:
-                raise channel.break_off(f"an image of block {at} came, which was not asked for, or twice")
-            left.remove(at)
-            index = indexes[at]
-            wanted, buffer = self._wanted, self._buffers[index]
-            expected = expected_block(wanted.namespace, wanted.keys[index], len(buffer))
-            if head.length != INDEX_BYTES + expected.file_bytes:
-                raise channel.break_off(f"an image of {head.length - INDEX_BYTES} bytes came for block {index}")
+            self._check(at, left, indexes, head.length - INDEX_BYTES)
+            expected = expected_of(self._wanted, indexes[at])
             try:
-                fill_verified(channel.receive_some, expected, [buffer])
+                fill_verified(channel.receive_some, expected, [self._buffers[indexes[at]]])
             except Damaged:
                 channel.alive = False  # in the middle of a frame, perhaps
                 self.damaged += [indexes[at], *(indexes[other] for other in left)]
                 return
-            self._hits[index] = True
+            self._hits[indexes[at]] = True
+        self._end(head)
+
+    def _check(self, at: int, left: set[int], indexes: Sequence[int], came_bytes: int) -> None:
+        """Takes block ``at`` of those asked for from ``left``. Raises LinkBroken unless it may come, in its size."""
+        channel = self._link.channel
+        if at not in left:
+            raise channel.break_off(f"an image of block {at} came, which was not asked for, or twice")
+        left.remove(at)
+        if came_bytes != image_bytes(self._wanted, indexes[at]):
+            raise channel.break_off(f"an image of {came_bytes} bytes came for block {indexes[at]}")
+
+    def _end(self, head: Head) -> None:
+        if head.kind is Kind.REFUSED:
+            self._link.refused(head)
+        self._link.channel.expect(head, Kind.END)
+        self._link.channel.receive(head.length)
 
     def _begin(self, indexes: Sequence[int], mode: Mode) -> tuple[int, float]:
         """Sends the request: its number, and how long it may take."""

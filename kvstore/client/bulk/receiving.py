@@ -13,6 +13,7 @@ from kvstore.client.port import Sections
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as, expected_chunk
 from kvstore.node.images import ImagesIn, take_images
+from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
 
 GROUP_BYTES = 1 << 20
@@ -78,6 +79,51 @@ def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int,
     images = ImagesIn(buffer, range(_BEFORE_BYTES, _BEFORE_BYTES + came * stride, stride), file_bytes)
     done = take_images(chain, range(first, first + came), images, sections, Borrowed())
     return came, came if done.all() else int(done.argmin())
+
+
+def is_small(image_bytes: int) -> bool:
+    """Whether ``receive_images`` may be used for images of this size: several are received together."""
+    return 2 * (_BEFORE_BYTES + image_bytes) <= GROUP_BYTES
+
+
+def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[tuple[memoryview, dict[int, slice]]]:
+    """Small images of a stream, in whatever order and sizes they come, up to another frame, which is left.
+
+    ``accept`` is given the index and the bytes of each that came, and raises LinkBroken where it may not come. Yields
+    memory and where in it images lie, by their index, until the next step. Raises LinkBroken, LinkLate.
+    """
+    channel, buffer, filled = link.channel, memoryview(bytearray(GROUP_BYTES)), 0
+    while True:
+        filled += channel.receive_some([buffer[filled:]])
+        came: dict[int, slice] = {}
+        at, is_other, broken = 0, False, None
+        while filled - at >= HEAD_BYTES:
+            try:
+                head = channel.head_in(buffer[at : at + HEAD_BYTES])
+                is_other, stop = head.kind is not Kind.FILE, at + HEAD_BYTES + head.length
+                if is_other:
+                    break
+                if head.length < INDEX_BYTES or not is_small(head.length - INDEX_BYTES):
+                    raise channel.break_off(f"a file of {head.length} bytes came among small images")
+                if stop > filled:
+                    break
+                index = decode_index(buffer[at + HEAD_BYTES : at + _BEFORE_BYTES])
+                accept(index, head.length - INDEX_BYTES)
+            except LinkBroken as error:
+                broken = error
+                break
+            came[index] = slice(at + _BEFORE_BYTES, stop)
+            at = stop
+        if came:
+            yield buffer, came  # also what came before the connection was found to be no good
+        if broken is not None:
+            raise broken
+        rest = bytes(buffer[at:filled])
+        if is_other:
+            channel.give_back(memoryview(rest))
+            return
+        buffer[: len(rest)] = rest
+        filled = len(rest)
 
 
 def receive_chunk(link: Link, chain: Chain, index: int, sections: Pieces) -> bool:

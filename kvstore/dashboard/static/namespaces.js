@@ -15,6 +15,7 @@ export function namespaces({ doc, state }) {
   }
   const size = (row) => (counted ? [bytes(row.bytes), " ", bar(row.bytes / total, `${percent(row.bytes / total)} of all`)] : "counting …");
   return [
+    doc.count > all.length ? el("p", { class: "muted" }, `The ${all.length} largest, of ${number(doc.count)}.`) : null,
     doc.odd ? el("p", { class: "bad" }, `${doc.odd} records in etcd cannot be read: are they of another version?`) : null,
     card("Tenants", {}, table("Tenants", [
       { name: "Tenant", sort: (row) => row.tenant, cell: (row) => name(row.tenant, "(no tenant)") },

@@ -134,6 +134,10 @@ class Channel:
         """The head of the next frame. Raises LinkBroken also where it is none."""
         raw = bytearray(HEAD_BYTES)
         self._receive_small(memoryview(raw))
+        return self.head_in(raw)
+
+    def head_in(self, raw: bytearray | memoryview) -> Head:
+        """The head that was received among other bytes. Raises LinkBroken where it is none."""
         try:
             return decode_head(raw)
         except InvalidRequest as cause:

@@ -190,7 +190,7 @@ def encode_index(index: int) -> bytes:
     return _INDEX.pack(index)
 
 
-def decode_index(payload: bytes | bytearray) -> int:
+def decode_index(payload: bytes | bytearray | memoryview) -> int:
     """The inverse. Raises InvalidRequest."""
     return _unpacked(_INDEX, bytes(payload))[0]
 

@@ -13,19 +13,28 @@ from types import MappingProxyType
 
 from kvstore.errors import Overloaded
 from kvstore.tickets import State, Ticket
+from kvstore.tokens import TOKENS_MAX
 
 TICKETS_MAX = 100
 """Kept by one worker, those that are not done included."""
 TENANT_TICKETS_MAX = TICKETS_MAX // 2
 """Not done, of one tenant where tenants are told apart: others, and operators, need some too."""
+TOKENS_KEPT_MAX = 16 * TOKENS_MAX
+"""Of the prompts of all that are not done, 256 MiB; of one tenant's, half of it where tenants are told apart."""
 
 
 class Book:
     """The tickets of one worker, the newest ``tickets_max`` of them. Thread-safe."""
 
-    def __init__(self, tickets_max: int = TICKETS_MAX, tenant_tickets_max: int = TICKETS_MAX) -> None:
+    def __init__(
+        self,
+        tickets_max: int = TICKETS_MAX,
+        tenant_tickets_max: int = TICKETS_MAX,
+        tokens_max: int = TOKENS_KEPT_MAX,
+    ) -> None:
         self._tickets_max = tickets_max
         self._tenant_tickets_max = tenant_tickets_max
+        self._tokens_max = tokens_max
         self._changed = threading.Condition()
         self._tickets: dict[str, Ticket] = {}
 
@@ -35,6 +44,7 @@ class Book:
             tenant, most = ticket.tenant, self._tenant_tickets_max
             if tenant is not None and most < self._tickets_max and self._unfinished_count(tenant) >= most:
                 raise Overloaded(f"{most} tickets of tenant {tenant!r} are not done yet: wait for some, or cancel some")
+            self._check_tokens(ticket)
             if len(self._tickets) >= self._tickets_max:
                 gone = next((each.id for each in self._tickets.values() if each.state.ended), None)
                 if gone is None:
@@ -95,6 +105,18 @@ class Book:
 
     def _unfinished_count(self, tenant: str) -> int:
         return sum(each.tenant == tenant and not each.state.ended for each in self._tickets.values())
+
+    def _check_tokens(self, ticket: Ticket) -> None:
+        limits: list[tuple[str | None, int]] = [(None, self._tokens_max)]
+        if ticket.tenant is not None and self._tenant_tickets_max < self._tickets_max:
+            limits.insert(0, (ticket.tenant, self._tokens_max // 2))
+        for tenant, most in limits:
+            unfinished = (each for each in self._tickets.values() if not each.state.ended)
+            kept = sum(each.tokens for each in unfinished if tenant in (None, each.tenant))
+            if ticket.tokens and kept + ticket.tokens > most:
+                raise Overloaded(
+                    f"the prompts of tickets that are not done have {kept} tokens, at most {most}: wait for some"
+                )
 
     def _has_ended(self, ticket_id: str) -> bool:
         ticket = self._tickets.get(ticket_id)

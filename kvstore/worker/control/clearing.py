@@ -31,7 +31,13 @@ def clear_selected(
     """Does it. Raises what the member raised."""
     deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
     cleared = member.clear_selected(selection, step.progress, dry_run=dry_run, pinned=pinned)
-    step.count(chunks=cleared.chunks, bytes=cleared.bytes, pinned_chunks=cleared.pinned, failed_chunks=cleared.failed)
+    step.count(
+        chunks=cleared.chunks,
+        bytes=cleared.bytes,
+        pinned_chunks=cleared.pinned,
+        failed_chunks=cleared.failed,
+        unconfirmed_nodes=len(cleared.unconfirmed),
+    )
     said = ["nothing was deleted: it was only counted"] if dry_run else []
     if cleared.failed:
         said.append(f"{cleared.failed} chunks could not be deleted: clear again")

@@ -26,6 +26,8 @@ PAUSE_S = 5.0
 """Where the root has no room for more at the moment, or does not answer."""
 TROUBLES_MAX = 24
 """So often in a row the root may not answer: two minutes."""
+PACE_LOOK_S = 1.0
+"""Between two looks at the pace while one waits."""
 BURST_S = 1.0
 """How much of its pace it may have ahead."""
 
@@ -99,14 +101,24 @@ class _Pace:
         self._clock = node.clock
         self._bytes_per_s = bytes_per_s
         self._step = step
-        self._due_s = self._clock.monotonic_s()
+        self._seen_s = self._clock.monotonic_s()
+        self._owed_bytes = 0.0
 
     def spend(self, size_bytes: int) -> None:
         """Waits until the next one may begin. Raises as ``Step.check`` does."""
-        now_s = self._clock.monotonic_s()
-        self._due_s = max(self._due_s, now_s - BURST_S) + size_bytes / self._bytes_per_s()
-        if self._due_s > now_s:
-            self._step.pause(self._due_s - now_s)
+        self._pay()
+        self._owed_bytes += size_bytes
+        while self._owed_bytes > 0:
+            # In short steps: one that waits for hours at a pace that was a mistake must hear of the next one.
+            self._step.pause(min(self._owed_bytes / self._bytes_per_s(), PACE_LOOK_S))
+            self._pay()
+
+    def _pay(self) -> None:
+        """Takes off what the time since the last look allowed."""
+        now_s, bytes_per_s = self._clock.monotonic_s(), self._bytes_per_s()
+        self._owed_bytes -= (now_s - self._seen_s) * bytes_per_s
+        self._owed_bytes = max(self._owed_bytes, -BURST_S * bytes_per_s)
+        self._seen_s = now_s
 
 
 def _said(done: Counter[str]) -> str:

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 THREADS_MAX = 4
 """Acts at once: two that rewrite the whole root, and some prefetches beside them."""
+SPARE_THREADS = 1
+"""Beyond these, for acts about no single tenant: others may take hours, and what a bad roll-out wrote is to go now."""
 DEADLINE_S_MAX = 86_400.0
 IDLE_S = 30.0
 """A thread without work ends after so long."""
@@ -88,7 +90,7 @@ class _Job:
 
 
 class Runner:
-    """Thread-safe. Close it. ``on_end`` is told how each ticket ended."""
+    """Thread-safe. Close it. ``on_end`` is told how each ticket ended. ``spare_threads`` see ``SPARE_THREADS``."""
 
     def __init__(
         self,
@@ -97,12 +99,14 @@ class Runner:
         ids: Ids,
         on_end: Callable[[State], None] = lambda state: None,
         threads_max: int = THREADS_MAX,
+        spare_threads: int = 0,
     ) -> None:
         self.book = book
         self._on_end = on_end
         self._clock = clock
         self._ids = ids
-        self._threads_max = threads_max
+        self._threads_max = threads_max + spare_threads
+        self._tenants_max = threads_max
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._running: Counter[str | None] = Counter()
@@ -122,13 +126,16 @@ class Runner:
         identity: str = "",
         tenant: str | None = None,
         deadline_s: float = 0.0,
+        tokens: int = 0,
     ) -> Ticket:
-        """Has it done soon. ``deadline_s`` counts from now; 0, or more than a day: a day.
+        """Has it done soon. ``deadline_s`` counts from now; 0, or more than a day: a day. ``tokens`` are what ``work``
+        keeps of prompts.
 
         Raises Overloaded where too many are not done, Unavailable after ``close``.
         """
         seconds = min(deadline_s or DEADLINE_S_MAX, DEADLINE_S_MAX)
-        ticket = Ticket(self._ids.fresh()[:8].hex(), act, about, identity, tenant, unit, self._clock.now_s())
+        id = self._ids.fresh()[:8].hex()
+        ticket = Ticket(id, act, about, identity, tenant, unit, self._clock.now_s(), tokens=tokens)
         step = Step(self.book, ticket.id, self._clock, self._clock.monotonic_s() + seconds)
         with self._changed:
             if self._closed:
@@ -182,22 +189,28 @@ class Runner:
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_S)
+                self._changed.wait_for(lambda: self._closed or self._next() is not None, IDLE_S)
                 self._idle -= 1
-                if not self._waiting:
+                job = self._next()
+                if job is None:
                     self._threads.discard(threading.current_thread())
                     return
-                job = self._next()
+                self._waiting.remove(job)
+                self._running[job.tenant] += 1
             self._do(job)
             with self._changed:
                 self._running[job.tenant] -= 1
+                if not self._running[job.tenant]:
+                    del self._running[job.tenant]  # names that somebody made up are not kept
 
-    def _next(self) -> _Job:
-        """The first one of the tenant with fewest under way: who asks for fifty does not make others wait for them."""
-        job = min(self._waiting, key=lambda each: self._running[each.tenant])
-        self._waiting.remove(job)
-        self._running[job.tenant] += 1
-        return job
+    def _next(self) -> _Job | None:
+        """The first one of the tenant with fewest under way: who asks for fifty does not make others wait for them.
+
+        None where no turn has come: then a thread that is busy takes the next one when it is done.
+        """
+        of_tenants = self._running.total() - self._running[None]
+        turns = [each for each in self._waiting if each.tenant is None or of_tenants < self._tenants_max]
+        return min(turns, key=lambda each: self._running[each.tenant], default=None)
 
     def _do(self, job: _Job) -> None:
         """One of them, to its end. Nothing that it raises ends the thread."""

@@ -21,7 +21,7 @@ from kvstore.tokens import TOKENS_MAX
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL
 from kvstore.wire.messages import unpack_tokens
-from kvstore.wire.statuses import Draining, NoTicket
+from kvstore.wire.statuses import NoTicket
 from kvstore.worker.call import Call
 from kvstore.worker.control.book import TENANT_TICKETS_MAX, Book
 from kvstore.worker.control.clearing import clear_selected, selection_of
@@ -30,7 +30,8 @@ from kvstore.worker.control.limits import LiveLimits
 from kvstore.worker.control.lookups import lookup
 from kvstore.worker.control.moves import move_prompts
 from kvstore.worker.control.recoding import recode_selected
-from kvstore.worker.control.runner import Runner, Step, Work
+from kvstore.worker.control.runner import SPARE_THREADS, Runner, Step, Work
+from kvstore.worker.control.watches import Watches
 from kvstore.worker.moves import ACTS, LEVELS
 from kvstore.worker.service import Service
 
@@ -38,11 +39,9 @@ Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
 
 PROMPTS_MAX = 1024
-LOOK_S = 1.0
-"""How often a watch of a ticket looks whether the worker drains."""
-CHANGES_S = 0.1
-"""Between two messages of it at least."""
 CLOSE_S = 2.0
+DRAIN_S_MAX = 86_400.0
+"""No lock waits for ever, and a program that fails at that ends without writing what only its memory has."""
 
 _STATES = {
     State.WAITING: pb.TICKET_WAITING,
@@ -77,9 +76,14 @@ class ControlService:
         self._on_drain = on_drain
         self._book = Book() if service.calls.guard.is_open else Book(tenant_tickets_max=TENANT_TICKETS_MAX)
         self._runner = Runner(
-            self._book, clock, member.node.ids, lambda state: service.calls.add(f"tickets_{state.value}")
+            self._book,
+            clock,
+            member.node.ids,
+            lambda state: service.calls.add(f"tickets_{state.value}"),
+            spare_threads=SPARE_THREADS,
         )
         self._limits = LiveLimits(member, service)
+        self._watches = Watches(self._book, lambda: service.limits.calls_max, lambda: service.gate.draining)
         self._examination = Examination(member, service, clock, about)
         service.add_gauges(self._gauges)
 
@@ -154,13 +158,28 @@ class ControlService:
         return selection, selection.describe(), selection.tenant
 
     def _begin(
-        self, act: str, work: Work, said: str, unit: str, tenant: str | None, deadline_s: float, call: Call
+        self,
+        act: str,
+        work: Work,
+        said: str,
+        unit: str,
+        tenant: str | None,
+        deadline_s: float,
+        call: Call,
+        tokens: int = 0,
     ) -> Message:
         if not 0 <= deadline_s < math.inf:
             raise InvalidRequest(f"deadline_s is {deadline_s}: expected 0 or more")
         return self._message(
             self._runner.begin(
-                act, work, about=said, unit=unit, identity=call.identity, tenant=tenant, deadline_s=deadline_s
+                act,
+                work,
+                about=said,
+                unit=unit,
+                identity=call.identity,
+                tenant=tenant,
+                deadline_s=deadline_s,
+                tokens=tokens,
             )
         )
 
@@ -182,7 +201,8 @@ class ControlService:
             return move_prompts(self._node, namespace, prompts, act, level, step)
 
         said = f"{len(prompts)} prompts of {namespace.name}{_to(act, level)}"
-        return self._begin(act.value, move, said, "chunks", namespace.tenant, request.deadline_s, call)
+        tokens = sum(map(len, prompts))
+        return self._begin(act.value, move, said, "chunks", namespace.tenant, request.deadline_s, call, tokens)
 
     def _list_tickets(self, _: pb.ListTicketsRequest, call: Call) -> Iterator[bytes]:
         for ticket in self._book.every():
@@ -190,19 +210,8 @@ class ControlService:
                 yield self._message(ticket).SerializeToString()
 
     def _watch_ticket(self, request: pb.WatchTicketRequest, call: Call) -> Iterator[bytes]:
-        ticket: Ticket | None = self._found(request.id, call)
-        while ticket is not None:
+        for ticket in self._watches.follow(self._found(request.id, call)):
             yield self._message(ticket).SerializeToString()
-            if ticket.state.ended:
-                return
-            seen = ticket
-            while ticket is seen:
-                if self._service.gate.draining:
-                    raise Draining("the worker is draining, and its tickets end with it")
-                ticket = self._book.wait(seen, LOOK_S)
-            # What changes many times a second is told ten times; what it ends as, always.
-            if ticket is not None and not ticket.state.ended:
-                ticket = self._book.wait_ended(ticket, CHANGES_S)
 
     def _cancel_ticket(self, request: pb.CancelTicketRequest, call: Call) -> Message:
         ticket = self._found(request.id, call)
@@ -248,8 +257,8 @@ class ControlService:
 
     def _drain(self, request: pb.DrainRequest, call: Call) -> Message:
         call.allow_every()
-        if not 0 <= request.within_s < float("inf"):
-            raise InvalidRequest(f"within_s is {request.within_s}: expected 0 or more")
+        if not 0 <= request.within_s <= DRAIN_S_MAX:
+            raise InvalidRequest(f"within_s is {request.within_s:g}: expected 0 to {DRAIN_S_MAX:g}")
         if self._on_drain is None:
             raise InvalidRequest("this worker is part of a program that does not end for a drain: end that program")
         within_s = self._on_drain(request.within_s or None)

@@ -1,0 +1,84 @@
+"""A clear at a worker that left something says so by its exit code, as one that opened the root itself does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvstore.census.selection import Selection
+from kvstore.cli.app import app
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.root.faulty import EIO, FaultyRoot, Rule
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.worker.worker import Worker
+from tests.census.nodes import RolledOut, closing
+from tests.worker.serving import connected
+
+BY_CANARY = ("--written-by", "label=canary")
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5)
+    files, store = MemoryFiles(), MemoryStore()
+    good, bad = (
+        RolledOut(root, store, label)
+        for root, label in ((FaultyRoot(MemoryRoot(files)), "stable"), (MemoryRoot(files), "canary"))
+    )
+    with closing(good, bad):
+        worker = Worker(good.member, "127.0.0.1:0")
+        worker.start()
+        try:
+            bad.put(1)
+            bad.drain()
+            yield good, bad, worker
+        finally:
+            worker.stop()
+
+
+def silence(node: RolledOut) -> None:
+    """As one that hangs, or is of a version that knows no orders."""
+    follower = node.member._follower
+    assert follower is not None
+    follower.close(1.0)
+
+
+def clear(worker: Worker, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["clear", *arguments, "--yes", "--connect", worker.address, "--json"])
+
+
+def test_a_node_that_did_not_answer_makes_exit_code_1(nodes: tuple[RolledOut, RolledOut, Worker]) -> None:
+    _, bad, worker = nodes
+    silence(bad)
+    result = clear(worker, *BY_CANARY)
+    said = json.loads(result.stdout)
+    assert (said["state"], said["counts"]["chunks"], said["counts"]["unconfirmed_nodes"]) == ("done", 4, 1)
+    assert bad.session.hex() in said["message"] and result.exit_code == 1
+    with connected(worker.address) as store:
+        assert len(store.clear(Selection(written_by="label=canary")).unconfirmed) == 1
+
+
+def test_a_node_that_did_not_answer_is_named_where_a_namespace_is_cleared(
+    nodes: tuple[RolledOut, RolledOut, Worker],
+) -> None:
+    _, bad, worker = nodes
+    silence(bad)
+    result = clear(worker, "m")
+    said = json.loads(result.stdout)
+    assert (said["chunks"], said["unconfirmed"], result.exit_code) == (4, [bad.session.hex()], 1)
+
+
+def test_chunks_that_could_not_be_deleted_make_exit_code_1_and_the_next_one_0(
+    nodes: tuple[RolledOut, RolledOut, Worker],
+) -> None:
+    good, _, worker = nodes
+    assert isinstance(good.root, FaultyRoot)
+    good.root.set_rules([Rule("remove", EIO)])
+    result = clear(worker, *BY_CANARY)
+    assert json.loads(result.stdout)["counts"]["failed_chunks"] == 4 and result.exit_code == 1
+    good.root.set_rules([])
+    result = clear(worker, *BY_CANARY)
+    assert json.loads(result.stdout)["counts"]["chunks"] == 4 and result.exit_code == 0
