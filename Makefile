@@ -2,7 +2,8 @@
 # everything is installed in .venv (from requirements.lock, with hashes) and .cache.
 
 PYTHON ?=
-WORKERS ?= 2
+# More than cores: much of a test of servers is waiting.
+WORKERS ?= 4
 ARGS ?=
 export PYTHON
 
@@ -12,9 +13,9 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # What takes minutes, root or programs of the system's: each has a command of its own.
-APART := not soak and not real_fs and not cluster and not browser and not alerts and not deploy and not guide
+APART := not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test soak test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -66,9 +67,6 @@ guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word b
 
 alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
-
-soak: $(READY) ## the long runs of the test suite: scenarios with real processes, the protocol's model, small benchmarks (4 minutes)
-	@$(PYTEST) -q -m soak $(ARGS)
 
 # One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
 cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)

@@ -19,9 +19,9 @@ from kvstore.meta.server import EmbeddedEtcd
 IN_PROCESS = "in-process"
 BULK = {"grpc": "gRPC messages", "shared": "shared memory", "tcp": "TCP socket"}
 """The client's names of the ways to a worker."""
+PATHS = (IN_PROCESS, *BULK)
 PLAIN = "plain"
-"""No store: a file for each chunk."""
-PATHS = (IN_PROCESS, *BULK, PLAIN)
+"""No store at all, but a file for each chunk: what stands beside these in ``workers``."""
 PROBE = Layout(1, 1, 16, "int8", 64)
 STOP_S = 10.0
 

@@ -27,6 +27,7 @@ HYPOTHESIS = (
     "threads, every byte verified by the store; 32 workers together reach 0.95 of fio with 32 jobs"
 )
 BLOCKS = "opaque blocks"
+WAYS = (*PATHS, PLAIN)
 KEYS = {
     "workers": "workers", "path": "path", "chunk_bytes": "chunk MiB", "model": "model", "cache": "cache",
     "durability": "durability", "jobs": "fio jobs",
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-mib", type=sizes_mib, metavar="N,...", help="of chunks or blocks, such as 0.0625,2,32")
     kinds = [*MODELS, BLOCKS]
     parser.add_argument("--model", type=names_of(kinds), metavar="NAME,...", help=f"whose KV: {', '.join(kinds)}")
-    parser.add_argument("--path", type=names_of(PATHS), metavar="NAME,...", help=f"ways: {', '.join(PATHS)}")
+    parser.add_argument("--path", type=names_of(WAYS), metavar="NAME,...", help=f"ways: {', '.join(WAYS)}")
     parser.add_argument("--cache", type=names_of(("warm", "cold")), metavar="NAME,...", help="warm, cold")
     parser.add_argument("--durability", type=names_of(("none", "fsync")), metavar="NAME,...", help="none, fsync")
     parser.add_argument("--size-mib", type=int, metavar="N", help="moved by all workers in one call of each")

@@ -28,19 +28,6 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-SOAKS = ("chaos", "model", "benchmarks")
-"""Folders whose slow tests are long runs: scenarios on a clock, explorations, measurements."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks those as ``soak``, which `make test` leaves to `make soak`."""
-    here = Path(__file__).parent
-    for item in items:
-        parts = item.path.relative_to(here).parts if item.path.is_relative_to(here) else ()
-        if parts and parts[0] in SOAKS and item.get_closest_marker("slow") is not None:
-            item.add_marker(pytest.mark.soak)
-
-
 def _scratch() -> Path | None:
     """Memory-backed storage for roots, where the machine has enough of it; None: the disk."""
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
