@@ -92,7 +92,8 @@ def command(
     """Delete chunks of a root that are worth the least, beside nodes that go on working.
 
     A chunk goes when its time to live is over, and the least useful ones go when more than --high of the room is
-    used. Nothing that a request holds or that is pinned is taken. Several collectors on one root share the work.
+    used. Nothing that a request holds or that is pinned is taken. Several collectors on one root share the work;
+    give all of them the same limits.
 
     On SIGTERM or Ctrl-C it leaves at once; what it leaves open the next round of any collector finishes.
 

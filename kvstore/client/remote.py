@@ -138,8 +138,7 @@ class RemotePort:
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace))
-        self._caller.unary("OpenNamespace", sealed(request), self.limits.pin_s, even_aside=True)
+        self._caller.unary("OpenNamespace", _opening(namespace), self.limits.pin_s, even_aside=True)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -464,12 +463,16 @@ class RemotePort:
         return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
-        """The call's result. Where the worker does not know the namespace (a new root), tells it and repeats."""
+        """The call's result. Where the worker does not know the namespace (a new root), tells them all and repeats."""
         try:
             return call()
         except UnknownNamespace:
             self.counters.add("client_namespaces_reopened")
-        self.open_namespace(namespace)
+        # All: those that know it do not write its record anew, and the call goes to the one that does not.
+        answers = self._caller.each("OpenNamespace", _opening(namespace), self.limits.pin_s).values()
+        errors = [answer for answer in answers if isinstance(answer, KVStoreError)]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
         try:
             return call()
         except UnknownNamespace as unknown:
@@ -514,6 +517,10 @@ def _way(bulk: str | None) -> Bulk:
     except ValueError as cause:
         names = ", ".join(way.value for way in Bulk)
         raise InvalidRequest(f"bulk={chosen!r} (or KVSTORE_BULK): expected one of {names}") from cause
+
+
+def _opening(namespace: Namespace) -> bytes:
+    return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))
 
 
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvstore.client.bulk.given import Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.reading_blocks import BlockReading
+from kvstore.client.bulk.receiving import GROUP_BYTES, is_small, receive_images
 from kvstore.client.limits import ClientLimits
 from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
@@ -30,11 +32,13 @@ from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import (
+    INDEX_BYTES,
     Given,
     Kind,
     Mode,
     Placed,
     encode_arena,
+    encode_head,
     encode_index,
     encode_placed,
     encode_request,
@@ -332,3 +336,30 @@ def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
     worker.close()
     link.close()
     lanes.close()
+
+
+def test_an_image_that_comes_a_packet_at_a_time_is_not_copied_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays where it is until it is whole: half a MiB would be copied hundreds of times."""
+    worker, link = linked()
+    image = random.Random(3).randbytes(500_000)
+    packets = memoryview(encode_head(Kind.FILE, 1, INDEX_BYTES + len(image)) + encode_index(0) + image)
+    assert is_small(len(image))
+    monkeypatch.setattr(Channel, "receive_some", lambda channel, pieces: one_packet(pieces))
+    sent_bytes = 0
+
+    def one_packet(pieces: Pieces) -> int:
+        nonlocal sent_bytes
+        packet = packets[sent_bytes : sent_bytes + 1448]
+        pieces[0][: len(packet)] = packet
+        sent_bytes += len(packet)
+        return len(packet)
+
+    tracemalloc.start()
+    try:
+        memory, came = next(receive_images(link, lambda at, came_bytes: None))
+        assert tracemalloc.get_traced_memory()[1] < GROUP_BYTES + len(image) // 2
+    finally:
+        tracemalloc.stop()
+    assert memory[came[0]] == image
+    worker.close()
+    link.close()

@@ -341,6 +341,27 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
             assert same(cache.get(TOKENS)[1], KV)
 
 
+@pytest.mark.parametrize("damage", ["damaged", "gone"])
+def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: str) -> None:
+    """Also where the first one that is asked knows it, and so does not write its record anew."""
+    root = tmp_root / "root"
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(serving(root)) for _ in range(2))
+        with connected(first) as store:
+            namespace = store.namespace("m", SMALL).namespace
+        record = root / places.namespace_record(namespace.digest)
+        if damage == "gone":
+            record.unlink()
+        else:
+            record.write_bytes(record.read_bytes()[:20])
+        cache = stack.enter_context(connected(first, second)).namespace("m", SMALL)
+        for number in range(16):  # each has a favourite among the two
+            tokens = TOKENS + 1000 * number
+            assert cache.put(tokens, KV).tokens_present == len(tokens)
+            assert same(cache.get(tokens)[1], KV)
+        assert second.worker.service.counters()["chunks_written"] > 0
+
+
 @pytest.mark.parametrize(
     ("workers", "options", "says"),
     [

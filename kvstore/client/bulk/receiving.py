@@ -118,12 +118,13 @@ def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[t
             yield buffer, came  # also what came before the connection was found to be no good
         if broken is not None:
             raise broken
-        rest = bytes(buffer[at:filled])
         if is_other:
-            channel.give_back(memoryview(rest))
+            channel.give_back(memoryview(bytes(buffer[at:filled])))
             return
-        buffer[: len(rest)] = rest
-        filled = len(rest)
+        if at:  # an image that comes a packet at a time stays where it is: moving it for each would cost more than it
+            rest = bytes(buffer[at:filled])
+            buffer[: len(rest)] = rest
+            filled = len(rest)
 
 
 def receive_chunk(link: Link, chain: Chain, index: int, sections: Pieces) -> bool:
