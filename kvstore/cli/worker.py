@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import resource
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ from kvstore.node.settings import TierSettings
 log = logging.getLogger(__name__)
 
 PEERS_CLOSE_S = 2.0
+ENDING_S = 15.0
+"""What ending may take beside its calls and what is flushed: each step has an end, but not all of them their worst."""
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Serve a root as one worker of a cluster.")
@@ -176,6 +179,8 @@ def worker(
         print(f"ready grpc={bound} etcd={etcd.endpoints} metrics={measured.address}", flush=True)
         stopper.wait()
         log.info("worker.draining within_s=%g", ending.within_s)
+        # Where a step hangs all the same (a mount, a native library): says where, and ends before somebody kills it.
+        faulthandler.dump_traceback_later(ending.within_s + member.node.limits.flush_s + ENDING_S, exit=True)
         if peers is not None:
             peers.close(PEERS_CLOSE_S)  # first of all: nobody asks for what this worker is about to lose
         serving.drain(ending.within_s)

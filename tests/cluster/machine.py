@@ -25,6 +25,7 @@ COMMAND_S = 60.0
 STOP_S = 45.0
 AGAIN_S = 1.0
 POLL_S = 0.02
+SAID_MAX = 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,11 @@ class Machine:
             if not state["pid"]:
                 return int(state["codes"][-1])
             time.sleep(POLL_S)
-        raise TimeoutError(f"{self.name}: {name} did not end within {wait_s:g} s")
+        raise TimeoutError(f"{self.name}: {name} did not end within {wait_s:g} s: {self.said(name)}")
+
+    def said(self, name: str) -> str:
+        """The end of a service's log."""
+        return (self.logs / f"{name}.log").read_text()[-SAID_MAX:]
 
     def _tell(self, do: str, name: str, **details: object) -> Any:
         process = self._process

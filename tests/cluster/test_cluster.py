@@ -185,7 +185,7 @@ def test_afterwards_the_root_is_sound_and_nothing_is_left_over(story: Story) -> 
 def _upgrade(cluster: Cluster, host: Host) -> None:
     """Ends what runs on a host, politely, and starts it again, as new versions of it would be."""
     seen = cluster.ready_count(host)
-    host.machine.stop(WORKER)
+    assert host.machine.stop(WORKER) == 0, host.machine.said(WORKER)
     cluster.start_worker(host)
     host.machine.stop(ETCD)
     host.member.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.metrics import start_metrics
 from kvstore.worker.worker import Worker
+from tests.etcd_fixture import running_etcd
 from tests.node.stores import SMALL, kv_of, member_on, same
 from tests.worker.serving import (
     WAIT_S,
@@ -314,3 +317,28 @@ def test_a_unix_socket_in_use_is_not_taken_over(tmp_path: Path) -> None:
         assert len(opened(stub, SMALL)) == 32
     with serving(listen=listen) as again, raw_stub(again) as stub:
         assert len(opened(stub, SMALL)) == 32, "a socket that a dead worker left is taken"
+
+
+HANGS = """
+import importlib, time
+from kvstore.cli.main import main
+from kvstore.worker.worker import Worker
+importlib.import_module("kvstore.cli.worker").ENDING_S = -9.0  # of the ten seconds for flushing
+Worker.drain = lambda self, timeout_s: time.sleep(600)
+main()
+"""
+
+
+def test_a_worker_whose_end_hangs_says_where_and_ends(tmp_path: Path, tmp_root: Path) -> None:
+    """Nobody has to kill it, and what is found in its log tells which step it was."""
+    with running_etcd(tmp_path) as etcd:
+        command = [
+            sys.executable, "-c", HANGS, "worker", "--root", str(tmp_root), "--etcd", etcd.endpoints,
+            "--listen", "127.0.0.1:0", "--drain", "1s",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None and "ready" in child.stdout.readline()
+            child.terminate()
+            said = child.communicate(timeout=60)[1]
+    assert child.returncode == 1
+    assert "Timeout" in said and "<lambda>" in said
