@@ -209,7 +209,7 @@ class _Batch:
         """True for each chunk that the function has done."""
         function(
             self._common,
-            self.items.__array_interface__["data"][0],
+            self.items.ctypes.data,
             len(self.items),
             self._images.__array_interface__["data"][0],
         )

@@ -59,7 +59,7 @@ class Run:
         self.alive: list[object] = []
         self.origins: dict[int, Incarnation] = {}
         """By index, the incarnations of the images that the sections are in; empty where they are the caller's."""
-        self._start: int = self.items.__array_interface__["data"][0]
+        self._start: int = self.items.ctypes.data  # the interface of a structured array is costly to make
 
     def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
         """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""
