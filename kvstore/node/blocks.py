@@ -37,7 +37,7 @@ AllStillRight = Callable[[Sequence[int]], Sequence[bool] | npt.NDArray[np.bool_]
 """``publish.StillRight`` of several blocks at once, by their places among the keys."""
 
 
-def always(places: Sequence[int]) -> Sequence[bool]:
+def vouched(places: Sequence[int]) -> Sequence[bool]:
     """Of bytes that the caller vouches for."""
     return [True] * len(places)
 
@@ -147,7 +147,7 @@ class Blocks:
         deadline: Deadline,
         durable: bool,
         hints: Hints,
-        still_right: AllStillRight = always,
+        still_right: AllStillRight = vouched,
         origins: Sequence[Incarnation] = (),
     ) -> list[bool]:
         """``origins``: of the images that the blocks are from, if they are; as for ``Chunks.stage``."""
