@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import operator
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,9 +34,10 @@ from benchmarks.contents import (
     random_bytes,
     stamp_blocks,
 )
+from benchmarks.loopback import Loopback
 from benchmarks.models import BLOCK_MODELS, LLAMA_8B, MODELS, QWEN_7B, Model
 from benchmarks.options import Options, names_of, told
-from benchmarks.paths import IN_PROCESS, PATHS, Way, served
+from benchmarks.paths import BULK, IN_PROCESS, PATHS, Served, Way, served
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import timed
 from kvstore.client.arrays import KvArray
@@ -54,12 +56,22 @@ QUICK_MODELS = (QWEN_7B, LLAMA_8B)
 SETTLE_S = 30.0
 MEMORY = "memory"
 """Shared memory to a worker that keeps chunks in memory, on a root of its own."""
+MEMORY_TCP = "memory-tcp"
+"""A socket to the same one."""
+KEEPING = {MEMORY: "shared", MEMORY_TCP: "tcp"}
+LOOPBACK = "loopback"
+"""No store at all: the prompt's bytes from one process to another."""
+OVER_TCP = ("tcp", MEMORY_TCP)
+BESIDE = {"put": "put", "put deferred": "put", "read": "read", "streamed": "read"}
+"""What of these is compared with what the bare connection does."""
 MEMORY_SHARE = 3
 """Its size, in prompts: one is put while the one before is still being written behind."""
-DEFERRING = ("shared", "tcp", MEMORY)
+DEFERRING = ("shared", "tcp", *KEEPING)
 MAPPING = (IN_PROCESS, "shared", MEMORY)
 """Where a view is not a copy."""
-WAYS = (*PATHS, MEMORY)
+WAYS = (*PATHS, *KEEPING, LOOPBACK)
+Turn = Callable[[], dict[str, float]]
+"""One round of one path: seconds of each operation that it has, verified."""
 Caches = list[Cache]
 """One that waits until a put is stored, and where there is one, one that does not."""
 OPERATIONS = {
@@ -89,75 +101,110 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
         models = [MODELS[name] for name in arguments.model]
     paths = (arguments and arguments.path) or WAYS
     tokens = QUICK_TOKENS if options.quick else TOKENS
-    rows: list[list[Cell]] = []
     skipped: list[str] = []
     about = machine.describe()
+    measured: list[Measured] = []
     for model in models:
         told(f"memcpy: {model.name}")
         with options.folder() as folder:
-            rows += measure(model, tokens, paths, folder, options.rounds, skipped)
+            measured.append(measure(model, tokens, paths, folder, options.rounds, skipped))
+    rows = [row for each in measured for row in each.rows()]
     kept = [name for at, name in enumerate(OPERATIONS) if any(row[3 + at] is not None for row in rows)]
     columns = ("model", "path", "copy s", *OPERATIONS)
-    table = Table(
+    tables = [Table(
         "Multiples of a naive block copy", columns, rows,
         "; ".join(OPERATIONS[name] for name in kept),
         Plot("path", ("put", "read"), series="model", unit="copies"),
-    )  # fmt: skip
+    )]  # fmt: skip
+    if shares := [row for each in measured for row in each.shares()]:
+        tables.append(Table("Shares of bare loopback", ("model", "path", *BESIDE), shares, "; ".join(
+            f"{name}: speed, relative to the {base} of the row loopback" for name, base in BESIDE.items()
+        )))  # fmt: skip
     conditions = (
         f"{tokens:,} tokens in blocks of {BLOCK_TOKENS}, {TASK_BLOCKS} random blocks a task; no fsync",
         f"warm page cache on {machine.file_system(options.directory)}; medians of {options.rounds} rounds' ratios",
+        "loopback: the same bytes from one process to another by one TCP connection, nothing named, verified or kept",
     )
-    return Result("memcpy", HYPOTHESIS, conditions, about, [table], list(dict.fromkeys(skipped)))
+    return Result("memcpy", HYPOTHESIS, conditions, about, tables, list(dict.fromkeys(skipped)))
 
 
-def measure(
-    model: Model, tokens: int, paths: Sequence[str], folder: Path, rounds: int, skipped: list[str]
-) -> list[list[Cell]]:
-    """The rows of one model, in ``folder``. Raises WrongBytes."""
-    rows: list[list[Cell]] = []
-    with ExitStack() as undo:
-        root = folder / "root"
-        undo.callback(shutil.rmtree, root, ignore_errors=True)
-        owner = undo.enter_context(kvstore.open(str(root)))
-        address = memory_address = ""
-        pool = Pool(model, tokens)
-        if any(path not in (IN_PROCESS, MEMORY) for path in paths):
-            address = undo.enter_context(served(folder, root)).address
-        if MEMORY in paths:
-            hot = folder / MEMORY
-            undo.callback(shutil.rmtree, hot, ignore_errors=True)
-            hot.mkdir()
-            worker = served(hot, hot / "root", memory_bytes=max(MEMORY_BYTES_MIN, MEMORY_SHARE * pool.source.nbytes))
-            memory_address = undo.enter_context(worker).address
-        caches: dict[str, Caches] = {}
-        for path in paths:
-            way = Way("shared", "", memory_address) if path == MEMORY else Way(path, str(root), address)
-            if reason := way.why_not():
-                skipped.append(reason)
+@dataclass
+class Measured:
+    """What was found with one model."""
+
+    model: Model
+    copies_s: list[float] = field(default_factory=list)
+    ratios: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """By path and operation, of each round: multiples of the copy."""
+
+    def rows(self) -> Iterator[list[Cell]]:
+        """For each path the medians of its operations."""
+        for path, found in self.ratios.items():
+            medians = (statistics.median(found[name]) if name in found else None for name in OPERATIONS)
+            yield [self.model.name, path, statistics.median(self.copies_s), *medians]
+
+    def shares(self) -> Iterator[list[Cell]]:
+        """For each path over TCP how fast it is beside bare loopback, as the median of the rounds."""
+        bare = self.ratios.get(LOOPBACK)
+        for path in OVER_TCP:
+            if bare is None or path not in self.ratios:
                 continue
-            ways = [way, replace(way, deferred=True)] if path in DEFERRING else [way]
-            stores = [undo.enter_context(each.open()) for each in ways]
-            caches[path] = [store.namespace("memcpy", model.layout(BLOCK_TOKENS)) for store in stores]
-        clear = owner.namespace("memcpy", model.layout(BLOCK_TOKENS)).clear
-        # What is in memory only its worker can clear.
-        clears = {path: caches[path][0].clear if path == MEMORY else clear for path in caches}
-        ratios: dict[str, dict[str, list[float]]] = {path: {} for path in caches}
-        copies: list[float] = []
+            found = self.ratios[path]
+            pairs = ((bare[base], found[name]) for name, base in BESIDE.items())
+            yield [self.model.name, path, *(statistics.median(map(operator.truediv, *pair)) for pair in pairs)]
+
+
+def measure(model: Model, tokens: int, paths: Sequence[str], folder: Path, rounds: int, skipped: list[str]) -> Measured:
+    """All paths with one model, in ``folder``. Raises WrongBytes."""
+    pool, found = Pool(model, tokens), Measured(model)
+    with ExitStack() as undo:
+        turns = _turns(pool, paths, folder, skipped, undo)
         for number in range(rounds + 1):
             pool.shuffle(number)
             copied_s = timed(pool.copy).wall_s
-            for path in list(caches)[:: 1 if number % 2 else -1]:
-                found = one_round(pool, path, caches[path], clears[path])
-                if number:
-                    for name, taken_s in found.items():
-                        ratios[path].setdefault(name, []).append(taken_s / copied_s)
+            for path in list(turns)[:: 1 if number % 2 else -1]:
+                for name, taken_s in turns[path]().items():
+                    if number:
+                        found.ratios.setdefault(path, {}).setdefault(name, []).append(taken_s / copied_s)
             if number:
-                copies.append(copied_s)
-        for path, found_ratios in ratios.items():
-            medians = (found_ratios.get(name) for name in OPERATIONS)
-            row: list[Cell] = [statistics.median(each) if each else None for each in medians]
-            rows.append([model.name, path, statistics.median(copies), *row])
-    return rows
+                found.copies_s.append(copied_s)
+    found.ratios = {path: found.ratios[path] for path in turns}
+    return found
+
+
+def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], undo: ExitStack) -> dict[str, Turn]:
+    """What does one round of each path that can be gone."""
+    root, hot = folder / "root", folder / "hot"
+    for each in (root, hot):
+        undo.callback(shutil.rmtree, each, ignore_errors=True)
+    owner = undo.enter_context(kvstore.open(str(root)))
+    worker: Served | None = None
+    keeping: Served | None = None
+    if set(paths) & set(BULK):
+        worker = undo.enter_context(served(folder, root))
+    if set(paths) & set(KEEPING):
+        hot.mkdir()
+        memory_bytes = max(MEMORY_BYTES_MIN, MEMORY_SHARE * pool.source.nbytes)
+        keeping = undo.enter_context(served(hot, hot / "root", memory_bytes=memory_bytes))
+    turns: dict[str, Turn] = {}
+    for path in paths:
+        if path == LOOPBACK:
+            turns[path] = partial(_loop, pool, undo.enter_context(closing(Loopback(pool.source.nbytes))))
+            continue
+        keeps = path in KEEPING
+        behind = keeping if keeps else worker
+        way = Way(KEEPING.get(path, path), str(root), behind.address if behind else "")
+        if reason := way.why_not():
+            skipped.append(reason)
+            continue
+        ways = [way, replace(way, deferred=True)] if path in DEFERRING else [way]
+        stores = [undo.enter_context(each.open()) for each in ways]
+        caches = [store.namespace("memcpy", pool.layout) for store in stores]
+        # What is in memory only its worker can clear.
+        clear = caches[0].clear if keeps else owner.namespace("memcpy", pool.layout).clear
+        settle = behind.settle if behind is not None and path != IN_PROCESS else _nothing
+        turns[path] = partial(one_round, pool, path, caches, clear, settle)
+    return turns
 
 
 class Pool:
@@ -195,12 +242,18 @@ class Pool:
         return rows.reshape(-1).view(self.layout.numpy_dtype).reshape(self.layout.shape(len(self.tokens)))
 
 
-def one_round(pool: Pool, path: str, caches: Caches, clear: Callable[[], object]) -> dict[str, float]:
-    """Seconds of each operation that this path has, verified."""
+def _nothing() -> None:
+    pass
+
+
+def one_round(
+    pool: Pool, path: str, caches: Caches, clear: Callable[[], object], settle: Callable[[], None] = _nothing
+) -> dict[str, float]:
+    """Seconds of each operation that this path has, verified. ``settle`` waits until the worker has nothing to do."""
     found: dict[str, float] = {}
     cache = caches[0]
     # Deferring comes first, so that what is read was stored by a put that waits; last where that keeps it in memory.
-    puts = list(zip(("", " deferred"), caches, strict=False))[:: 1 if path == MEMORY else -1]
+    puts = list(zip(("", " deferred"), caches, strict=False))[:: 1 if path in KEEPING else -1]
 
     def take(name: str, work: Callable[[], object]) -> None:
         found[name] = timed(work).wall_s
@@ -213,6 +266,7 @@ def one_round(pool: Pool, path: str, caches: Caches, clear: Callable[[], object]
         fresh()
         take("set" + kind, partial(_set, pool, way))
         _settle(lambda: cache.blocks.match(pool.keys) == pool.count)
+        settle()
     take("get", partial(_get, pool, cache))
     _check_scattered(pool)
     kv, out = pool.as_prompt(pool.source), pool.as_prompt(pool.target)
@@ -220,6 +274,7 @@ def one_round(pool: Pool, path: str, caches: Caches, clear: Callable[[], object]
         fresh()
         take("put" + kind, partial(way.put, pool.tokens, kv))
         _settle(lambda: cache.match(pool.tokens) == len(pool.tokens))
+        settle()
     read: list[int] = []
     take("read", lambda: read.append(cache.get(pool.tokens, out)))
     check_count(read[-1], len(pool.tokens), "tokens read")
@@ -253,6 +308,14 @@ def _get(pool: Pool, cache: Cache) -> None:
     for froms, tos in pool.tasks:
         read = cache.blocks.get([pool.keys[f] for f in froms], [pool.target[t] for t in tos])
         check_count(sum(read), len(froms), "blocks read")
+
+
+def _loop(pool: Pool, loopback: Loopback) -> dict[str, float]:
+    poison(pool.target)
+    found = {"put": timed(lambda: loopback.put(pool.source)).wall_s}
+    found["read"] = timed(lambda: loopback.read(pool.target)).wall_s
+    check_equal(pool.target, pool.source, "loopback")
+    return found
 
 
 def _settle(stored: Callable[[], bool]) -> None:

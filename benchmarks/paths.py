@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ PLAIN = "plain"
 """No store at all, but a file for each chunk: what stands beside these in ``workers``."""
 PROBE = Layout(1, 1, 16, "int8", 64)
 STOP_S = 10.0
+SETTLE_S = 10.0
+IDLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,12 @@ class Served:
         """Processor seconds that it has used."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100  # USER_HZ is 100 on every Linux that runs Python
+
+    def settle(self) -> None:
+        """Waits until it has nothing more to do, such as writing what was acknowledged, or for ``SETTLE_S``."""
+        used_s, ends_s = -1.0, time.monotonic() + SETTLE_S
+        while used_s != (used_s := self.cpu_s()) and time.monotonic() < ends_s:
+            time.sleep(IDLE_S)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 2
+ABI = 3
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER = range(5)
@@ -43,6 +43,8 @@ CHUNK = np.dtype(
 
 VERIFIED_BYTES = 8 * 8 + 8 + 8
 """``kv_verified``."""
+MOVED_BYTES = 8 * 8 + 8 + 8 + 8
+"""``kv_arrival`` and ``kv_departure``."""
 
 
 class Run(ctypes.Structure):
@@ -102,6 +104,8 @@ def _describe(found: Any) -> None:
     found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
     found.kv_read_cold.restype = ctypes.c_int64
     found.kv_read_direct.argtypes = (ctypes.c_int,)
+    found.kv_receive.argtypes = (run, pointer, pointer, pointer, ctypes.c_int)
+    found.kv_send.argtypes = (pointer, pointer, pointer, ctypes.c_int)
     found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
 
 

@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "copying.h"
 #include "native.h"
+#include "pieces.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -17,13 +18,6 @@
 #ifndef RWF_NOWAIT
 #define RWF_NOWAIT 8
 #endif
-#ifndef PIECE_BYTES
-#define PIECE_BYTES (256 << 10) /* one read: what is hashed and copied on after it is still in L2; benchmarks/NOTES.md */
-#endif
-#define PIECE_TAIL 2048 /* the end of a hash looks back a little: a section's last piece is no smaller */
-
-static uint64_t payload_bytes(const kv_chunk *chunk) { return chunk->section_count * chunk->section_bytes; }
-
 static int is_missing(int error) {
     return error == ENOENT || error == ESTALE || error == ENOTCONN || error == ENOTDIR || error == ELOOP;
 }
@@ -49,7 +43,7 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
             continue;
         }
         if (!fstat(chunk->fd, &found) && S_ISREG(found.st_mode) &&
-            (uint64_t)found.st_size == chunk->header_bytes + payload_bytes(chunk)) {
+            (uint64_t)found.st_size == chunk->header_bytes + kv_payload_bytes(chunk)) {
             chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
             chunk->status = KV_DONE;
         } else {
@@ -58,27 +52,12 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
     }
 }
 
-/* One piece of a file. Aligned as the file is, which is what makes the kernel's copying fast; the caller's memory often is
- * not (benchmarks/NOTES.md). Each thread keeps its own, or the kernel would have to clear one for each call. */
-static _Thread_local uint8_t piece[PIECE_BYTES + PIECE_TAIL] __attribute__((aligned(4096)));
-
-/* Bytes of the piece that begins `at` in the payload: whole sections, or a part of one. */
-static uint64_t piece_bytes(const kv_chunk *chunk, uint64_t at) {
-    uint64_t size = chunk->section_bytes, left = payload_bytes(chunk) - at;
-    if (size >= PIECE_BYTES) {
-        left = size - at % size;
-        return left < PIECE_BYTES + PIECE_TAIL ? left : PIECE_BYTES;
-    }
-    uint64_t whole = size ? PIECE_BYTES / size * size : 0;
-    return left < whole ? left : whole;
-}
-
 /* `size` bytes of the file from `offset` on into the piece, before them the header unless that is NULL; or why not. */
 static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t offset, int flags) {
     uint64_t before = header ? chunk->header_bytes : 0;
     for (uint64_t done = 0; done < before + size;) {
         uint64_t into = done > before ? done - before : 0;
-        struct iovec parts[2] = {{header + done, before - done}, {piece + into, size - into}};
+        struct iovec parts[2] = {{header + done, before - done}, {kv_piece + into, size - into}};
         int skipped = done >= before;
         ssize_t got = preadv2(chunk->fd, parts + skipped, 2 - skipped, (off_t)(offset + done), flags);
         if (got < 0 && errno == EINTR) continue;
@@ -89,35 +68,16 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
     return KV_DONE;
 }
 
-/* Verifies the piece, which begins `at` in the payload, and copies what is right into its sections if it is `taken`. Of a
- * section in several pieces, those before the last are copied before all of it is known to be right. */
-static int pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_t at, uint64_t length, int taken) {
-    uint64_t size = chunk->section_bytes;
-    for (uint64_t done = 0, part; done < length; done += part) {
-        uint32_t section = (uint32_t)((at + done) / size);
-        uint64_t start = (at + done) % size, left = size - start;
-        part = left < length - done ? left : length - done;
-        const uint8_t *bytes = (const uint8_t *)((uintptr_t)piece + done - start);
-        if (!start) kv_hash_begin(hash);
-        if (part < left)
-            kv_hash_absorb(hash, bytes, size, start + part);
-        else if (kv_hash_end(hash, bytes, size) != table[section])
-            return 0;
-        if (taken) kv_copy(kv_section(chunk, section) + start, piece + done, part);
-    }
-    return 1;
-}
-
 /* Reads and verifies one file, piece by piece; into its sections if it is `taken`. */
 static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, int flags, int taken) {
-    uint64_t payload = payload_bytes(chunk), length = piece_bytes(chunk, 0);
+    uint64_t payload = kv_payload_bytes(chunk), length = kv_piece_bytes(chunk, 0);
     int status = fill(chunk, header, length, 0, flags);
     if (status == KV_DONE && !kv_header_fits(run, chunk, header)) status = KV_OTHER;
     kv_hash hash;
     for (uint64_t at = 0; status == KV_DONE && at < payload;) {
-        if (!pass(chunk, kv_table(chunk, header), &hash, at, length, taken)) return KV_OTHER;
+        if (!kv_pass(chunk, kv_table(chunk, header), &hash, at, length, taken)) return KV_OTHER;
         at += length;
-        length = piece_bytes(chunk, at);
+        length = kv_piece_bytes(chunk, at);
         if (at < payload) status = fill(chunk, NULL, length, chunk->header_bytes + at, flags);
     }
     return status;

@@ -7,9 +7,8 @@ Everything runs in the calling thread: lanes call it in groups of some MiB.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,12 @@ from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes, incarnation_at
 from kvstore.layout import Layout
 from kvstore.native import library as native
-from kvstore.node.wanted import Wanted, describe, expected_of, kind_of
+from kvstore.node.items import Items, Sections
+from kvstore.node.wanted import Wanted, expected_of
 from kvstore.planes import Planes
 from kvstore.sources import Ids
 
 Mask = npt.NDArray[np.bool_]
-Sections = Callable[[int], Pieces]
-"""The sections of a chunk by its index, in file order: ``Planes``, ``Images``, or views made for each chunk."""
 
 
 class ImagesIn(Sequence[memoryview]):
@@ -167,17 +165,13 @@ def copy_sections(
         return _sums(targets) == header.checksums[first : first + len(targets)]
 
 
-class _Batch:
-    """Chunks and their images as native code takes them; ``alive`` is what addresses point into."""
+class _Batch(Items):
+    """Chunks and their images."""
 
     def __init__(self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> None:
         assert len(indexes) == len(images)
-        self._indexes = indexes
-        self.items: npt.NDArray[Any] = np.zeros(len(indexes), native.CHUNK)
-        self._alive = [*describe(wanted, indexes, self.items), images]
-        self._common = native.Run(
-            digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
-        )
+        super().__init__(wanted, indexes)
+        self.alive.append(images)
         items = self.items
         sizes = items["header_bytes"] + items["section_count"] * items["section_bytes"]
         self.sizes_fit = (
@@ -186,46 +180,11 @@ class _Batch:
         # Native code looks at none whose size is not its chunk's.
         self._images = np.where(self.sizes_fit, _addresses(images), 0).astype(np.uint64)
 
-    def lay(self, sections: Sections, *, fills: bool = False) -> None:
-        """Says where the sections are, and whether they are written to."""
-        items, indexes = self.items, self._indexes
-        if isinstance(sections, Planes):
-            assert sections.is_writable or not fills
-            self._alive += lay_planes(sections, indexes, items)
-            return
-        each = list(map(sections, indexes))
-        counts = np.fromiter(map(len, each), np.uint64, len(each))
-        pieces = [piece for sections in each for piece in sections]
-        assert (counts == items["section_count"]).all()
-        sizes = np.fromiter(map(len, pieces), np.uint64, len(pieces))
-        assert (sizes == np.repeat(items["section_bytes"], counts.astype(np.intp))).all()
-        assert not (fills and any(piece.readonly for piece in pieces))
-        bases = np.fromiter(map(address_of, pieces), np.uint64, len(pieces))
-        start = bases.__array_interface__["data"][0]
-        items["bases"] = start + (np.cumsum(counts) - counts) * np.uint64(bases.itemsize)
-        self._alive += (pieces, bases)
-
     def call(self, function: Callable[..., object]) -> Mask:
         """True for each chunk that the function has done."""
-        function(
-            self._common,
-            self.items.ctypes.data,
-            len(self.items),
-            self._images.__array_interface__["data"][0],
-        )
+        function(self.common, self.at(0), len(self.items), self._images.__array_interface__["data"][0])
         done: Mask = self.items["status"] == native.DONE
         return done
-
-
-def lay_planes(planes: Planes, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    """Says to native code where the sections of these chunks lie; returns what must live as long as it is used."""
-    first, last = min(indexes), max(indexes)
-    bases = planes.addresses()
-    assert planes.covers(first, last - first + 1) and planes.is_contiguous
-    assert (items["section_count"] == len(bases)).all() and (items["section_bytes"] == planes.section_bytes).all()
-    items["bases"] = bases.__array_interface__["data"][0]
-    items["offset"] = planes.offset(0) + np.asarray(indexes, np.int64) * planes.section_bytes
-    return [planes, bases]
 
 
 def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, incarnation: Incarnation) -> None:

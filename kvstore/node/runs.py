@@ -21,7 +21,8 @@ from kvstore.buffers import Borrowed, address_of
 from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
-from kvstore.node.images import Images, lay_planes
+from kvstore.node.images import Images
+from kvstore.node.items import lay_planes
 from kvstore.node.lanes import moved_on
 from kvstore.node.wanted import Keyed, describe
 from kvstore.planes import Planes

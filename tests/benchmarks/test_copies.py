@@ -77,8 +77,10 @@ def test_the_table_has_a_row_for_each_path(tmp_root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(copies, "QUICK_MODELS", (TINY,))
     monkeypatch.setattr(copies, "QUICK_TOKENS", TOKENS)
     result = copies.run(tiny_options(tmp_root))
-    (table,) = result.tables
+    table, shares = result.tables
+    assert shares.column("path") == list(copies.OVER_TCP)
+    assert all(isinstance(share, float) and share > 0 for share in shares.column("read"))
     assert table.column("path") == list(WAYS)
-    assert table.column("put deferred")[0] is None and None not in table.column("put deferred")[2:]
+    assert table.column("put deferred")[0] is None and None not in table.column("put deferred")[2:-1]
     assert table.column("path")[0] == IN_PROCESS and table.column("view")[0] is not None
     assert list(tmp_root.iterdir()) == []

@@ -65,12 +65,15 @@ def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
         sender.join()
 
 
+@pytest.mark.parametrize("natively", [True, False])
 @pytest.mark.parametrize("group_bytes", [0, 300_000, receiving.GROUP_BYTES])
 @pytest.mark.parametrize("step_bytes", [9_999, 1 << 20])
 @pytest.mark.parametrize("case", ["whole", "end", "refused", "another", "damaged", "closed"])
 def test_chunks_before_what_ends_a_stream_are_good(
-    monkeypatch: pytest.MonkeyPatch, case: str, step_bytes: int, group_bytes: int
+    monkeypatch: pytest.MonkeyPatch, case: str, step_bytes: int, group_bytes: int, natively: bool
 ) -> None:
+    if not natively:
+        monkeypatch.setattr(Channel, "moves_natively", False)
     monkeypatch.setattr(receiving, "GROUP_BYTES", group_bytes)
     broken, files = 9, [file(index) for index in range(FIRST, COUNT)]
     if case == "damaged":

@@ -4,7 +4,11 @@ several at a time in a buffer from which they are copied on.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
@@ -12,8 +16,11 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.port import Sections
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as, expected_chunk
+from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
-from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.node.items import Items
+from kvstore.planes import Planes
+from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
 
 GROUP_BYTES = 1 << 20
@@ -28,9 +35,12 @@ def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int
     Yields, after each step, how many leading chunks of the prompt are good. Raises Damaged, LinkBroken, BulkRefused.
     """
     many = GROUP_BYTES // (expected_chunk(chain, first).file_bytes + _BEFORE_BYTES) if first < count else 0
+    natively: Natively | None = None
+    if many < 2 and first < count and link.channel.moves_natively and isinstance(sections, Planes):
+        natively = Natively(chain, first, count, sections)
     while first < count:
         if many < 2:
-            if not receive_chunk(link, chain, first, sections(first)):
+            if not receive_chunk(link, chain, first, natively or sections):
                 return
             first += 1
             yield first
@@ -127,7 +137,25 @@ def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[t
             filled = len(rest)
 
 
-def receive_chunk(link: Link, chain: Chain, index: int, sections: Pieces) -> bool:
+class Natively(Items):
+    """Chunks of a stream that native code receives into an array, piece by piece, verifying each in the cache."""
+
+    def __init__(self, chain: Chain, first: int, stop: int, planes: Planes) -> None:
+        super().__init__(chain, range(first, stop))
+        self.lay(planes, fills=True)
+        self._first = first
+        self._header = np.empty(int(self.items["header_bytes"].max()), np.uint8)
+
+    def receive(self, channel: Channel, index: int) -> None:
+        """The file of one chunk. Raises Damaged, LinkBroken, LinkLate."""
+        header: int = self._header.__array_interface__["data"][0]
+        came = ctypes.create_string_buffer(native.MOVED_BYTES)
+        at = self.at(index - self._first)
+        if channel.receive_by(partial(native.library.kv_receive, self.common, at, header, came)) != native.DONE:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+
+
+def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Natively) -> bool:
     """Reads one chunk of a stream; False where the stream ends before it. Raises Damaged, LinkBroken, BulkRefused."""
     channel, expected = link.channel, expected_chunk(chain, index)
     head = channel.receive_head()
@@ -140,7 +168,10 @@ def receive_chunk(link: Link, chain: Chain, index: int, sections: Pieces) -> boo
     if head.length != INDEX_BYTES + expected.file_bytes or decode_index(channel.receive(INDEX_BYTES)) != index:
         raise channel.break_off(f"a file of {head.length} bytes came: expected that of chunk {index}")
     try:
-        fill_verified(channel.receive_some, expected, sections)
+        if isinstance(into, Natively):
+            into.receive(channel, index)
+        else:
+            fill_verified(channel.receive_some, expected, into(index))
     except Damaged:
         channel.alive = False  # in the middle of a frame
         raise

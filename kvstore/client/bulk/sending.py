@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import struct
+import ctypes
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.copying import copy_rows
@@ -15,16 +17,18 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.tools import FileLanes
 from kvstore.errors import Unavailable
 from kvstore.layout import Layout
+from kvstore.native import library as native
 from kvstore.node.deadline import Deadline
 from kvstore.planes import Planes
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import (
     RUN_BYTES_MAX,
     SPAN_BYTES,
     Kind,
     Placed,
     decode_span,
+    encode_head,
     encode_placed,
     encode_request,
     encode_span,
@@ -124,12 +128,28 @@ def _place(
 
 
 def _send(link: Link, layout: Layout, number: int, planes: Planes, at: int, count: int) -> None:
-    channel, sums = link.channel, struct.Struct(f"<{layout.section_count}Q")
-    length = SPAN_BYTES + count * layout.chunk_bytes + sums.size
-    channel.send_head(Kind.CHUNKS, number, length)
-    runs = [plane.data for row in planes.strided(at, count) for plane in row]
-    channel.send_bytes([memoryview(encode_span(at, count)), *runs])
-    channel.send_bytes([memoryview(sums.pack(*plane_sums(planes, at, count)))])
+    channel, sums = link.channel, np.zeros(layout.section_count, "<u8")
+    head = encode_head(Kind.CHUNKS, number, SPAN_BYTES + count * layout.chunk_bytes + sums.nbytes)
+    channel.send_bytes([memoryview(head + encode_span(at, count))])
+    if channel.moves_natively:
+        _send_summed(channel, planes, at, count, sums)
+    else:
+        channel.send_bytes([plane.data for row in planes.strided(at, count) for plane in row])
+        sums[:] = plane_sums(planes, at, count)
+    channel.send_bytes([sums.view(np.uint8).data])
+
+
+def _send_summed(channel: Channel, planes: Planes, at: int, count: int, sums: npt.NDArray[np.uint64]) -> None:
+    """Has native code send a run, and set the checksum of each plane while its bytes are in the cache."""
+    assert planes.covers(at, count) and planes.is_contiguous
+    bases, run = planes.addresses(), np.zeros(1, native.CHUNK)
+    run["bases"] = bases.__array_interface__["data"][0]
+    run["offset"] = planes.offset(at)
+    run["section_count"] = len(bases)
+    run["section_bytes"] = count * planes.section_bytes
+    gone = ctypes.create_string_buffer(native.MOVED_BYTES)
+    table: int = sums.__array_interface__["data"][0]
+    channel.send_by(partial(native.library.kv_send, run.ctypes.data, table, gone))
 
 
 def pause(ends_s: float) -> None:

@@ -12,17 +12,18 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvstore.buffers import Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.native import library as native
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
 from kvstore.wire.bulk.records import receive_records, send_records
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 STEP_BYTES = 1 << 19
-"""Most bytes of one system call: what arrived is verified while it is in the cache."""
+"""Most bytes of one system call where what came is verified while it is in the cache, or TLS is made of it."""
 BUFFER_BYTES = 4 << 20
 """Of a unix socket, whose buffer does not grow by itself as that of TCP does."""
 SILENCE_S = 60
@@ -116,7 +117,7 @@ class Channel:
                 if isinstance(self._socket, ssl.SSLSocket):
                     count = send_records(self._socket, pieces, STEP_BYTES)
                 else:
-                    count = self._socket.sendmsg(_step(pieces), ancillary)
+                    count = self._socket.sendmsg(pieces[:IOV_MAX], ancillary)
             except (BlockingIOError, ssl.SSLWantWriteError):
                 self._wait(select.POLLOUT)
                 continue
@@ -160,16 +161,16 @@ class Channel:
         if head.kind not in kinds:
             raise self._broken(f"a {head.kind.name} frame came: expected {' or '.join(kind.name for kind in kinds)}")
 
-    def receive_some(self, pieces: Pieces) -> int:
-        """Writes what came, at most STEP_BYTES, into ``pieces``; returns the count, at least 1."""
+    def receive_some(self, pieces: Pieces, bytes_max: int = STEP_BYTES) -> int:
+        """Writes what came, at most ``bytes_max``, into ``pieces``; returns the count, at least 1."""
         if self._returned:
             return self._again(pieces[0])
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
-                    count = receive_records(self._socket, pieces, STEP_BYTES)
+                    count = receive_records(self._socket, pieces, min(bytes_max, STEP_BYTES))
                 else:
-                    count = self._socket.recvmsg_into(_step(pieces))[0]
+                    count = self._socket.recvmsg_into(_step(pieces, bytes_max))[0]
             except (BlockingIOError, ssl.SSLWantReadError):
                 self._wait(select.POLLIN)
                 continue
@@ -190,10 +191,23 @@ class Channel:
         """Fills ``pieces``."""
         left = byte_length(pieces)
         while left:
-            count = self.receive_some(pieces)
+            count = self.receive_some(pieces, left)
             left -= count
             if left:
                 pieces = skip(pieces, count)
+
+    @property
+    def moves_natively(self) -> bool:
+        """Whether native code may move bytes here: it knows nothing of TLS, nor of what was given back."""
+        return native.library is not None and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
+
+    def receive_by(self, step: Callable[[int], int]) -> int:
+        """What ``step(descriptor)``, native code that receives, says, waiting as often as it says BLOCKED."""
+        return self._moved("receiving", step, select.POLLIN)
+
+    def send_by(self, step: Callable[[int], int]) -> int:
+        """The same of native code that sends."""
+        return self._moved("sending", step, select.POLLOUT)
 
     def take_files(self, count: int) -> list[int]:
         """The files that came with the last frame, now the caller's to close. Raises LinkBroken for another count."""
@@ -255,6 +269,13 @@ class Channel:
         self._returned = self._returned[count:]
         return count
 
+    def _moved(self, what: str, step: Callable[[int], int], event: int) -> int:
+        while (status := step(self._socket.fileno())) == native.BLOCKED:
+            self._wait(event)
+        if status < 0:
+            raise self._broken(f"{what} failed: {os.strerror(-status)}")
+        return status
+
     def _wait(self, event: int) -> None:
         left_s = min(self._idle_s, self._ends_s - time.monotonic())
         self._poll.register(self._socket, event)
@@ -267,13 +288,13 @@ class Channel:
         return LinkBroken(f"bulk connection: {why}")
 
 
-def _step(pieces: Pieces) -> Pieces:
-    """The first pieces, as many bytes as one system call takes."""
+def _step(pieces: Pieces, bytes_max: int) -> Pieces:
+    """The first pieces, as many bytes as one system call may take."""
     size = 0
     for count, piece in enumerate(pieces):
         size += len(piece)
-        if size >= STEP_BYTES or count + 1 == IOV_MAX:
-            rest = size - STEP_BYTES
+        if size >= bytes_max or count + 1 == IOV_MAX:
+            rest = size - bytes_max
             return [*pieces[:count], piece[: len(piece) - rest]] if rest > 0 else pieces[: count + 1]
     return pieces
 

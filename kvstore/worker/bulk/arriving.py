@@ -39,7 +39,7 @@ class Arrived:
     count: int
     memory: memoryview
     sums: tuple[int, ...] = ()
-    buffer: bytearray | None = None
+    buffer: memoryview | None = None
 
 
 class Arriving:
@@ -88,7 +88,7 @@ class Arriving:
             if start != index or not 1 <= count <= cargo.count - index:
                 raise channel.break_off(f"{count} chunks from {start} on came: expected {index} and following")
             size_bytes = cargo.size_bytes(start, count)
-            buffer: bytearray | None = None
+            buffer: memoryview | None = None
             sums: tuple[int, ...] = ()
             if head.kind is Kind.PLACED:
                 memory = connection.placed(offset, size_bytes)
@@ -100,7 +100,7 @@ class Arriving:
                     reserved.enter_context(self._in_flight.reserved(cargo.in_flight_bytes))
                     is_reserved = True
                 buffer = self._buffers.take(size_bytes)
-                memory = memoryview(buffer)
+                memory = buffer
                 channel.receive_into([memory])
                 sums = table.unpack(channel.receive(table.size))
             self._calls.add("wire_bytes_in", size_bytes)

@@ -175,7 +175,7 @@ class Window:
         self.indexes: list[int] = []
         """Those that are read."""
         self.images: dict[int, memoryview] = {}
-        self.buffer: bytearray | None = None
+        self.buffer: memoryview | None = None
         self.reading: Reading | None = None
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class BlockStream:
             reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
             self._is_reserved = True
         window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
-        at, memory = 0, memoryview(window.buffer)
+        at, memory = 0, window.buffer
         for index in window.indexes:
             window.images[index] = memory[at : at + self._sizes[index]]
             at += self._sizes[index]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.buffers import aligned
+
 
 class Buffers:
     """Buffers by size, of which at most ``kept_bytes_max`` are kept for the next one who asks. Thread-safe."""
@@ -13,20 +15,20 @@ class Buffers:
     def __init__(self, kept_bytes_max: int) -> None:
         self._kept_bytes_max = kept_bytes_max
         self._lock = threading.Lock()
-        self._free: dict[int, list[bytearray]] = {}
+        self._free: dict[int, list[memoryview]] = {}
         self._kept_bytes = 0
 
-    def take(self, size_bytes: int) -> bytearray:
-        """A buffer of exactly this size; its content is whatever it was."""
+    def take(self, size_bytes: int) -> memoryview:
+        """A buffer of exactly this size, which begins at a page; its content is whatever it was."""
         with self._lock:
             free = self._free.get(size_bytes)
             if free:
                 self._kept_bytes -= size_bytes
                 return free.pop()
-        return bytearray(size_bytes)
+        return aligned(size_bytes)
 
-    def give(self, buffer: bytearray) -> None:
-        """Gives a buffer back, of which nobody has a view any more."""
+    def give(self, buffer: memoryview) -> None:
+        """Gives a buffer back, which nobody uses any more."""
         with self._lock:
             if self._kept_bytes + len(buffer) > self._kept_bytes_max:
                 # Sizes that nobody asks for any more must not keep out those that are asked for.

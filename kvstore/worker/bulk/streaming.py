@@ -73,7 +73,7 @@ class ChunkStream:
         self._buffers = buffers
         self._file_bytes = expected_chunk(chain, 0).file_bytes
         self._window = max(1, 2 * window_bytes // self._file_bytes)
-        self._taken: list[bytearray] = []
+        self._taken: list[memoryview] = []
 
     def send(self, first: int, count: int, context: CallContext) -> None:
         """Sends chunks ``first`` to ``count - 1``, at least one, up to the first that is missing."""
@@ -122,12 +122,12 @@ class ChunkStream:
             end = next((first + at for at, entry in enumerate(slots.entries) if entry is not None), stop)
         if self._hold is None:
             return Window(first, [], None, None)
-        size, buffer = self._file_bytes, memoryview(self._buffer(reserved))
+        size, buffer = self._file_bytes, self._buffer(reserved)
         files = [buffer[at * size : (at + 1) * size] for at in range(end - first)]
         reading = self._node.begin_copy(self._hold, first, end - first, lambda index: files[index - first])
         return Window(first, files, None, reading)
 
-    def _buffer(self, reserved: ExitStack) -> bytearray:
+    def _buffer(self, reserved: ExitStack) -> memoryview:
         """Two in turn: when a window is begun, the one before the last was sent."""
         if not self._taken:
             reserved.enter_context(self._in_flight.reserved(2 * self._window * self._file_bytes))

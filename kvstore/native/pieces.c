@@ -1,0 +1,37 @@
+#include "pieces.h"
+#include "copying.h"
+
+/* Each thread keeps its own, or the kernel would have to clear one for each call. */
+_Thread_local uint8_t kv_piece[PIECE_BYTES + PIECE_TAIL] __attribute__((aligned(4096)));
+
+uint64_t kv_payload_bytes(const kv_chunk *chunk) { return chunk->section_count * chunk->section_bytes; }
+
+/* Bytes of the piece that begins `at` in the payload: whole sections, or a part of one. */
+uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at) {
+    uint64_t size = chunk->section_bytes, left = kv_payload_bytes(chunk) - at;
+    if (size >= PIECE_BYTES) {
+        left = size - at % size;
+        return left < PIECE_BYTES + PIECE_TAIL ? left : PIECE_BYTES;
+    }
+    uint64_t whole = size ? PIECE_BYTES / size * size : 0;
+    return left < whole ? left : whole;
+}
+
+/* Verifies the piece, which begins `at` in the payload, and copies what is right into its sections if it is `taken`. Of a
+ * section in several pieces, those before the last are copied before all of it is known to be right. */
+int kv_pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_t at, uint64_t length, int taken) {
+    uint64_t size = chunk->section_bytes;
+    for (uint64_t done = 0, part; done < length; done += part) {
+        uint32_t section = (uint32_t)((at + done) / size);
+        uint64_t start = (at + done) % size, left = size - start;
+        part = left < length - done ? left : length - done;
+        const uint8_t *bytes = (const uint8_t *)((uintptr_t)kv_piece + done - start);
+        if (!start) kv_hash_begin(hash);
+        if (part < left)
+            kv_hash_absorb(hash, bytes, size, start + part);
+        else if (kv_hash_end(hash, bytes, size) != table[section])
+            return 0;
+        if (taken) kv_copy(kv_section(chunk, section) + start, kv_piece + done, part);
+    }
+    return 1;
+}

@@ -1,0 +1,107 @@
+/* Chunks over a stream socket that never blocks: what comes is verified and copied on piece by piece, what goes is summed
+ * piece by piece while it is in the cache. Whoever waits for the socket between two calls is Python.
+ *
+ * Both return KV_DONE, KV_BLOCKED where the socket has to be waited for, or the negative errno. */
+#define _GNU_SOURCE
+#include "copying.h"
+#include "pieces.h"
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+/* How far the file of a chunk has come: zero at its beginning. */
+typedef struct {
+    kv_hash hash;
+    uint64_t passed; /* bytes of the payload that are in their sections */
+    uint64_t came;   /* bytes after those, the header before the first among them */
+} kv_arrival;
+
+/* How far a run has gone: zero at its beginning. */
+typedef struct {
+    kv_hash hash;
+    uint64_t summed;
+    uint64_t sent;
+} kv_departure;
+
+static int why_not(ssize_t moved) {
+    if (moved >= 0) return -ECONNRESET; /* the peer closed it */
+    return errno == EAGAIN || errno == EWOULDBLOCK ? KV_BLOCKED : -errno;
+}
+
+/* Fills the piece, and `header` before the first one. */
+static int receive_piece(const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd) {
+    uint64_t before = arrival->passed ? 0 : chunk->header_bytes, length = kv_piece_bytes(chunk, arrival->passed);
+    while (arrival->came < before + length) {
+        uint64_t came = arrival->came, into = came > before ? came - before : 0;
+        struct iovec parts[2] = {{header + came, before - came}, {kv_piece + into, length - into}};
+        int skipped = came >= before;
+        struct msghdr message = {.msg_iov = parts + skipped, .msg_iovlen = (size_t)(2 - skipped)};
+        ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return why_not(got);
+        arrival->came += (uint64_t)got;
+    }
+    return KV_DONE;
+}
+
+/* Receives the file of a chunk into its sections; KV_OTHER where it is not the one wanted, or not whole. To be called
+ * again by the same thread after KV_BLOCKED, without another call in between: the piece stays where it is. */
+KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd) {
+    while (arrival->passed < kv_payload_bytes(chunk)) {
+        int status = receive_piece(chunk, header, arrival, fd);
+        if (status != KV_DONE) return status;
+        uint64_t length = kv_piece_bytes(chunk, arrival->passed);
+        if (!arrival->passed && !kv_header_fits(run, chunk, header)) return KV_OTHER;
+        if (!kv_pass(chunk, kv_table(chunk, header), &arrival->hash, arrival->passed, length, 1)) return KV_OTHER;
+        arrival->passed += length;
+        arrival->came = 0;
+    }
+    kv_copied();
+    return KV_DONE;
+}
+
+/* Where bytes of the payload from `start` up to `stop` lie; returns how many vectors were set. */
+static int vectors(const kv_chunk *chunk, uint64_t start, uint64_t stop, struct iovec *parts) {
+    uint64_t size = chunk->section_bytes;
+    int count = 0;
+    while (start < stop && count < KV_IOV_MAX) {
+        uint64_t within = start % size, length = size - within < stop - start ? size - within : stop - start;
+        parts[count++] = (struct iovec){kv_section(chunk, (uint32_t)(start / size)) + within, length};
+        start += length;
+    }
+    return count;
+}
+
+/* Sums the next piece. */
+static void sum_piece(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure) {
+    uint64_t size = chunk->section_bytes, stop = departure->summed + PIECE_BYTES;
+    if (stop > kv_payload_bytes(chunk)) stop = kv_payload_bytes(chunk);
+    while (departure->summed < stop) {
+        uint32_t section = (uint32_t)(departure->summed / size);
+        uint64_t within = departure->summed % size, left = size - within;
+        uint64_t length = left < stop - departure->summed ? left : stop - departure->summed;
+        const uint8_t *bytes = kv_section(chunk, section);
+        if (!within) kv_hash_begin(&departure->hash);
+        if (length < left)
+            kv_hash_absorb(&departure->hash, bytes, size, within + length);
+        else
+            sums[section] = kv_hash_end(&departure->hash, bytes, size);
+        departure->summed += length;
+    }
+}
+
+/* Sends the sections, one after another, and sets `sums` to the checksum of each. */
+KV_PUBLIC int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int fd) {
+    struct iovec parts[KV_IOV_MAX];
+    while (departure->sent < kv_payload_bytes(chunk)) {
+        if (departure->sent == departure->summed) sum_piece(chunk, sums, departure);
+        int count = vectors(chunk, departure->sent, departure->summed, parts);
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
+        ssize_t went = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (went < 0 && errno == EINTR) continue;
+        if (went <= 0) return why_not(went);
+        departure->sent += (uint64_t)went;
+    }
+    return KV_DONE;
+}

@@ -1,0 +1,66 @@
+"""Chunks as native code takes them: what each must be, and where its sections lie in the caller's memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Pieces, address_of
+from kvstore.native import library as native
+from kvstore.node.wanted import Wanted, describe, kind_of
+from kvstore.planes import Planes
+
+Sections = Callable[[int], Pieces]
+"""The sections of a chunk by its index, in file order: ``Planes``, ``Images``, or views made for each chunk."""
+
+
+class Items:
+    """The chunks at ``indexes`` of what is wanted; ``alive`` is what the addresses in the structures point into."""
+
+    def __init__(self, wanted: Wanted, indexes: Sequence[int]) -> None:
+        self._indexes = indexes
+        self.items: npt.NDArray[Any] = np.zeros(len(indexes), native.CHUNK)
+        self.alive = describe(wanted, indexes, self.items)
+        self.common = native.Run(
+            digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
+        )
+        self._start: int = self.items.ctypes.data  # the interface of a structured array is costly to make
+
+    def at(self, place: int) -> int:
+        """The address of one structure, counted from 0."""
+        assert 0 <= place < max(1, len(self.items))
+        return self._start + place * native.CHUNK.itemsize
+
+    def lay(self, sections: Sections, *, fills: bool = False) -> None:
+        """Says where the sections are, and whether they are written to."""
+        items, indexes = self.items, self._indexes
+        if isinstance(sections, Planes):
+            assert sections.is_writable or not fills
+            self.alive += lay_planes(sections, indexes, items)
+            return
+        each = list(map(sections, indexes))
+        counts = np.fromiter(map(len, each), np.uint64, len(each))
+        pieces = [piece for sections in each for piece in sections]
+        assert (counts == items["section_count"]).all()
+        sizes = np.fromiter(map(len, pieces), np.uint64, len(pieces))
+        assert (sizes == np.repeat(items["section_bytes"], counts.astype(np.intp))).all()
+        assert not (fills and any(piece.readonly for piece in pieces))
+        bases = np.fromiter(map(address_of, pieces), np.uint64, len(pieces))
+        start = bases.__array_interface__["data"][0]
+        items["bases"] = start + (np.cumsum(counts) - counts) * np.uint64(bases.itemsize)
+        self.alive += (pieces, bases)
+
+
+def lay_planes(planes: Planes, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    """Says to native code where the sections of these chunks lie; returns what must live as long as it is used."""
+    first, last = min(indexes), max(indexes)
+    bases = planes.addresses()
+    assert planes.covers(first, last - first + 1) and planes.is_contiguous
+    assert (items["section_count"] == len(bases)).all() and (items["section_bytes"] == planes.section_bytes).all()
+    items["bases"] = bases.__array_interface__["data"][0]
+    items["offset"] = planes.offset(0) + np.asarray(indexes, np.int64) * planes.section_bytes
+    return [planes, bases]

@@ -1,0 +1,185 @@
+"""Chunks over a socket by native code: the same bytes and sums as by Python, however they are cut up on the way."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.client.bulk import sending
+from kvstore.client.bulk.receiving import Natively
+from kvstore.format.header import Damaged
+from kvstore.namespace import Namespace
+from kvstore.native import is_available
+from kvstore.node.images import make_images
+from kvstore.node.wanted import image_bytes
+from kvstore.planes import Planes
+from kvstore.sources import RandomIds
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.sums import plane_sums
+from tests.native.test_same_results import LARGE, MANY, UNALIGNED
+from tests.node.stores import SMALL, TINY
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"]
+)
+COUNT, FIRST = 5, 2
+WAIT_S = 10.0
+Kv = npt.NDArray[np.uint8]
+
+
+def chain_of(layout: Layout) -> Chain:
+    tokens = np.random.default_rng(1).integers(0, 1 << 31, COUNT * layout.chunk_tokens).astype(np.uint32)
+    return Chain.of(Namespace.of("m", layout), tokens)
+
+
+def kv_of(layout: Layout) -> Kv:
+    shape = (layout.layers, 2, COUNT * layout.section_bytes)
+    return np.random.default_rng(2).integers(0, 256, shape, np.uint8)
+
+
+def image_of(layout: Layout, kv: Kv, index: int) -> bytes:
+    chain = chain_of(layout)
+    image = memoryview(bytearray(image_bytes(chain, index)))
+    make_images(chain, [index], Planes(kv, layout.section_bytes), [image], RandomIds())
+    return bytes(image)
+
+
+def part(kv: Kv, layout: Layout, index: int) -> Kv:
+    return kv[..., index * layout.section_bytes : (index + 1) * layout.section_bytes]
+
+
+@contextmanager
+def fed(content: bytes, seed: int, idle_s: float = WAIT_S, *, closes: bool = True) -> Iterator[Channel]:
+    """A connection by which these bytes come, cut up anyhow; then it is closed, or nothing more comes."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def feed() -> None:
+        cuts, at = random.Random(seed), 0
+        try:
+            while at < len(content):
+                size = cuts.choice([1, 3, 100, 4096, 70_000, 1 << 20])
+                theirs.sendall(content[at : at + size])
+                at += size
+        except OSError:
+            return
+        if closes:
+            theirs.close()
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    channel = Channel(ours, idle_s)
+    channel.limit(idle_s, WAIT_S)
+    try:
+        yield channel
+    finally:
+        channel.close()
+        theirs.close()
+        feeder.join()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout, seed: int) -> None:
+    kv, out, after = kv_of(layout), np.zeros_like(kv_of(layout)), b"the next frame"
+    content = b"".join(image_of(layout, kv, index) for index in range(FIRST, COUNT)) + after
+    natively = Natively(chain_of(layout), FIRST, COUNT, Planes(out, layout.section_bytes))
+    with fed(content, seed) as channel:
+        for index in range(FIRST, COUNT):
+            natively.receive(channel, index)
+            assert np.array_equal(part(out, layout, index), part(kv, layout, index))
+        assert channel.receive(len(after)) == after, "not a byte more was taken"
+    assert not out[..., : FIRST * layout.section_bytes].any(), "nothing else was written"
+
+
+@LAYOUTS
+def test_i1_a_bit_that_turned_on_the_way_is_noticed_wherever_it_is(layout: Layout) -> None:
+    kv = kv_of(layout)
+    image, header_bytes = image_of(layout, kv, 3), image_bytes(chain_of(layout), 3) - layout.chunk_bytes
+    places = {0, 50, header_bytes - 1, header_bytes, len(image) - 1, *random.Random(4).sample(range(len(image)), 30)}
+    # The incarnation is any; that the header's own checksum covers it is what makes a change of it known.
+    for place in sorted(places):
+        turned = bytearray(image)
+        turned[place] ^= 1 << place % 8
+        out = np.zeros_like(kv)
+        natively = Natively(chain_of(layout), 3, 4, Planes(out, layout.section_bytes))
+        with fed(bytes(turned), 1) as channel, pytest.raises(Damaged):
+            natively.receive(channel, 3)
+
+
+def test_the_chunk_of_another_index_is_not_taken() -> None:
+    kv, out = kv_of(SMALL), np.zeros_like(kv_of(SMALL))
+    natively = Natively(chain_of(SMALL), 3, 4, Planes(out, SMALL.section_bytes))
+    with fed(image_of(SMALL, kv, 2), 1) as channel, pytest.raises(Damaged):
+        natively.receive(channel, 3)
+    assert not out.any(), "its header came first"
+
+
+@pytest.mark.parametrize("came_bytes", [0, 10, 9000, 400_000])
+def test_a_peer_that_goes_away_in_the_middle_breaks_the_connection(came_bytes: int) -> None:
+    kv, out = kv_of(LARGE), np.zeros_like(kv_of(LARGE))
+    natively = Natively(chain_of(LARGE), 3, 4, Planes(out, LARGE.section_bytes))
+    with fed(image_of(LARGE, kv, 3)[:came_bytes], 1) as channel:
+        with pytest.raises(LinkBroken):
+            natively.receive(channel, 3)
+        assert not channel.alive
+
+
+def test_a_peer_that_falls_silent_is_waited_for_no_longer_than_is_allowed() -> None:
+    kv, out = kv_of(LARGE), np.zeros_like(kv_of(LARGE))
+    natively = Natively(chain_of(LARGE), 3, 4, Planes(out, LARGE.section_bytes))
+    with fed(image_of(LARGE, kv, 3)[:-1], 1, 0.2, closes=False) as channel:
+        with pytest.raises(LinkLate):
+            natively.receive(channel, 3)
+        assert not channel.alive
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("first", "count"), [(0, COUNT), (2, 1), (1, 3)])
+def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: Layout, first: int, count: int) -> None:
+    kv = kv_of(layout)
+    planes = Planes(kv, layout.section_bytes)
+    expected = b"".join(plane.tobytes() for row in planes.strided(first, count) for plane in row)
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    channel = Channel(ours, WAIT_S)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the channel made it large
+    channel.limit(WAIT_S, WAIT_S)
+    came: list[bytes] = []
+
+    def take() -> None:
+        while piece := theirs.recv(99_999):
+            came.append(piece)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    sums = np.zeros(layout.section_count, "<u8")
+    sending._send_summed(channel, planes, first, count, sums)
+    channel.close()
+    taker.join()
+    theirs.close()
+    assert b"".join(came) == expected
+    assert tuple(sums.tolist()) == plane_sums(planes, first, count)
+
+
+def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_no_signal() -> None:
+    kv = kv_of(LARGE)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    channel = Channel(ours, WAIT_S)
+    with pytest.raises(LinkBroken, match="sending failed"):
+        sums = np.zeros(LARGE.section_count, "<u8")
+        sending._send_summed(channel, Planes(kv, LARGE.section_bytes), 0, COUNT, sums)
+    assert not channel.alive
+    channel.close()
