@@ -66,6 +66,29 @@ static void check_all(const kv_run *run, kv_chunk *chunks, int64_t count, const 
     free(header);
 }
 
+/* Copies sections `first` and following, `many` of them, out of an image whose header was found right before. */
+int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many) {
+    for (uint32_t section = 0; section < many; section++) {
+        const uint8_t *from = image + chunk->header_bytes + (first + section) * chunk->section_bytes;
+        if (pass(kv_section(chunk, section), from, chunk->section_bytes) != table[first + section]) return KV_OTHER;
+    }
+    return KV_DONE;
+}
+
+/* Verifies the header of each image, for kv_read_parts: KV_DONE, and its checksums in `tables`. */
+KV_PUBLIC void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+        chunk->status = KV_OTHER;
+        if (!header || !*images) continue;
+        memcpy(header, (const uint8_t *)(uintptr_t)*images, chunk->header_bytes);
+        if (!kv_header_fits(run, chunk, header)) continue;
+        memcpy(tables, kv_table(chunk, header), chunk->section_count * sizeof *tables);
+        chunk->status = KV_DONE;
+    }
+    free(header);
+}
+
 /* Copies `size` bytes of each of `count` rows, from `start` on. */
 KV_PUBLIC void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t count, uint64_t start, uint64_t size) {
     for (int64_t at = 0; at < count; at++) {

@@ -104,6 +104,11 @@ def _describe(found: Any) -> None:
     found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
     found.kv_read_cold.restype = ctypes.c_int64
     found.kv_read_direct.argtypes = (ctypes.c_int,)
+    for name in ("kv_open_parts", "kv_images_tables"):
+        each = getattr(found, name)
+        each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer, pointer), None
+    found.kv_read_parts.argtypes = (run, pointer, ctypes.c_int64, pointer, pointer, ctypes.c_uint32, ctypes.c_uint32)
+    found.kv_read_parts.restype = None
     found.kv_receive.argtypes = (run, pointer, pointer, pointer, ctypes.c_int)
     found.kv_send.argtypes = (pointer, pointer, pointer, ctypes.c_int)
     found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)

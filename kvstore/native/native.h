@@ -82,6 +82,7 @@ void kv_header_end(const kv_chunk *chunk, uint8_t *header);
 int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header);
 const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header);
 int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived);
+int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many);
 int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path);
 int kv_staged_path(const kv_run *run, const kv_chunk *chunk, char *path);
 

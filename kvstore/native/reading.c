@@ -120,6 +120,62 @@ KV_PUBLIC void kv_verify_files(const kv_run *run, kv_chunk *chunks, int64_t coun
     free(header);
 }
 
+/* Has the device read a file whose bytes are wanted again soon. */
+static int blocked(const kv_run *run, const kv_chunk *chunk, int status) {
+    if (status == KV_BLOCKED && !run->direct) posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
+    return status;
+}
+
+/* For reads of some sections at a time, in all three of which `images` has the address of each chunk that is in memory, and
+ * else 0, and `tables` the checksums of each chunk, one after another. Opens the files that are not open, and verifies
+ * their headers; a chunk that can be read then has KV_DONE. May block in `open`, as kv_open. */
+KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+        if (*images || chunk->fd >= 0) {
+            chunk->status = KV_DONE;
+            continue;
+        }
+        kv_open(run, chunk, 1);
+        if (chunk->fd < 0) continue;
+        chunk->status = header ? blocked(run, chunk, fill(chunk, header, 0, 0, run->may_wait ? 0 : RWF_NOWAIT)) : KV_OTHER;
+        if (chunk->status == KV_DONE && !kv_header_fits(run, chunk, header)) chunk->status = KV_OTHER;
+        if (chunk->status == KV_DONE)
+            memcpy(tables, kv_table(chunk, header), chunk->section_count * sizeof *tables);
+        else
+            kv_close(chunk, 1);
+    }
+    free(header);
+}
+
+static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *table, uint32_t first, uint32_t many) {
+    kv_chunk part = *chunk;
+    part.section_count = many;
+    uint64_t offset = chunk->header_bytes + first * chunk->section_bytes, payload = kv_payload_bytes(&part);
+    kv_hash hash;
+    for (uint64_t at = 0, length; at < payload; at += length) {
+        length = kv_piece_bytes(&part, at);
+        int status = fill(&part, NULL, length, offset + at, run->may_wait ? 0 : RWF_NOWAIT);
+        if (status != KV_DONE) return blocked(run, chunk, status);
+        if (!kv_pass(&part, table + first, &hash, at, length, 1)) return KV_OTHER;
+    }
+    return KV_DONE;
+}
+
+/* Reads sections `first` and following, `many` of each chunk that has KV_DONE, into what its structure says of sections 0
+ * and following: those that are right keep it. */
+KV_PUBLIC void kv_read_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images,
+                             const uint64_t *tables, uint32_t first, uint32_t many) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+        if (chunk->status != KV_DONE) continue;
+        if (*images)
+            chunk->status = kv_take_part(chunk, (const uint8_t *)(uintptr_t)*images, tables, first, many);
+        else
+            chunk->status = read_part(run, chunk, tables, first, many);
+    }
+    kv_copied();
+}
+
 /* One blocking read of up to `size` bytes from `offset` on; returns how many came, or -1. */
 KV_PUBLIC int64_t kv_read_cold(int fd, uint8_t *memory, uint64_t size, uint64_t offset) {
     uint64_t done = 0;

@@ -26,6 +26,7 @@ from kvstore.node.encoded import Encodings
 from kvstore.node.images import Images
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
+from kvstore.node.layer_run import LayerRun
 from kvstore.node.runs import Run, block_run, chain_run
 from kvstore.planes import Planes
 from kvstore.recency import is_fresh, stamp_ns
@@ -108,6 +109,40 @@ class ChunkRuns:
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
             timed.size_bytes = self._note(run, start, stop, done, addresses, epoch)
+        return done
+
+    def of_layers(
+        self,
+        chain: Chain,
+        count: int,
+        images: npt.NDArray[np.uint64],
+        parts: Sequence[tuple[int, int]],
+        part_files_max: int,
+    ) -> LayerRun | None:
+        """The first chunks of a chain to be read layer by layer; None where that has to be done one by one."""
+        files = None if self._files is None or self._files.direct else self._files
+        if (
+            not is_available()
+            or self._encodings.encrypts(chain.namespace.tenant)
+            or (files is None and not images.any())
+        ):
+            return None
+        return LayerRun(chain, count, images, files, self._shard_bits, parts, part_files_max)
+
+    def read_layer(
+        self, run: LayerRun, part: int, layer: int, addresses: Sequence[Address], borrowed: Borrowed
+    ) -> npt.NDArray[np.bool_]:
+        """Reads a layer of one part of a run; True for the chunks whose sections are right in their place."""
+        epoch, from_files = self._known.epoch, run.from_files(part)
+        with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
+            done, opened = run.read(part, layer, borrowed)
+            timed.size_bytes = int(np.count_nonzero(done)) * run.layer_bytes
+        self._counters.add("bytes_read", int(np.count_nonzero(done & from_files)) * run.layer_bytes)
+        where = run.parts[part][0] + np.flatnonzero(opened)
+        if where.size:
+            quantum = self._quantum()
+            renewed = run.items["mtime_ns"][where] >= quantum * recency.NS_PER_S
+            self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
 
     def _note(

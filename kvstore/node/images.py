@@ -96,7 +96,7 @@ class Images:
     def payload_addresses(self, first: int, count: int) -> npt.NDArray[np.uint64]:
         """Where the first section of each chunk lies, the others behind it; valid as long as this object is."""
         start = first - self._first
-        return _addresses(self._images[start : start + count]) + np.uint64(self._header_bytes)
+        return addresses_of(self._images[start : start + count]) + np.uint64(self._header_bytes)
 
 
 def make_images(
@@ -178,7 +178,7 @@ class _Batch(Items):
             images.sizes_are(sizes) if isinstance(images, ImagesIn) else np.array(list(map(len, images))) == sizes
         )
         # Native code looks at none whose size is not its chunk's.
-        self._images = np.where(self.sizes_fit, _addresses(images), 0).astype(np.uint64)
+        self._images = np.where(self.sizes_fit, addresses_of(images), 0).astype(np.uint64)
 
     def call(self, function: Callable[..., object]) -> Mask:
         """True for each chunk that the function has done."""
@@ -235,7 +235,8 @@ def _sums(sections: Pieces) -> tuple[int, ...]:
     return tuple(map(checksum, sections))
 
 
-def _addresses(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
+def addresses_of(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
+    """Where each image begins; valid as long as what it is a view of."""
     if isinstance(images, ImagesIn):
         return images.addresses()
     return np.fromiter(map(address_of, images), np.uint64, len(images))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.errors import HoldBroken, KVStoreError
@@ -12,8 +14,10 @@ from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import copy_sections
+from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.node.layer_run import LayerRun
+from kvstore.node.reading import group_size
 from kvstore.node.stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
@@ -46,8 +50,20 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
+        self._run = self._natively()
         self.lost_at = count
         """The first chunk that could not be read; all before it are good."""
+
+    def _natively(self) -> LayerRun | None:
+        """All chunks as native code reads them; None where it has to be done one by one."""
+        count, slots = self._count, self._slots
+        images = np.zeros(count, np.uint64)
+        if slots is not None and slots.referred:
+            present = [index for index, entry in enumerate(slots.entries) if entry is not None]
+            images[present] = addresses_of(slots.present_images())
+        size = group_size(count, 2 * self._chain.namespace.layout.section_bytes, self._lanes.width)
+        parts = [(start, min(start + size, count)) for start in range(0, count, size)]
+        return self._chunks.runs.of_layers(self._chain, count, images, parts, self._files_max // len(parts))
 
     def read(
         self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
@@ -78,6 +94,8 @@ class LayerReader:
             self._open.clear()
         for reader in readers:
             reader.close()
+        if self._run is not None:
+            self._run.close()
         if self._slots is not None:
             self._slots.release()
 
@@ -96,7 +114,18 @@ class LayerReader:
                     self.lost_at = min(self.lost_at, index)
             return intact
 
-        return self._lanes.start(self._count, work), memory
+        run = self._run
+        if run is None:
+            return self._lanes.start(self._count, work), memory
+        run.begin(memory)
+
+        def work_on_part(part: int) -> bool:
+            """All that can be read at once is; the others one by one, as if nothing had been."""
+            done = self._chunks.runs.read_layer(run, part, layer, self._chain.addresses, borrowed)
+            left = run.parts[part][0] + np.flatnonzero(~done)
+            return all(map(work, left.tolist()))
+
+        return self._lanes.start(len(run.parts), work_on_part), memory
 
     def _wait(self, batch: Batch, deadline: Deadline) -> None:
         size = self._chain.namespace.layout.chunk_tokens

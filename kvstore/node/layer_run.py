@@ -1,0 +1,129 @@
+"""The chunks of a layer-by-layer read for native code: files that stay open and images that stay in memory, whose
+headers are verified once, and of which each layer takes two sections.
+
+Separate from ``layers.py``, which decides: here is only what went well, the rest is done there, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed, Withdrawn, address_of
+from kvstore.native import library as native
+from kvstore.node.items import Items
+from kvstore.results import LayerMemory
+from kvstore.root.interface import LocalFiles
+
+Mask = npt.NDArray[np.bool_]
+
+
+class LayerRun(Items):
+    """The first ``count`` chunks of a chain, in parts that are read by one lane each; one layer at a time.
+
+    ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None where files are
+    not to be had.  A part keeps at most ``part_files_max`` files open between two layers.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        count: int,
+        images: npt.NDArray[np.uint64],
+        files: LocalFiles | None,
+        shard_bits: int,
+        parts: Sequence[tuple[int, int]],
+        part_files_max: int,
+    ) -> None:
+        super().__init__(chain, range(count))
+        items, layout = self.items, chain.namespace.layout
+        items["fd"] = -1
+        items["offset"] = np.arange(count, dtype=np.uint64) * layout.section_bytes
+        self.layer_bytes = 2 * layout.section_bytes
+        """Of one chunk."""
+        self._tables = np.zeros((count, layout.section_count), np.uint64)
+        self._images = images
+        self._has_files = files is not None
+        if files is not None:
+            self.common.root = os.fsencode(files.path)
+            self.common.shard_bits = shard_bits
+            self.common.may_wait = files.never_blocks
+        self.parts = parts
+        self._part_files_max = part_files_max
+        self._lock = threading.Lock()
+        self._busy: set[int] = set()
+        self._closed = False
+        if images.any():
+            native.library.kv_images_tables(self.common, self.at(0), count, *self._columns(0))
+            images[items["status"] != native.DONE] = 0
+        self._bases = np.zeros(2, np.uint64)
+
+    def begin(self, memory: LayerMemory) -> None:
+        """The next layer goes there; nobody reads the one before any more."""
+        self._bases = np.array([address_of(memory.k), address_of(memory.v)], np.uint64)
+        self.items["bases"] = self._bases.__array_interface__["data"][0]
+
+    def read(self, part: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
+        """Reads a layer of the chunks of one part: which are right in their place, and which of these from files that
+        were opened now. Raises Withdrawn.
+        """
+        start, stop = self.parts[part]
+        at, count, columns, items = self.at(start), stop - start, self._columns(start), self.items[start:stop]
+        library = native.library
+        with self._using(part):
+            was_open = items["fd"] >= 0
+            if self._has_files:
+                library.kv_open_parts(self.common, at, count, *columns)
+            else:
+                items["status"] = np.where(self._images[start:stop] > 0, native.DONE, native.OTHER)
+            opened: Mask = (items["fd"] >= 0) & ~was_open
+            with borrowed.writing():
+                library.kv_read_parts(self.common, at, count, *columns, 2 * layer, 2)
+            for place in np.flatnonzero(opened)[max(0, self._part_files_max - int(was_open.sum())) :].tolist():
+                library.kv_close(self.at(start + place), 1)
+        done: Mask = items["status"] == native.DONE
+        return done, done & opened
+
+    def from_files(self, part: int) -> Mask:
+        """Which chunks of a part are not in memory."""
+        start, stop = self.parts[part]
+        without: Mask = self._images[start:stop] == 0
+        return without
+
+    def close(self) -> None:
+        """Closes all files; those that a lane still reads are closed by it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [part for part in range(len(self.parts)) if part not in self._busy]
+        for part in idle:
+            self._close(part)
+
+    def _columns(self, start: int) -> tuple[int, int]:
+        images: int = self._images[start:].__array_interface__["data"][0]
+        tables: int = self._tables[start:].__array_interface__["data"][0]
+        return images, tables
+
+    def _close(self, part: int) -> None:
+        start, stop = self.parts[part]
+        native.library.kv_close(self.at(start), stop - start)
+
+    @contextmanager
+    def _using(self, part: int) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise Withdrawn
+            self._busy.add(part)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(part)
+                closes = self._closed
+            if closes:
+                self._close(part)
