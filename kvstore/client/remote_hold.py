@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import grpc
 import numpy.typing as npt
 
 from kvstore.buffers import Withdrawn
+from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
+from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
@@ -24,12 +27,13 @@ from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import parse, sealed, unpack_tokens
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 
-LAYERS_S_MAX = 900.0
-"""A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
+log = logging.getLogger(__name__)
+
 RELEASE_S = 2.0
 VIEWED_FILES_MAX = 256
 """Chunks of one view that are mapped files, a descriptor each; the others are copies."""
@@ -114,6 +118,10 @@ class RemoteHold:
             raise HoldBroken("the hold has ended (it was released): match again")
 
 
+def _nothing() -> None:
+    pass
+
+
 class _LayersAhead:
     """A thread that receives the next layer while the caller uses this one.
 
@@ -141,7 +149,8 @@ class _LayersAhead:
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._call: Any = None
+        self._cancel: Callable[[], object] = _nothing
+        self._is_begun = False
         self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
         self._thread.start()
 
@@ -158,8 +167,7 @@ class _LayersAhead:
         """Ends call and thread."""
         with self._lock:
             self._closed = True
-            if self._call is not None:
-                self._call.cancel()
+            self._cancel()
         self._room.release()
         self._thread.join()
 
@@ -184,10 +192,38 @@ class _LayersAhead:
             raise
 
     def _receive(self) -> None:
+        if not self._receive_bulk():
+            self._receive_grpc()
+
+    def _receive_bulk(self) -> bool:
+        """Reads past gRPC where there is a way; False where nothing came of it."""
+        limits = self._tools.limits
+        with self._endpoint.bulk.link(limits.probe_s) as link:
+            if link is None:
+                return False
+            self._started(link.channel.cut)
+            try:
+                for layer in receive_layers(
+                    link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begun
+                ):
+                    self._ready.put((layer, self._filling))
+            except (LinkBroken, BulkRefused) as error:
+                if self._closed:
+                    raise Withdrawn from None  # cut by ``close``
+                if self._is_begun:
+                    raise error.failed.error if isinstance(error, BulkRefused) else error from None
+                link.channel.alive = False
+                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
+                return False  # an older worker, or one that says the same over gRPC
+            finally:
+                self._started(_nothing)  # from here on the connection is another call's
+            return True
+
+    def _receive_grpc(self) -> None:
         request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))
         limits = self._tools.limits
         stub = self._endpoint.stream_in("Get")
-        frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._started)
+        frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._called)
         with closing(frames):
             opening = next(frames, None)
             if opening is None or opening.start is None:
@@ -207,12 +243,18 @@ class _LayersAhead:
         """Where a section goes. Begins a layer only once the caller took the one before."""
         layer, part = divmod(part, 2 * self._chunks)
         if not part:
-            self._room.acquire()
-            if self._closed:
-                raise Withdrawn
-            self._filling = self._memory(layer)
+            self._begun(layer)
         plane, index = (self._filling.k, part) if part < self._chunks else (self._filling.v, part - self._chunks)
         return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
+
+    def _begun(self, layer: int) -> LayerMemory:
+        """Where a layer goes, once the caller took the one before."""
+        self._room.acquire()
+        if self._closed:
+            raise Withdrawn
+        self._is_begun = True
+        self._filling = self._memory(layer)
+        return self._filling
 
     def _broken(self, error: KVStoreError) -> HoldBroken:
         if isinstance(error, HoldBroken):
@@ -221,8 +263,11 @@ class _LayersAhead:
         self._tools.counters.add("client_misses_damaged" if is_damage else "client_misses_unreachable")
         return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
 
-    def _started(self, call: Any) -> None:
+    def _called(self, call: Any) -> None:
+        self._started(call.cancel)
+
+    def _started(self, cancel: Callable[[], object]) -> None:
         with self._lock:
-            self._call = call
+            self._cancel = cancel
             if self._closed:
-                call.cancel()
+                cancel()

@@ -110,6 +110,7 @@ def _describe(found: Any) -> None:
     found.kv_read_parts.argtypes = (run, pointer, ctypes.c_int64, pointer, pointer, ctypes.c_uint32, ctypes.c_uint32)
     found.kv_read_parts.restype = None
     found.kv_receive.argtypes = (run, pointer, pointer, pointer, ctypes.c_int)
+    found.kv_receive_rows.argtypes = (pointer, pointer, pointer, ctypes.c_int)
     found.kv_send.argtypes = (pointer, pointer, pointer, ctypes.c_int)
     found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
 

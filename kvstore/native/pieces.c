@@ -18,8 +18,10 @@ uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at) {
 }
 
 /* Verifies the piece, which begins `at` in the payload, and copies what is right into its sections if it is `taken`. Of a
- * section in several pieces, those before the last are copied before all of it is known to be right. */
-int kv_pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_t at, uint64_t length, int taken) {
+ * section in several pieces, those before the last are copied before all of it is known to be right. Without a `table` the
+ * checksums are set in `sums`. */
+int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t length,
+            int taken) {
     uint64_t size = chunk->section_bytes;
     for (uint64_t done = 0, part; done < length; done += part) {
         uint32_t section = (uint32_t)((at + done) / size);
@@ -27,10 +29,15 @@ int kv_pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_
         part = left < length - done ? left : length - done;
         const uint8_t *bytes = (const uint8_t *)((uintptr_t)kv_piece + done - start);
         if (!start) kv_hash_begin(hash);
-        if (part < left)
+        if (part < left) {
             kv_hash_absorb(hash, bytes, size, start + part);
-        else if (kv_hash_end(hash, bytes, size) != table[section])
-            return 0;
+        } else {
+            uint64_t sum = kv_hash_end(hash, bytes, size);
+            if (!table)
+                sums[section] = sum;
+            else if (sum != table[section])
+                return 0;
+        }
         if (taken) kv_copy(kv_section(chunk, section) + start, kv_piece + done, part);
     }
     return 1;

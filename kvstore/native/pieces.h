@@ -15,6 +15,7 @@ extern _Thread_local uint8_t kv_piece[PIECE_BYTES + PIECE_TAIL];
 
 uint64_t kv_payload_bytes(const kv_chunk *chunk);
 uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at);
-int kv_pass(const kv_chunk *chunk, const uint64_t *table, kv_hash *hash, uint64_t at, uint64_t length, int taken);
+int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t length,
+            int taken);
 
 #endif

@@ -75,7 +75,7 @@ static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, 
     if (status == KV_DONE && !kv_header_fits(run, chunk, header)) status = KV_OTHER;
     kv_hash hash;
     for (uint64_t at = 0; status == KV_DONE && at < payload;) {
-        if (!kv_pass(chunk, kv_table(chunk, header), &hash, at, length, taken)) return KV_OTHER;
+        if (!kv_pass(chunk, kv_table(chunk, header), NULL, &hash, at, length, taken)) return KV_OTHER;
         at += length;
         length = kv_piece_bytes(chunk, at);
         if (at < payload) status = fill(chunk, NULL, length, chunk->header_bytes + at, flags);
@@ -157,7 +157,7 @@ static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *t
         length = kv_piece_bytes(&part, at);
         int status = fill(&part, NULL, length, offset + at, run->may_wait ? 0 : RWF_NOWAIT);
         if (status != KV_DONE) return blocked(run, chunk, status);
-        if (!kv_pass(&part, table + first, &hash, at, length, 1)) return KV_OTHER;
+        if (!kv_pass(&part, table + first, NULL, &hash, at, length, 1)) return KV_OTHER;
     }
     return KV_DONE;
 }

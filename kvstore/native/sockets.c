@@ -53,7 +53,23 @@ KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *head
         if (status != KV_DONE) return status;
         uint64_t length = kv_piece_bytes(chunk, arrival->passed);
         if (!arrival->passed && !kv_header_fits(run, chunk, header)) return KV_OTHER;
-        if (!kv_pass(chunk, kv_table(chunk, header), &arrival->hash, arrival->passed, length, 1)) return KV_OTHER;
+        if (!kv_pass(chunk, kv_table(chunk, header), NULL, &arrival->hash, arrival->passed, length, 1))
+            return KV_OTHER;
+        arrival->passed += length;
+        arrival->came = 0;
+    }
+    kv_copied();
+    return KV_DONE;
+}
+
+/* Receives the sections, one after another and without a header, and sets `sums` to the checksum of each. To be called
+ * again as kv_receive is. */
+KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd) {
+    while (arrival->passed < kv_payload_bytes(chunk)) {
+        int status = receive_piece(chunk, NULL, arrival, fd);
+        if (status != KV_DONE) return status;
+        uint64_t length = kv_piece_bytes(chunk, arrival->passed);
+        kv_pass(chunk, NULL, sums, &arrival->hash, arrival->passed, length, 1);
         arrival->passed += length;
         arrival->came = 0;
     }

@@ -14,7 +14,6 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain
-from kvstore.client.bulk import sending
 from kvstore.client.bulk.receiving import Natively
 from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
@@ -24,6 +23,7 @@ from kvstore.node.wanted import image_bytes
 from kvstore.planes import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.runs import receive_planes, send_run
 from kvstore.wire.bulk.sums import plane_sums
 from tests.native.test_same_results import LARGE, MANY, UNALIGNED
 from tests.node.stores import SMALL, TINY
@@ -164,13 +164,11 @@ def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: La
 
     taker = threading.Thread(target=take)
     taker.start()
-    sums = np.zeros(layout.section_count, "<u8")
-    sending._send_summed(channel, planes, first, count, sums)
+    send_run(channel, planes, first, count)
     channel.close()
     taker.join()
     theirs.close()
-    assert b"".join(came) == expected
-    assert tuple(sums.tolist()) == plane_sums(planes, first, count)
+    assert b"".join(came) == expected + np.array(plane_sums(planes, first, count), "<u8").tobytes()
 
 
 def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_no_signal() -> None:
@@ -179,7 +177,23 @@ def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_
     theirs.close()
     channel = Channel(ours, WAIT_S)
     with pytest.raises(LinkBroken, match="sending failed"):
-        sums = np.zeros(LARGE.section_count, "<u8")
-        sending._send_summed(channel, Planes(kv, LARGE.section_bytes), 0, COUNT, sums)
+        send_run(channel, Planes(kv, LARGE.section_bytes), 0, COUNT)
     assert not channel.alive
     channel.close()
+
+
+@pytest.mark.parametrize("natively", [True, False])
+@pytest.mark.parametrize("size_bytes", [1, 300, 5000, (256 << 10) + 1, (512 << 10) + 2048, 1_000_003])
+def test_planes_are_received_with_their_sums(size_bytes: int, natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not natively:
+        monkeypatch.setattr(Channel, "moves_natively", False)
+    planes = np.random.default_rng(5).integers(0, 256, (2, size_bytes), np.uint8)
+    sums = np.array(plane_sums(Planes(planes.reshape(1, 2, -1), size_bytes), 0, 1), "<u8").tobytes()
+    for turned in (None, 0, size_bytes - 1, 2 * size_bytes - 1, 2 * size_bytes + 15):
+        content, out = bytearray(planes.tobytes() + sums), np.zeros_like(planes)
+        if turned is not None:
+            content[turned] ^= 1
+        with fed(bytes(content) + b"next", turned or 0) as channel:
+            assert receive_planes(channel, [out[0].data, out[1].data]) is (turned is None)
+            assert channel.receive(4) == b"next"
+        assert turned is not None or np.array_equal(out, planes)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.copying import copy_rows
@@ -17,11 +14,10 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.tools import FileLanes
 from kvstore.errors import Unavailable
 from kvstore.layout import Layout
-from kvstore.native import library as native
 from kvstore.node.deadline import Deadline
 from kvstore.planes import Planes
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken
+from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import (
     RUN_BYTES_MAX,
     SPAN_BYTES,
@@ -33,7 +29,7 @@ from kvstore.wire.bulk.frames import (
     encode_request,
     encode_span,
 )
-from kvstore.wire.bulk.sums import plane_sums
+from kvstore.wire.bulk.runs import SUM_BYTES, send_run
 from kvstore.wire.messages import parse
 from kvstore.wire.traces import traced
 
@@ -128,28 +124,10 @@ def _place(
 
 
 def _send(link: Link, layout: Layout, number: int, planes: Planes, at: int, count: int) -> None:
-    channel, sums = link.channel, np.zeros(layout.section_count, "<u8")
-    head = encode_head(Kind.CHUNKS, number, SPAN_BYTES + count * layout.chunk_bytes + sums.nbytes)
-    channel.send_bytes([memoryview(head + encode_span(at, count))])
-    if channel.moves_natively:
-        _send_summed(channel, planes, at, count, sums)
-    else:
-        channel.send_bytes([plane.data for row in planes.strided(at, count) for plane in row])
-        sums[:] = plane_sums(planes, at, count)
-    channel.send_bytes([sums.view(np.uint8).data])
-
-
-def _send_summed(channel: Channel, planes: Planes, at: int, count: int, sums: npt.NDArray[np.uint64]) -> None:
-    """Has native code send a run, and set the checksum of each plane while its bytes are in the cache."""
-    assert planes.covers(at, count) and planes.is_contiguous
-    bases, run = planes.addresses(), np.zeros(1, native.CHUNK)
-    run["bases"] = bases.__array_interface__["data"][0]
-    run["offset"] = planes.offset(at)
-    run["section_count"] = len(bases)
-    run["section_bytes"] = count * planes.section_bytes
-    gone = ctypes.create_string_buffer(native.MOVED_BYTES)
-    table: int = sums.__array_interface__["data"][0]
-    channel.send_by(partial(native.library.kv_send, run.ctypes.data, table, gone))
+    length = SPAN_BYTES + count * layout.chunk_bytes + layout.section_count * SUM_BYTES
+    head = encode_head(Kind.CHUNKS, number, length)
+    link.channel.send_bytes([memoryview(head + encode_span(at, count))])
+    send_run(link.channel, planes, at, count)
 
 
 def pause(ends_s: float) -> None:

@@ -48,10 +48,11 @@ class Kind(enum.IntEnum):
     SLOTS = 73
     ABSENT = 74
     ELSEWHERE = 75
+    LAYER = 76
 
 
 REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS)
-BULKY = (Kind.FILE, Kind.CHUNKS)
+BULKY = (Kind.FILE, Kind.CHUNKS, Kind.LAYER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def decode_placed(payload: bytes) -> Placed:
 
 
 def encode_index(index: int) -> bytes:
-    """What is before the bytes in FILE: which chunk it is, by its index in the prompt."""
+    """What is before the bytes in FILE and LAYER: which chunk of the prompt it is, or which layer."""
     return _INDEX.pack(index)
 
 

@@ -12,6 +12,7 @@ from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.handing import ChunkHanding
+from kvstore.worker.bulk.layering import send_layers
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ChunkStream
@@ -45,8 +46,11 @@ class BulkGets:
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
         """Answers one request."""
         request = parse(pb.GetRequest, message)
-        if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS):
-            raise InvalidRequest(f"order is {request.order}: only ORDER_CHUNKS goes over a bulk connection")
+        by_layer = request.order == pb.ORDER_LAYERS
+        if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
+            raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
+        if by_layer and (mode != Mode.STREAM or request.first or request.memory_only):
+            raise InvalidRequest("layer by layer: expected mode 0 (a stream), first 0 and no memory_only")
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
             raise InvalidRequest(f"the mode of a GET is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
         if mode == Mode.FILES and not (channel.is_unix and self._node.hands_files):
@@ -63,7 +67,11 @@ class BulkGets:
             if mode != Mode.STREAM:
                 self._hand_over(channel, number, mode, hold, request.first, count, context)
                 return
-            if request.first < count:
+            if by_layer and count:
+                send_layers(
+                    self._node, channel, number, hold, count, self._in_flight, self._buffers, self._calls, context
+                )
+            elif request.first < count:
                 self._stream(channel, number, hold.chain, hold).send(request.first, count, context)
             channel.send(Kind.END, number)
 

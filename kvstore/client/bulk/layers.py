@@ -1,0 +1,49 @@
+"""Held chunks over a bulk connection layer by layer, each verified before it is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvstore.client.bulk.links import Link
+from kvstore.errors import HoldBroken
+from kvstore.results import LayerMemory
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
+from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
+from kvstore.wire.messages import parse
+from kvstore.wire.statuses import BrokenTransfer
+from kvstore.wire.traces import traced
+
+LAYERS_S_MAX = 900.0
+"""A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
+
+
+def receive_layers(
+    link: Link, hold_id: bytes, chunks: int, layers: int, idle_s: float, memory: Callable[[int], LayerMemory]
+) -> Iterator[int]:
+    """Reads all layers of the ``chunks`` held into ``memory(layer)``; yields each that is there.
+
+    Raises HoldBroken, BrokenTransfer, BulkRefused, LinkBroken, LinkLate; and what ``memory`` raises.
+    """
+    channel, number = link.channel, link.next_number()
+    channel.limit(idle_s, LAYERS_S_MAX)
+    request = pb.GetRequest(hold=hold_id, order=pb.ORDER_LAYERS)
+    channel.send(Kind.GET, number, [encode_request(LAYERS_S_MAX, Mode.STREAM, traced(request))])
+    found = parse(pb.GetStart, link.receive(Kind.START)[1]).chunks
+    if found != chunks:
+        channel.alive = False
+        raise HoldBroken(f"{found} chunks are left of {chunks}: match again", 0)
+    for layer in range(layers):
+        head = channel.receive_head()
+        if head.kind is Kind.REFUSED:
+            link.refused(head)
+        channel.expect(head, Kind.LAYER)
+        into = memory(layer)
+        length = INDEX_BYTES + 2 * (len(into.k) + SUM_BYTES)
+        if head.length != length or decode_index(channel.receive(INDEX_BYTES)) != layer:
+            raise channel.break_off(f"a layer of {head.length} bytes came: expected layer {layer}, of {length} bytes")
+        if not receive_planes(channel, [into.k, into.v]):
+            channel.alive = False
+            raise BrokenTransfer(f"layer {layer} does not match its checksums: bytes changed on the way")
+        yield layer
+    link.receive(Kind.END)

@@ -1,0 +1,64 @@
+"""Bytes with their checksums: a run of chunks by planes, or the two planes of a layer, which an XXH3-64 each follows.
+
+By native code where it may, which sums each piece while it is in the cache; both ends of it are here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Pieces, address_of
+from kvstore.format.checksum import checksum
+from kvstore.native import library as native
+from kvstore.planes import Planes
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.sums import plane_sums
+
+SUM_BYTES = 8
+
+
+def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
+    """Sends ``count`` chunks from index ``first`` on, plane by plane, and the checksum of each plane."""
+    if not channel.moves_natively:
+        channel.send_bytes([plane.data for row in planes.strided(first, count) for plane in row])
+        channel.send_bytes([np.array(plane_sums(planes, first, count), "<u8").view(np.uint8).data])
+        return
+    assert planes.covers(first, count) and planes.is_contiguous
+    bases = planes.addresses()
+    rows, sums = _rows(bases, planes.offset(first), count * planes.section_bytes), np.zeros(len(bases), "<u8")
+    gone = ctypes.create_string_buffer(native.MOVED_BYTES)
+    channel.send_by(partial(native.library.kv_send, rows.ctypes.data, _at(sums), gone))
+    channel.send_bytes([sums.view(np.uint8).data])
+
+
+def receive_planes(channel: Channel, planes: Pieces) -> bool:
+    """Fills ``planes``, all of one size, and says whether the checksums that follow are theirs."""
+    if channel.moves_natively:
+        bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
+        rows, sums = _rows(bases, 0, len(planes[0])), np.zeros(len(planes), "<u8")
+        came = ctypes.create_string_buffer(native.MOVED_BYTES)
+        channel.receive_by(partial(native.library.kv_receive_rows, rows.ctypes.data, _at(sums), came))
+        found = sums.tobytes()
+    else:
+        channel.receive_into(planes)
+        found = np.array(list(map(checksum, planes)), "<u8").tobytes()
+    return channel.receive(SUM_BYTES * len(planes)) == found
+
+
+def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:
+    """For native code: as many bytes from each base on."""
+    rows: npt.NDArray[np.void] = np.zeros(1, native.CHUNK)
+    rows["bases"] = _at(bases)
+    rows["offset"] = offset
+    rows["section_count"] = len(bases)
+    rows["section_bytes"] = size_bytes
+    return rows
+
+
+def _at(array: npt.NDArray[np.uint64]) -> int:
+    start: int = array.__array_interface__["data"][0]
+    return start

@@ -1,0 +1,201 @@
+"""Layers over a bulk connection: right or not there, whatever happens in the middle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.client import remote_hold
+from kvstore.client.cache import Cache
+from kvstore.errors import HoldBroken, InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore.planes import Planes
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import Kind, Mode, encode_request
+from kvstore.wire.bulk.runs import send_run
+from kvstore.wire.bulk.sums import plane_sums
+from kvstore.worker.bulk import layering
+from kvstore.worker.bulk.getting import BulkGets
+from tests.bulk.ways import MEDIUM, greeted, same, tokens_and_kv
+from tests.node.stores import chunk_files
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
+
+COUNT = 6
+TOKENS, KV = tokens_and_kv(COUNT)
+SIZE = MEDIUM.chunk_tokens
+BULK = pytest.mark.parametrize("way", ["shared", "tcp"])
+
+
+@pytest.fixture
+def served(tmp_root: Path) -> Iterator[Served]:
+    with serving(tmp_root) as found:
+        yield found
+
+
+@pytest.fixture(params=["native", "python"])
+def natively(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "python":
+        monkeypatch.setattr(Channel, "moves_natively", False)
+
+
+@pytest.fixture
+def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> NoReturn:
+        raise AssertionError("the layers came over gRPC")
+
+    monkeypatch.setattr(remote_hold._LayersAhead, "_receive_grpc", refuse)
+
+
+def check(cache: Cache, count: int = COUNT) -> None:
+    """Reads all layers, and compares them."""
+    with cache.hold(TOKENS) as hold:
+        layers = 0
+        for layer, k, v in hold.layers():
+            assert same(k, KV[layer, 0, : count * SIZE]) and same(v, KV[layer, 1, : count * SIZE])
+            layers += 1
+        assert layers == MEDIUM.layers
+
+
+def layer_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvstore-layers"]
+
+
+@BULK
+@pytest.mark.usefixtures("natively", "no_grpc")
+def test_layers_come_past_grpc(served: Served, way: str) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE])
+        check(cache, 4)
+        cache.put(TOKENS, KV)
+        check(cache)
+        assert same(cache.get(TOKENS)[1], KV), "the connection is good for other calls after it"
+        assert store.stats()["client_bulk_broken"] == 0
+
+
+@BULK
+@pytest.mark.usefixtures("no_grpc")
+def test_layers_that_are_left_in_the_middle_leave_nothing(served: Served, way: str) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            for taken in (0, 1, 2, 3) * 5:
+                layers: Any = hold.layers()
+                for _ in range(taken):
+                    next(layers)
+                layers.close()
+                assert same(cache.get(TOKENS)[1], KV), "it did not cut a connection of another call"
+        assert layer_threads() == []
+        check(cache)
+    service = served.worker.service
+    eventually(lambda: service.in_flight.count == 0, "its memory is given back")
+    eventually(lambda: service.gate.inside_count == 0, "its calls are over")
+
+
+@BULK
+def test_a_chunk_that_is_damaged_ends_the_layers_where_it_is(served: Served, tmp_root: Path, way: str) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        chain = Chain.of(Namespace.of("m", MEDIUM), TOKENS.astype(np.uint32))
+        (file,) = [each for each in chunk_files(tmp_root) if each.name.startswith(chain.addresses[3].hex())]
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1  # V of the last layer
+        file.write_bytes(content)
+        seen = 0
+        with cache.hold(TOKENS) as hold, pytest.raises(HoldBroken) as broken:
+            for layer, k, v in hold.layers():
+                assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+                seen += 1
+        assert seen == MEDIUM.layers - 1
+        assert broken.value.tokens_valid == 3 * SIZE
+        assert cache.match(TOKENS) == 3 * SIZE
+
+
+@BULK
+@pytest.mark.usefixtures("natively")
+def test_i1_bytes_that_change_on_the_way_are_never_a_layer(
+    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = 0
+
+    def send(channel: Channel, planes: Planes, first: int, count: int) -> None:
+        nonlocal sent
+        sent += 1
+        rows = planes.strided(first, count).copy()
+        rows[0, 1, -1] ^= sent == 3
+        channel.send_bytes([rows[0, 0].data, rows[0, 1].data])
+        channel.send_bytes([np.array(plane_sums(planes, first, count), "<u8").view(np.uint8).data])
+
+    monkeypatch.setattr(layering, "send_run", send)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        seen = 0
+        with cache.hold(TOKENS) as hold, pytest.raises(HoldBroken):
+            for layer, k, v in hold.layers():
+                assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+                seen += 1
+        assert seen == 2
+        assert store.stats()["client_misses_damaged"] == 1
+
+
+@BULK
+def test_an_older_worker_sends_layers_over_grpc(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = BulkGets.get
+
+    def get(self: BulkGets, channel: Channel, number: int, mode: int, message: bytes, context: Any) -> None:
+        if pb.GetRequest.FromString(message).order == pb.ORDER_LAYERS:
+            raise InvalidRequest("order is 2: only ORDER_CHUNKS goes over a bulk connection")
+        real(self, channel, number, mode, message, context)
+
+    monkeypatch.setattr(BulkGets, "get", get)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        check(cache)
+        assert same(cache.get(TOKENS)[1], KV)
+
+
+@BULK
+def test_a_worker_that_ends_in_the_middle_is_a_miss(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            layers: Any = hold.layers()
+            layer, k, v = next(layers)
+            assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+
+            def cut(channel: Channel, planes: Planes, first: int, count: int) -> None:
+                channel.cut()
+                send_run(channel, planes, first, count)
+
+            monkeypatch.setattr(layering, "send_run", cut)
+            try:
+                for layer, k, v in layers:
+                    assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+            except HoldBroken as broken:
+                assert broken.tokens_valid == 0
+    assert layer_threads() == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields"), [(Mode.FILES, {}), (Mode.STREAM, {"first": 1}), (Mode.STREAM, {"memory_only": True})]
+)
+def test_layers_in_another_way_are_refused(served: Served, mode: Mode, fields: dict[str, Any]) -> None:
+    with connected(served) as store:
+        store.namespace("m", MEDIUM).put(TOKENS, KV)
+    with greeted(served, "shared") as channel:
+        request = pb.GetRequest(order=pb.ORDER_LAYERS, **fields).SerializeToString()
+        channel.send(Kind.GET, 1, [encode_request(WAIT_S, mode, request)])
+        refused = pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1])
+        assert "expected mode 0 (a stream), first 0 and no memory_only" in refused.message
