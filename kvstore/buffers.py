@@ -31,12 +31,14 @@ class Borrowed:
     no longer than copying what is in flight.
     """
 
-    __slots__ = ("_condition", "_users", "_withdrawn")
+    __slots__ = ("_condition", "_users", "_withdrawn", "stop")
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._users = 0
         self._withdrawn = False
+        self.stop = ctypes.c_int32(0)
+        """Not 0 once the caller wants its memory back, for native code that does several steps in one call."""
 
     def writing(self) -> Borrowed:
         """A context around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
@@ -61,6 +63,7 @@ class Borrowed:
 
     def withdraw(self) -> None:
         """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
+        self.stop.value = 1
         with self._condition:
             self._withdrawn = True
             while self._users:

@@ -92,9 +92,11 @@ def _describe(found: Any) -> None:
     found.kv_hash_absorb.restype = None
     found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
     found.kv_hash_end.restype = ctypes.c_uint64
-    for name in ("kv_open", "kv_read", "kv_verify_files", "kv_look", "kv_stage"):
+    for name in ("kv_open", "kv_verify_files", "kv_look", "kv_stage"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
+    found.kv_read.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(ctypes.c_int32))
+    found.kv_read.restype = None
     for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None

@@ -91,13 +91,14 @@ static int may_read(const kv_run *run, const kv_chunk *chunk) {
     return fill(chunk, NULL, 4096, 0, RWF_NOWAIT) == KV_DONE;
 }
 
-/* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. */
-KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count) {
+/* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. Begins none
+ * once `stop` is not 0. */
+KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     int flags = run->may_wait ? 0 : RWF_NOWAIT;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
-        if (!header)
+        if (!header || __atomic_load_n(stop, __ATOMIC_RELAXED))
             chunk->status = KV_OTHER;
         else
             chunk->status = may_read(run, chunk) ? read_file(run, chunk, header, flags, 1) : KV_BLOCKED;

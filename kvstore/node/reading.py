@@ -24,12 +24,12 @@ Above = Callable[[Wanted, int], int]
 """How many consecutive chunks from an index on are nearer than the root."""
 
 GROUP_BYTES_MIN = 1 << 20
-GROUP_BYTES_MAX = 8 << 20
-"""About a millisecond of copying: how long taking the memory back may have to wait."""
+GROUP_BYTES_MAX = 32 << 20
+"""Some milliseconds of copying. Whoever takes its memory back waits for one chunk of those read from files."""
 GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
 """All files of a group are open at once: fewer where the process may have few, so that 16 lanes take half of them."""
-GROUPS_PER_LANE = 4
+GROUPS_PER_LANE = 2
 
 
 def matched_count(

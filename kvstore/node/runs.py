@@ -73,7 +73,7 @@ class Run:
         library, items = native.library, self.items[start - self.first : stop - self.first]
         try:
             with borrowed.writing():
-                library.kv_read(self.common, at, count)
+                library.kv_read(self.common, at, count, borrowed.stop)
             blocked = np.flatnonzero(items["status"] == native.BLOCKED)
             if not self.common.direct:
                 for fd in items["fd"][blocked].tolist():

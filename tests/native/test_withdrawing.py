@@ -178,3 +178,26 @@ def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root
                 assert count == len(tokens) or number >= written
                 assert same(found, kv_of(SMALL, tokens)[:, :, :count])
             assert store.stats()["miss_damaged"] == 0
+
+
+def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> None:
+    """Or whoever takes its memory back would wait for tens of MiB."""
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        cache.get(TOKENS)
+        before = open_files()
+        out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
+        run = chunks_of(store).runs.of(
+            Chain.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, KvMemory(out, SMALL).sections
+        )
+        assert run is not None
+        borrowed = Borrowed()
+        borrowed.stop.value = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
+        assert not run.read(0, CHUNKS, borrowed).any()
+        assert (out == 7).all()
+        assert open_files() == before
+        assert run.read(0, CHUNKS, Borrowed()).all()
+        borrowed.withdraw()
+        with pytest.raises(Withdrawn):
+            run.read(0, CHUNKS, borrowed)
