@@ -148,7 +148,7 @@ def _memory_ratios(folder: Path, size_bytes: int, rounds: int) -> dict[str, floa
 def _chunk_ratios(
     store: Store, local: Store, path: str, folder: Path, size_bytes: int, rounds: int
 ) -> dict[str, float]:
-    """put, get and, where there is one, the mapped view, against what moves the same bytes without a store."""
+    """put, get, layers and, where there is one, the mapped view, against what moves the same bytes without a store."""
     layout = LLAMA_8B.layout_of(CHUNK_BYTES)
     count = size_bytes // layout.kv_bytes_per_token
     kv = random_bytes(size_bytes, 5).view(layout.numpy_dtype).reshape(layout.shape(count))
@@ -184,19 +184,29 @@ def _chunk_ratios(
             views.clear()
         return taken
 
-    works: dict[str, Callable[[], float]] = {"put": put, "get": get}
+    def layers() -> float:
+        came: list[tuple[int, KvArray, KvArray]] = []
+        with read.hold(tokens) as hold:
+            taken = timed(lambda: came.extend(hold.layers())).wall_s
+        check_count(len(came), layout.layers, "layers")
+        for layer, k, v in came:
+            check_equal(k, kv[layer, 0], "layers")
+            check_equal(v, kv[layer, 1], "layers")
+        return taken
+
+    works: dict[str, Callable[[], float]] = {"put": put, "get": get, "layers": layers}
     if path in (IN_PROCESS, *MEMORIES):
         works["view"] = view
     if path == IN_PROCESS:
         with plain_files(folder / PLAIN, layout.chunk_bytes, count // layout.chunk_tokens) as plain:
             works |= plain
-            return _ratios(works, {"put": WRITE, "get": READ, "view": READ}, rounds)
+            return _ratios(works, {"put": WRITE, "get": READ, "layers": READ, "view": READ}, rounds)
     if path in MEMORIES:
         with ThreadPoolExecutor(THREADS) as threads:
             works[COPIES] = lambda: timed(lambda: _copied(threads, out, kv)).wall_s
-            return _ratios(works, dict.fromkeys(("put", "get", "view"), COPIES), rounds)
+            return _ratios(works, dict.fromkeys(("put", "get", "layers", "view"), COPIES), rounds)
     works[COPY] = lambda: timed(lambda: np.copyto(out, kv)).wall_s
-    return _ratios(works, dict.fromkeys(("put", "get"), COPY), rounds)
+    return _ratios(works, dict.fromkeys(("put", "get", "layers"), COPY), rounds)
 
 
 @contextmanager

@@ -1,0 +1,137 @@
+"""Layers by native code: the same as by Python, with few files open, and nothing is written once it was given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.store import Store
+from kvstore.errors import HoldBroken
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.layer_run import LayerRun
+from kvstore.node.limits import Limits
+from tests.native.modes import opened
+from tests.native.test_same_results import LARGE, MANY, UNALIGNED
+from tests.native.test_withdrawing import Paused, open_files
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"]
+)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[LayerRun]:
+    """Those that were made."""
+    made: list[LayerRun] = []
+    real = LayerRun.__init__
+
+    def init(self: LayerRun, *arguments: Any) -> None:
+        real(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(LayerRun, "__init__", init)
+    return made
+
+
+def check(store: Store, layout: Any, tokens: Any, kv: Any) -> None:
+    with store.namespace("m", layout).hold(tokens) as hold:
+        assert hold.tokens == len(tokens)
+        layers = list(hold.layers())
+    assert len(layers) == layout.layers
+    for layer, k, v in layers:
+        assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("files_max", [1, 3, 256])
+def test_layers_are_right_with_however_few_files_open(
+    tmp_root: Path, layout: Any, files_max: int, runs: list[LayerRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(12 * layout.chunk_tokens)
+    kv = kv_of(layout, tokens)
+    most, before = 0, open_files()
+    real = native.library.kv_read_parts
+
+    def read(*arguments: object) -> None:
+        nonlocal most
+        real(*arguments)
+        most = max(most, open_files())
+
+    with opened(tmp_root, native=True, limits=Limits(open_files_max=files_max)) as store:
+        store.namespace("m", layout).put(tokens, kv)
+        before = open_files()
+        monkeypatch.setattr(native.library, "kv_read_parts", read)
+        check(store, layout, tokens, kv)
+        (run,) = runs
+        assert (run.items["fd"] == -1).all() and open_files() == before
+        assert most <= before + 12
+        stats = store.stats()
+        assert stats["bytes_read"] == kv.nbytes, "every byte once, and none by Python after native code"
+    with opened(tmp_root, native=False) as store:
+        check(store, layout, tokens, kv)
+    assert len(runs) == 1
+
+
+def test_between_two_layers_no_more_files_are_open_than_allowed(tmp_root: Path) -> None:
+    tokens = np.arange(40 * SMALL.chunk_tokens)
+    kv = kv_of(SMALL, tokens)
+    with opened(tmp_root, native=True, limits=Limits(open_files_max=8)) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv)
+        before = open_files()
+        with cache.hold(tokens) as hold:
+            for layer, k, _ in hold.layers():
+                if layer == SMALL.layers - 1:
+                    assert open_files() <= before + 8  # nothing is read meanwhile
+                assert same(k, kv[layer, 0])
+        assert open_files() == before
+
+
+def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path) -> None:
+    tokens = np.arange(6 * SMALL.chunk_tokens)
+    kv = kv_of(SMALL, tokens)
+    with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv)
+        with cache.hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
+            for layer, k, v in hold.layers():
+                assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+                for file in chunk_files(tmp_root):
+                    file.unlink()
+    assert broken.value.tokens_valid == 0 or broken.value.tokens_valid == SMALL.chunk_tokens, "one file stays open"
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paused]:
+    found = Paused(native.library, "kv_open_parts")
+    monkeypatch.setattr(native, "library", found)
+    yield found
+    found.release.set()
+
+
+def test_layers_on_a_mount_that_hangs_end_in_time_and_write_nothing_afterwards(tmp_root: Path, paused: Paused) -> None:
+    tokens = np.arange(6 * SMALL.chunk_tokens)
+    with opened(tmp_root, native=True, limits=Limits(read_deadline_s=0.3)) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv_of(SMALL, tokens))
+        before = open_files()
+        with cache.hold(tokens) as hold:
+            began_s = time.monotonic()
+            with pytest.raises(HoldBroken, match="not read in time"):
+                list(hold.layers())
+            assert time.monotonic() - began_s < 5
+            assert paused.reached.is_set()
+        paused.release.set()
+        ends_s = time.monotonic() + 10
+        while open_files() != before and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        assert open_files() == before, "whoever was late closed what it opened"
