@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import grpc
@@ -35,6 +36,7 @@ from kvstore.wire.statuses import BrokenTransfer
 log = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
+TIDY_S = 1.0
 VIEWED_FILES_MAX = 256
 """Chunks of one view that are mapped files, a descriptor each; the others are copies."""
 
@@ -125,7 +127,8 @@ def _nothing() -> None:
 class _LayersAhead:
     """A thread that receives the next layer while the caller uses this one.
 
-    ``memory`` is called in that thread. ``close`` returns when nobody writes into any of it any more.
+    ``memory`` is called in that thread, which ``each`` begins. ``close`` returns when nobody writes into any of it any
+    more; it must be called whatever became of ``each``.
     """
 
     def __init__(
@@ -147,15 +150,17 @@ class _LayersAhead:
         self._tools = tools
         self._room = threading.Semaphore(1)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._closed = False
+        self._writes = False
+        self._pid = os.getpid()
         self._cancel: Callable[[], object] = _nothing
         self._is_begun = False
         self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
-        self._thread.start()
 
     def each(self) -> Iterator[tuple[int, LayerMemory]]:
         """The layers in order. Raises HoldBroken."""
+        self._thread.start()
         for _ in range(self._layers):
             filled = self._ready.get()
             if isinstance(filled, BaseException):
@@ -164,12 +169,18 @@ class _LayersAhead:
             yield filled
 
     def close(self) -> None:
-        """Ends call and thread."""
-        with self._lock:
+        """Ends call and thread. In a forked child nothing: both are its parent's."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
             self._closed = True
             self._cancel()
-        self._room.release()
-        self._thread.join()
+            self._room.release()
+            while self._writes:
+                self._changed.wait()
+        # Only to be tidy: it may be dialling, or, interrupted in ``each`` (Ctrl-C), it was never begun.
+        with suppress(RuntimeError):
+            self._thread.join(TIDY_S)
 
     def _run(self) -> None:
         try:
@@ -182,6 +193,8 @@ class _LayersAhead:
             self._ready.put(self._broken(error))
         except BaseException as error:  # noqa: BLE001  # of the caller's own ``memory``: whoever waits must hear of it
             self._ready.put(error)
+        finally:
+            self._written()
 
     def _received(self) -> None:
         try:
@@ -206,7 +219,7 @@ class _LayersAhead:
                 for layer in receive_layers(
                     link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begun
                 ):
-                    self._ready.put((layer, self._filling))
+                    self._filled(layer)
             except (LinkBroken, BulkRefused) as error:
                 if self._closed:
                     raise Withdrawn from None  # cut by ``close``
@@ -235,7 +248,7 @@ class _LayersAhead:
             for frame in frames:
                 for _ in incoming.feed(frame):
                     if incoming.complete % (2 * found) == 0:
-                        self._ready.put((incoming.complete // (2 * found) - 1, self._filling))
+                        self._filled(incoming.complete // (2 * found) - 1)
             if not incoming.is_done:
                 raise BrokenTransfer("the stream of layers ended too early")
 
@@ -250,11 +263,21 @@ class _LayersAhead:
     def _begun(self, layer: int) -> LayerMemory:
         """Where a layer goes, once the caller took the one before."""
         self._room.acquire()
-        if self._closed:
-            raise Withdrawn
-        self._is_begun = True
+        with self._changed:
+            if self._closed:
+                raise Withdrawn
+            self._writes = self._is_begun = True
         self._filling = self._memory(layer)
         return self._filling
+
+    def _filled(self, layer: int) -> None:
+        self._written()
+        self._ready.put((layer, self._filling))
+
+    def _written(self) -> None:
+        with self._changed:
+            self._writes = False
+            self._changed.notify_all()
 
     def _broken(self, error: KVStoreError) -> HoldBroken:
         if isinstance(error, HoldBroken):
@@ -267,7 +290,7 @@ class _LayersAhead:
         self._started(call.cancel)
 
     def _started(self, cancel: Callable[[], object]) -> None:
-        with self._lock:
+        with self._changed:
             self._cancel = cancel
             if self._closed:
                 cancel()

@@ -78,7 +78,7 @@ int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *ta
 /* Verifies the header of each image, for kv_read_parts: KV_DONE, and its checksums in `tables`. */
 KV_PUBLIC void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
         chunk->status = KV_OTHER;
         if (!header || !*images) continue;
         memcpy(header, (const uint8_t *)(uintptr_t)*images, chunk->header_bytes);

@@ -132,7 +132,7 @@ static int blocked(const kv_run *run, const kv_chunk *chunk, int status) {
  * their headers; a chunk that can be read then has KV_DONE. May block in `open`, as kv_open. */
 KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
         if (*images || chunk->fd >= 0) {
             chunk->status = KV_DONE;
             continue;
@@ -167,7 +167,7 @@ static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *t
  * and following: those that are right keep it. */
 KV_PUBLIC void kv_read_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images,
                              const uint64_t *tables, uint32_t first, uint32_t many) {
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, images++, tables += chunk->section_count) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
         if (chunk->status != KV_DONE) continue;
         if (*images)
             chunk->status = kv_take_part(chunk, (const uint8_t *)(uintptr_t)*images, tables, first, many);

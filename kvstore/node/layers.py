@@ -17,10 +17,13 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.reading import group_size
+from kvstore.node.reading import files_at_most, group_size
 from kvstore.node.stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
+
+LIMIT_PER_READ = 4
+"""Of the files that the process may have open, this part at most are kept open by one read."""
 
 
 class LayerReader:
@@ -46,7 +49,7 @@ class LayerReader:
         self._counters = counters
         self._chain = chain
         self._count = count
-        self._files_max = files_max
+        self._files_max = files_at_most(files_max, LIMIT_PER_READ)
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False

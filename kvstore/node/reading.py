@@ -132,10 +132,15 @@ def group_size(
     ``files_max`` is for those that have one file open at a time.
     """
     if files_max is None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files_max = GROUP_FILES_MAX if limit < 0 else min(limit // LIMIT_PER_GROUP, GROUP_FILES_MAX)
+        files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
     each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
+
+
+def files_at_most(count: int, share: int) -> int:
+    """``count``, or that part of the files that the process may have open, if it is less; at least 1."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return count if limit < 0 else max(1, min(limit // share, count))
 
 
 class Reading:

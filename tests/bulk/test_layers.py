@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.client import remote_hold
 from kvstore.client.cache import Cache
@@ -18,14 +21,14 @@ from kvstore.namespace import Namespace
 from kvstore.planes import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind, Mode, encode_request
+from kvstore.wire.bulk.frames import Kind, Mode, encode_head, encode_request
 from kvstore.wire.bulk.runs import send_run
 from kvstore.wire.bulk.sums import plane_sums
 from kvstore.worker.bulk import layering
 from kvstore.worker.bulk.getting import BulkGets
-from tests.bulk.ways import MEDIUM, greeted, same, tokens_and_kv
+from tests.bulk.ways import MEDIUM, WAYS, greeted, same, tokens_and_kv
 from tests.node.stores import chunk_files
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
 
 COUNT = 6
 TOKENS, KV = tokens_and_kv(COUNT)
@@ -199,3 +202,72 @@ def test_layers_in_another_way_are_refused(served: Served, mode: Mode, fields: d
         channel.send(Kind.GET, 1, [encode_request(WAIT_S, mode, request)])
         refused = pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1])
         assert "expected mode 0 (a stream), first 0 and no memory_only" in refused.message
+
+
+@BULK
+def test_a_layer_of_another_request_is_not_taken(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layering, "encode_head", lambda kind, number, length: encode_head(kind, number + 7, length))
+    asked: list[object] = []
+    real = remote_hold._LayersAhead._receive_grpc
+
+    def receive(self: remote_hold._LayersAhead) -> None:
+        asked.append(self)
+        real(self)
+
+    monkeypatch.setattr(remote_hold._LayersAhead, "_receive_grpc", receive)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        check(cache)
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
+    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        if self.name == "kvstore-layers":
+            raise KeyboardInterrupt  # where Python waits for the thread to begin
+
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(threading.Thread, "start", start)
+                next(hold.layers())
+            eventually(lambda: not layer_threads(), "the thread ended")
+        check(cache)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["closes", "drops"])
+def test_a_forked_child_does_not_end_the_layers_of_its_parent(tmp_root: Path, way: str, how: str) -> None:
+    layout = Layout(layers=24, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)
+    tokens, kv = tokens_and_kv(4, layout=layout)
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv)
+        with cache.hold(tokens) as hold:
+            layers: Any = hold.layers()
+            next(layers)
+            time.sleep(0.2)  # the next ones fill what the connection takes
+            child = os.fork()
+            if not child:
+                try:
+                    if how == "closes":
+                        layers.close()
+                    else:
+                        del layers
+                finally:
+                    os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            seen = 1
+            for layer, k, v in layers:
+                assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+                seen += 1
+            assert seen == layout.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_between_two_layers_no_more_files_are_open_than_allowed(tmp_root: Path) 
                     assert open_files() <= before + 8  # nothing is read meanwhile
                 assert same(k, kv[layer, 0])
         assert open_files() == before
+
+
+def test_a_process_that_may_have_few_files_keeps_few_open(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.arange(100 * TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (96, 96))
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv)
+        before = open_files()
+        with cache.hold(tokens) as hold:
+            for layer, k, _ in hold.layers():
+                assert open_files() <= before + 96 // 2
+                assert same(k, kv[layer, 0])
 
 
 def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path) -> None:

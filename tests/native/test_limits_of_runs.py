@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -109,3 +111,38 @@ def test_an_array_whose_planes_share_memory_is_refused(tmp_root: Path) -> None:
         backwards = memory[::-1, ::-1, : len(tokens)]
         assert cache.get(tokens, backwards) == len(tokens) and same(backwards, kv)
         assert store.stats()["miss_damaged"] == 0
+
+
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap, sys
+import numpy as np
+from kvstore.native import library as native
+
+memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0)
+items = np.frombuffer(memory, native.CHUNK, 2, mmap.PAGESIZE - 2 * native.CHUNK.itemsize)
+for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("header_bytes", 256), ("status", 4)):
+    items[name] = value
+images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Run(root=b"/nowhere", shard_bits=8)
+more = {
+    "kv_close": (), "kv_read": (ctypes.c_int32(0),), "kv_read_parts": (images.ctypes.data, tables.ctypes.data, 0, 2),
+    **dict.fromkeys(("kv_open_parts", "kv_images_tables"), (images.ctypes.data, tables.ctypes.data)),
+    **dict.fromkeys(("kv_images_make", "kv_images_take", "kv_images_verify"), (images.ctypes.data,)),
+}
+name = sys.argv[1]
+getattr(native.library, name)(*(() if name == "kv_close" else (run,)), items.ctypes.data, 2, *more.get(name, ()))
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kv_open", "kv_close", "kv_read", "kv_verify_files", "kv_look", "kv_stage", "kv_open_parts", "kv_read_parts",
+        "kv_images_make", "kv_images_take", "kv_images_verify", "kv_images_tables",
+    ],
+)  # fmt: skip
+def test_nothing_behind_the_last_chunk_is_looked_at(name: str) -> None:
+    command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-500:]

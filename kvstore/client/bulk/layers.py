@@ -38,6 +38,8 @@ def receive_layers(
         if head.kind is Kind.REFUSED:
             link.refused(head)
         channel.expect(head, Kind.LAYER)
+        if head.request != number:  # a layer says nothing else of where it belongs
+            raise channel.break_off(f"a layer of request {head.request} came: expected {number}")
         into = memory(layer)
         length = INDEX_BYTES + 2 * (len(into.k) + SUM_BYTES)
         if head.length != length or decode_index(channel.receive(INDEX_BYTES)) != layer:

@@ -1,4 +1,4 @@
-"""Bytes with their checksums: a run of chunks by planes, or the two planes of a layer, which an XXH3-64 each follows.
+"""Bytes with their checksums: a run of chunks by planes, or the two planes of a layer, then the XXH3-64 of each plane.
 
 By native code where it may, which sums each piece while it is in the cache; both ends of it are here.
 """
