@@ -65,7 +65,7 @@ OVER_TCP = ("tcp", MEMORY_TCP)
 BESIDE = {"put": "put", "put deferred": "put", "read": "read", "streamed": "read"}
 """What of these is compared with what the bare connection does."""
 MEMORY_SHARE = 3
-"""Its size, in prompts: one is put while the one before is still being written behind."""
+"""Memory of a worker that keeps chunks, in prompts: one is put while the one before is still being written behind."""
 DEFERRING = ("shared", "tcp", *KEEPING)
 MAPPING = (IN_PROCESS, "shared", MEMORY)
 """Where a view is not a copy."""
