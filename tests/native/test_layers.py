@@ -59,21 +59,21 @@ def test_layers_are_right_with_however_few_files_open(
 ) -> None:
     tokens = np.arange(12 * layout.chunk_tokens)
     kv = kv_of(layout, tokens)
-    most, before = 0, open_files()
+    most, before = 0, open_files(tmp_root)
     real = native.library.kv_read_parts
 
     def read(*arguments: object) -> None:
         nonlocal most
         real(*arguments)
-        most = max(most, open_files())
+        most = max(most, open_files(tmp_root))
 
     with opened(tmp_root, native=True, limits=Limits(open_files_max=files_max)) as store:
         store.namespace("m", layout).put(tokens, kv)
-        before = open_files()
+        before = open_files(tmp_root)
         monkeypatch.setattr(native.library, "kv_read_parts", read)
         check(store, layout, tokens, kv)
         (run,) = runs
-        assert (run.items["fd"] == -1).all() and open_files() == before
+        assert (run.items["fd"] == -1).all() and open_files(tmp_root) == before
         assert most <= before + 12
         stats = store.stats()
         assert stats["bytes_read"] == kv.nbytes, "every byte once, and none by Python after native code"
@@ -88,13 +88,13 @@ def test_between_two_layers_no_more_files_are_open_than_allowed(tmp_root: Path) 
     with opened(tmp_root, native=True, limits=Limits(open_files_max=8)) as store:
         cache = store.namespace("m", SMALL)
         cache.put(tokens, kv)
-        before = open_files()
+        before = open_files(tmp_root)
         with cache.hold(tokens) as hold:
             for layer, k, _ in hold.layers():
                 if layer == SMALL.layers - 1:
-                    assert open_files() <= before + 8  # nothing is read meanwhile
+                    assert open_files(tmp_root) <= before + 8  # nothing is read meanwhile
                 assert same(k, kv[layer, 0])
-        assert open_files() == before
+        assert open_files(tmp_root) == before
 
 
 def test_a_process_that_may_have_few_files_keeps_few_open(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +104,10 @@ def test_a_process_that_may_have_few_files_keeps_few_open(tmp_root: Path, monkey
     with opened(tmp_root, native=True) as store:
         cache = store.namespace("m", TINY)
         cache.put(tokens, kv)
-        before = open_files()
+        before = open_files(tmp_root)
         with cache.hold(tokens) as hold:
             for layer, k, _ in hold.layers():
-                assert open_files() <= before + 96 // 2
+                assert open_files(tmp_root) <= before + 96 // 2
                 assert same(k, kv[layer, 0])
 
 
@@ -138,7 +138,7 @@ def test_layers_on_a_mount_that_hangs_end_in_time_and_write_nothing_afterwards(t
     with opened(tmp_root, native=True, limits=Limits(read_deadline_s=0.3)) as store:
         cache = store.namespace("m", SMALL)
         cache.put(tokens, kv_of(SMALL, tokens))
-        before = open_files()
+        before = open_files(tmp_root)
         with cache.hold(tokens) as hold:
             began_s = time.monotonic()
             with pytest.raises(HoldBroken, match="not read in time"):
@@ -147,6 +147,6 @@ def test_layers_on_a_mount_that_hangs_end_in_time_and_write_nothing_afterwards(t
             assert paused.reached.is_set()
         paused.release.set()
         ends_s = time.monotonic() + 10
-        while open_files() != before and time.monotonic() < ends_s:
+        while open_files(tmp_root) != before and time.monotonic() < ends_s:
             time.sleep(0.01)
-        assert open_files() == before, "whoever was late closed what it opened"
+        assert open_files(tmp_root) == before, "whoever was late closed what it opened"
