@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.hints import DEFAULT, LEAST, PRIORITY_MAX, TTL_CLASSES_S, Hints
 
 NS_PER_S = 1_000_000_000
@@ -61,6 +64,11 @@ def stamp_ns(quantum_start_s: int, depth: int, hints: Hints = DEFAULT, uses: int
     """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum; nanoseconds."""
     code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
     return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+
+
+def stamps_ns(quantum_start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
+    """``stamp_ns`` of chunks at many depths."""
+    return stamp_ns(quantum_start_s, 0, hints) - np.minimum(depths, DEPTH_MAX) * DEPTH_STEP_NS
 
 
 def is_fresh(mtime_ns: int, quantum_start_s: int) -> bool:

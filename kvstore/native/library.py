@@ -1,7 +1,8 @@
 """Loads the native library and describes its structures; ``native.h`` is the other side.
 
 Nothing is compiled here: the library is built when kvstore is installed (``.ci/build_native.py``).  ctypes releases the
-GIL for the whole of each call.
+GIL for the whole of each call through ``library``, and keeps it through ``brief``: for what takes a microsecond, less
+than getting the GIL back.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-ABI = 3
+ABI = 4
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
-DONE, ABSENT, FOUND, BLOCKED, OTHER = range(5)
-"""What came of a chunk. Only DONE and FOUND are answers; after any other Python does the chunk from scratch."""
+DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
+"""What came of a chunk. DONE, FOUND and PUBLISHED are answers; after any other Python does the chunk from scratch."""
 
 CHUNK = np.dtype(
     [
@@ -62,24 +63,33 @@ class Run(ctypes.Structure):
     )
 
 
-def _load() -> tuple[Any, str]:
-    """The library, or None with the reason."""
+class Known(ctypes.Structure):
+    """``kv_known``: a table of ``kvstore.node.known``, by the addresses of its arrays."""
+
+    _fields_ = (("prints", ctypes.c_void_p), ("marks", ctypes.c_void_p), ("mask", ctypes.c_uint64))
+
+
+def _load() -> tuple[Any, Any, str]:
+    """The library, releasing and keeping the GIL, or None with the reason."""
     if os.environ.get("KVSTORE_NATIVE", "") == "0":
-        return None, "turned off by KVSTORE_NATIVE=0"
+        return None, None, "turned off by KVSTORE_NATIVE=0"
     if sys.byteorder != "little":
-        return None, "this machine is big-endian"
+        return None, None, "this machine is big-endian"
     if not LIBRARY.exists():
-        return None, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
+        return None, None, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
     try:
-        found = ctypes.CDLL(str(LIBRARY))
+        found, keeping = ctypes.CDLL(str(LIBRARY)), ctypes.PyDLL(str(LIBRARY))
     except OSError as cause:
-        return None, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
+        return None, None, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
     try:
         is_ours = found.kv_abi() == ABI
         _describe(found)
+        _describe_brief(keeping)
     except AttributeError:
         is_ours = False
-    return (found, "") if is_ours else (None, f"{LIBRARY} is of another version: install kvstore again")
+    if not is_ours:
+        return None, None, f"{LIBRARY} is of another version: install kvstore again"
+    return found, keeping, ""
 
 
 def _describe(found: Any) -> None:
@@ -96,7 +106,8 @@ def _describe(found: Any) -> None:
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
     found.kv_read.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(ctypes.c_int32))
-    found.kv_read.restype = None
+    found.kv_read.restype = ctypes.c_int64
+    found.kv_publish.argtypes, found.kv_publish.restype = (run, pointer, ctypes.c_int64, ctypes.c_int), None
     for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None
@@ -117,7 +128,18 @@ def _describe(found: Any) -> None:
     found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
 
 
-library, _reason = _load()
+def _describe_brief(found: Any) -> None:
+    """The same for what is called through ``brief``."""
+    pointer, known = ctypes.c_void_p, ctypes.POINTER(Known)
+    found.kv_known_add.argtypes = (
+        known, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, pointer,
+    )  # fmt: skip
+    found.kv_known_add.restype = ctypes.c_int64
+    found.kv_known_forget.argtypes = (known, pointer, ctypes.c_int64, ctypes.c_int32)
+    found.kv_known_forget.restype = None
+
+
+library, brief, _reason = _load()
 
 
 def is_available() -> bool:

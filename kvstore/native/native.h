@@ -1,7 +1,7 @@
 /* What the parts of the native library share; `library.py` beside this file describes the same structures to Python.
  *
  * It does the common good case of the data path without the GIL, and only that: whatever is not a whole, cached, right
- * chunk gets a status other than KV_DONE, and Python does that chunk from scratch. So every rule about damage, errors
+ * chunk gets a status that says so, and Python does that chunk from scratch. So every rule about damage, errors
  * and slow devices is in one place, and not here. */
 #ifndef KVSTORE_NATIVE_H
 #define KVSTORE_NATIVE_H
@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 3
+#define KV_ABI 4
 #define KV_PUBLIC __attribute__((visibility("default")))
 #define KV_ADDRESS_BYTES 16
 #define KV_DIGEST_BYTES 32
@@ -23,6 +23,7 @@ enum {
     KV_FOUND = 2,     /* a put found a file of the right size */
     KV_BLOCKED = 3,   /* it is not in the page cache */
     KV_OTHER = 4,     /* Python finds out what it is */
+    KV_PUBLISHED = 5, /* what was staged has its final name */
 };
 
 /* What all chunks of one call have in common. */

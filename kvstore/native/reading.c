@@ -92,20 +92,25 @@ static int may_read(const kv_run *run, const kv_chunk *chunk) {
 }
 
 /* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. Begins none
- * once `stop` is not 0. */
-KV_PUBLIC void kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
+ * once `stop` is not 0. Returns how many are open still, KV_BLOCKED. */
+KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     int flags = run->may_wait ? 0 : RWF_NOWAIT;
+    int64_t blocked_count = 0;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
         if (!header || __atomic_load_n(stop, __ATOMIC_RELAXED))
             chunk->status = KV_OTHER;
         else
             chunk->status = may_read(run, chunk) ? read_file(run, chunk, header, flags, 1) : KV_BLOCKED;
-        if (chunk->status != KV_BLOCKED) kv_close(chunk, 1);
+        if (chunk->status == KV_BLOCKED)
+            blocked_count++;
+        else
+            kv_close(chunk, 1);
     }
     kv_copied();
     free(header);
+    return blocked_count;
 }
 
 /* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.

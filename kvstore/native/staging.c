@@ -1,4 +1,4 @@
-/* Staging a run of chunks: each is looked for, and written under its staging name where it is missing (rule W1).
+/* Putting a run of chunks: each is looked for, written under its staging name where it is missing, and published (rule W1).
  *
  * Pieces are hashed just before they are written, so that they are read from memory once; the header, which has the
  * checksums, is written last. */
@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -107,5 +108,30 @@ KV_PUBLIC void kv_stage(const kv_run *run, kv_chunk *chunks, int64_t count) {
         uint8_t *header = malloc(chunk->header_bytes);
         chunk->status = header ? stage_one(run, chunk, header) : KV_OTHER;
         free(header);
+    }
+}
+
+/* As Python does it, but for what needs a second thought: a name that is taken, a root that is full or gone. A shard's
+ * folder is made in the folder of shards, which the bare mount point of a root that is gone does not have. */
+static int publish_one(const kv_run *run, const kv_chunk *chunk) {
+    char staged[KV_PATH_MAX], path[KV_PATH_MAX];
+    if (!kv_staged_path(run, chunk, staged) || !kv_chunk_path(run, chunk, path)) return 0;
+    if (link(staged, path)) {
+        char *name = strrchr(path, '/');
+        if (errno != ENOENT) return 0;
+        *name = 0;
+        int made = !mkdir(path, 0777) || errno == EEXIST;
+        *name = '/';
+        if (!made || link(staged, path)) return 0;
+    }
+    return !unlink(staged) || errno == ENOENT;
+}
+
+/* Gives chunks that are staged, KV_DONE, their final names: then KV_PUBLISHED. The others are staged still; what is `ordered`
+ * ends with the first of them. */
+KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, int64_t count, int ordered) {
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+        if (chunk->status == KV_DONE && publish_one(run, chunk)) chunk->status = KV_PUBLISHED;
+        if (ordered && chunk->status != KV_PUBLISHED) return;
     }
 }

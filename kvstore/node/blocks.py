@@ -16,15 +16,16 @@ from kvstore.address import block_addresses
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Incarnation, expected_block, incarnation_at
-from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
+from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, group_size, read_chunks, remembered
 from kvstore.node.refresh import Refresher
+from kvstore.node.runs import StagedRun
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
@@ -194,34 +195,36 @@ class Blocks:
         if run is not None:
             run.origins = dict(enumerate(origins))
 
+        def alone(staged: StagedRun, index: int) -> Staged:
+            return Staged(staged.name(index), expected_block(namespace, keys[index], len(buffers[index])))
+
         def work_on_group(number: int) -> bool:
             assert run is not None
             start, stop = number * size, min((number + 1) * size, len(keys))
-            outcome: list[Name | Stat | None] = [None] * (stop - start)
-            if self._view.leading(addresses[start:stop]) == stop - start:
-                outcome = self._chunks.runs.stage(run, start, stop, addresses, False, durable, hints)
-            pending = [
-                Staged(found, expected_block(namespace, keys[index], len(buffers[index])))
-                if isinstance(found, str)
-                else found
-                for index, found in enumerate(outcome, start)
-            ]
+            if self._view.leading(addresses[start:stop]) < stop - start:
+                return all(map(work, range(start, stop)))
+            staged = self._chunks.runs.stage(run, start, stop, False, durable, hints)
+            left = list(range(start, stop))
             try:
-                right = still_right(range(start, stop))
-                while pending:
-                    found, index = pending.pop(0), stop - len(pending) - 1
-                    if isinstance(found, Staged):
-                        if not publish(index, found, bool(right[index - start])):
-                            return False
-                    elif found is None:
+                right = still_right(left)
+                if all(right) and not given_up.is_set():
+                    self._chunks.runs.publish(staged, start, stop, ordered=False)
+                for index, status in enumerate(staged.statuses(), start):
+                    left.pop(0)
+                    if status == native.PUBLISHED:
+                        stored[index] = True
+                    elif status == native.FOUND:
+                        found_there(index, staged.stat(index))
+                    elif status != native.DONE:
                         if not work(index):
                             return False
-                    else:
-                        found_there(index, found)
+                    elif not publish(index, alone(staged, index), bool(right[index - start])):
+                        return False
             finally:
-                for staged in pending:
-                    if isinstance(staged, Staged):
-                        self._chunks.discard(staged)
+                statuses = staged.statuses()
+                for index in left:
+                    if statuses[index - start] == native.DONE:
+                        self._chunks.discard(alone(staged, index))
             return True
 
         try:
@@ -314,7 +317,7 @@ class Blocks:
             def read_group(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
                 if not is_allowed(start, stop):
                     return np.zeros(stop - start, np.bool_)
-                return self._chunks.runs.read(run, start, stop, addresses, borrowed)
+                return self._chunks.runs.read(run, start, stop, borrowed)
 
             size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
             groups = Groups(size, len(keys), read_group)

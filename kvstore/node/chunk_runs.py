@@ -7,6 +7,7 @@ said to be not done, and ``Chunks`` does it from scratch.  Called on lanes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,7 @@ import numpy.typing as npt
 from kvstore import recency
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
-from kvstore.format import places
 from kvstore.format.header import Incarnation
-from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
@@ -27,10 +26,10 @@ from kvstore.node.images import Images
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Run, block_run, chain_run
+from kvstore.node.runs import Run, StagedRun, block_run, chain_run
 from kvstore.planes import Planes
-from kvstore.recency import is_fresh, stamp_ns
-from kvstore.root.interface import Root, Stat, local_files
+from kvstore.recency import stamps_ns
+from kvstore.root.interface import Root, local_files
 
 
 class ChunkRuns:
@@ -101,14 +100,12 @@ class ChunkRuns:
             return None
         return block_run(self._files, self._shard_bits, namespace, keys, addresses, buffers)
 
-    def read(
-        self, run: Run, start: int, stop: int, addresses: Sequence[Address], borrowed: Borrowed
-    ) -> npt.NDArray[np.bool_]:
+    def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         """Reads and verifies part of a run; True for what is right in its sections. The rest is ``Chunks.read``'s."""
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
-            timed.size_bytes = self._note(run, start, stop, done, addresses, epoch)
+            timed.size_bytes = self._note(run, start, stop, epoch)
         return done
 
     def of_layers(
@@ -145,69 +142,59 @@ class ChunkRuns:
             self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
 
-    def _note(
-        self, run: Run, start: int, stop: int, done: npt.NDArray[np.bool_], addresses: Sequence[Address], epoch: int
-    ) -> int:
-        """Notes the chunks of part of a run that were read; the bytes that they have."""
-        where = np.flatnonzero(done)
-        if not where.size:
-            return 0
-        quantum, items = self._quantum(), run.items[start - run.first : stop - run.first][where]
-        renewed = items["mtime_ns"] >= quantum * recency.NS_PER_S
-        read = [addresses[start + place] for place in where.tolist()]
-        self._known.add_all(read, quantum, renewed=renewed, epoch=epoch)
-        size_bytes = int((items["section_count"] * items["section_bytes"]).sum())
-        self._counters.add_read(size_bytes, where.size)
+    def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
+        """Notes the chunks of part of a run that are DONE, as they were read; the bytes that they have."""
+        at, count = run.part(start, stop)
+        chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._quantum(), epoch=epoch)
+        if chunks:
+            self._counters.add_read(size_bytes, chunks)
         return size_bytes
 
-    def stage(
-        self, run: Run, start: int, stop: int, addresses: Sequence[Address], depths: bool, durable: bool, hints: Hints
-    ) -> list[Name | Stat | None]:
-        """Looks for part of a run and stages what is missing.
-
-        For each the name of the staged file, or what is there already; None where ``Chunks`` has to do it.
-        """
-        epoch, quantum = self._known.epoch, self._quantum()
-        items = run.items[start - run.first : stop - run.first]
-        statuses = run.look(start, stop)
-        outcome: list[Name | Stat | None] = [None] * (stop - start)
-        for place in np.flatnonzero(statuses == native.FOUND).tolist():
-            mtime_ns = int(items["mtime_ns"][place])
-            outcome[place] = Stat(run.file_bytes(start + place), mtime_ns)
-            renewed = is_fresh(mtime_ns, quantum)
-            self._known.add(addresses[start + place], quantum, renewed=renewed, epoch=epoch)
-        missing = np.flatnonzero(statuses == native.ABSENT).tolist()
-        if not missing:
-            return outcome
-        session, names = self._session(), dict[int, Name]()
-        for place in missing:
-            number = next(self._numbers)
-            names[place] = places.staged(session, number)
-            self._known.forget(addresses[start + place])
-            item = items[place]
-            item["number"] = number
-            item["incarnation"] = self._incarnation(run, start + place)
-            item["mtime_ns"] = stamp_ns(quantum, start + place if depths else 0, hints)
+    def stage(self, run: Run, start: int, stop: int, depths: bool, durable: bool, hints: Hints) -> StagedRun:
+        """Looks for part of a run and stages what is missing; what is neither there nor staged then is ``Chunks``'s."""
+        epoch, quantum, session = self._known.epoch, self._quantum(), self._session()
+        staged = StagedRun(run, start, stop, session, durable)
+        run.look(start, stop)
+        part, items = run.part(start, stop), staged.items
+        self._known.add_run(*part, native.FOUND, quantum, epoch=epoch)
+        missing = np.flatnonzero(items["status"] == native.ABSENT)
+        if not missing.size:
+            return staged
+        self._known.forget_run(*part, native.ABSENT)
+        items["number"][missing] = list(islice(self._numbers, missing.size))
+        items["incarnation"][missing] = np.frombuffer(b"".join(self._incarnations_of(run, start + missing)), "V16")
+        items["mtime_ns"][missing] = stamps_ns(quantum, start + missing if depths else np.zeros_like(missing), hints)
         self._incarnations.record()
         with self._counters.timed("root", "write") as timed:
-            run.stage(start, stop, session, durable)
-            for place in missing:
-                if items["status"][place] == native.DONE:
-                    outcome[place] = names[place]
-                    timed.size_bytes += int(items["section_count"][place] * items["section_bytes"][place])
-        return outcome
+            staged.stage()
+            done = items[missing][items["status"][missing] == native.DONE]
+            timed.size_bytes = int((done["section_count"] * done["section_bytes"]).sum())
+        return staged
 
-    def _incarnation(self, run: Run, index: int) -> Incarnation:
+    def publish(self, staged: StagedRun, start: int, stop: int, *, ordered: bool) -> tuple[int, int]:
+        """Publishes staged chunks: how many, and the bytes of their sections.
+
+        What is ``ordered`` only up to the first that is for ``Chunks.publish``, as are others that are not PUBLISHED.
+        """
+        epoch, quantum = self._known.epoch, self._quantum()
+        staged.publish(start, stop, ordered=ordered)
+        at, count = staged.run.part(start, stop)
+        chunks, size_bytes = self._known.add_run(at, count, native.PUBLISHED, quantum, epoch=epoch)
+        if chunks:
+            self._counters.add("chunks_written", chunks)
+            self._counters.add("bytes_written", size_bytes)
+        return chunks, size_bytes
+
+    def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
         """Of what comes from images: what was written there, by whomever, is only published now."""
-        return self._incarnations.renewed(run.origins[index]) if run.origins else self._incarnations.fresh()
+        if not run.origins:
+            return self._incarnations.fresh_each(len(indexes))
+        return [self._incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
 
-    def map(
-        self, run: Run, start: int, stop: int, addresses: Sequence[Address]
-    ) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
+    def map(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
         """Verified payloads of part of a run, mapped read-only. The rest is ``Chunks.map``'s."""
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             mapped = run.map(start, stop)
-            done = np.array([payload is not None for payload in mapped], np.bool_)
-            timed.size_bytes = self._note(run, start, stop, done, addresses, epoch)
-        return done, mapped
+            timed.size_bytes = self._note(run, start, stop, epoch)
+        return np.array([payload is not None for payload in mapped], np.bool_), mapped

@@ -57,10 +57,14 @@ class Incarnations:
 
     def fresh(self) -> Incarnation:
         """For one publication, now."""
-        current = self._current
+        return self.fresh_each(1)[0]
+
+    def fresh_each(self, count: int) -> list[Incarnation]:
+        """For so many publications."""
+        current, now_s = self._current, self._clock.now_s()
         if current is None or current[0] != self._session():
             current = self._begin()
-        return lineage.incarnation(current[1], self._clock.now_s(), next(self._numbers))
+        return [lineage.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
 
     def renewed(self, found: Incarnation) -> Incarnation:
         """For one publication of what was written before, by this node or another, as a file or image says."""

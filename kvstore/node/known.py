@@ -6,6 +6,7 @@ forgets it.  Being wrong costs a miss at the read, never a wrong byte.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address
+from kvstore.native import library as native
+from kvstore.recency import NS_PER_S
 
 WAYS = 8
 BYTES_PER_ENTRY = 12
@@ -35,7 +38,7 @@ class Known:
     one.  Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
     """
 
-    __slots__ = ("_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_quantum_s", "epoch")
+    __slots__ = ("_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_quantum_s", "_table", "epoch")
 
     def __init__(self, entries_max: int, quantum_s: int) -> None:
         rows = 1 << max(0, (entries_max // WAYS).bit_length() - 1)
@@ -50,6 +53,7 @@ class Known:
         # The same memory, entry by entry: for one address numpy costs more than the look.
         self._print_at = self._prints.reshape(-1).data
         self._mark_at = self._marks.reshape(-1).data
+        self._table = native.Known(self._prints.ctypes.data, self._marks.ctypes.data, self._mask)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._marks))
@@ -85,6 +89,26 @@ class Known:
                     alone = self._add_run(prints[run], rows[run], marks[run])
                 for index in alone:
                     self._add(int(prints[start + index]), int(marks[start + index]))
+
+    def add_run(self, chunks: int, count: int, status: int, quantum_start_s: int, *, epoch: int) -> tuple[int, int]:
+        """``add`` for those of native code's ``count`` chunks, of which the first is at ``chunks``, that have a status.
+
+        Renewed are those whose mtime is of this quantum.  Returns how many have the status, and the bytes of their
+        sections, whether or not they are taken.
+        """
+        section_bytes = ctypes.c_uint64()
+        mark, renewed_ns = self._number(quantum_start_s) << 1, quantum_start_s * NS_PER_S
+        with self._lock:
+            table = self._table if epoch == self.epoch else None
+            found = native.brief.kv_known_add(
+                table, chunks, count, status, mark, renewed_ns, ctypes.byref(section_bytes)
+            )
+        return found, section_bytes.value
+
+    def forget_run(self, chunks: int, count: int, status: int) -> None:
+        """``forget`` for those of native code's chunks that have a status."""
+        with self._lock:
+            native.brief.kv_known_forget(self._table, chunks, count, status)
 
     def forget(self, address: Address) -> None:
         """It is not there, or not what it should be."""

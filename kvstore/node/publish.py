@@ -8,18 +8,18 @@ all that wait behind it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.header import Incarnation, expected_chunk
 from kvstore.hints import Hints
+from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run
+from kvstore.node.runs import Run, StagedRun
 from kvstore.results import PutResult
-from kvstore.root.interface import Stat
 
 GROUP_BYTES_MAX = 16 << 20
 """Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
@@ -36,6 +36,10 @@ StillRight = Callable[[int], bool]
 """Whether the bytes of a chunk, by its index, are what they were before they were staged. Staging makes their checksums
 anew: what went wrong in memory after it was verified, and before that, would be right ever after.
 """
+
+
+Ready = Staged | StagedRun | None
+"""A chunk that may be published when its parent is: staged alone or in a run, or there already."""
 
 
 def always(_: int) -> bool:
@@ -65,7 +69,7 @@ class Publication:
         self._hints = hints
         self._lacking: set[int] = set()
         self._lock = threading.Lock()
-        self._ready: dict[int, Staged | None] = {}
+        self._ready: dict[int, Ready] = {}
         self._next = first
         self._publishing = False
         self._abandoned = False
@@ -85,7 +89,7 @@ class Publication:
     def find(self, index: int) -> bool:
         """Whether chunk ``index`` is in the store already; then it needs no bytes."""
         if self.look(index):
-            self._completed(index, None)
+            self._completed({index: None})
             return True
         return False
 
@@ -94,36 +98,30 @@ class Publication:
         expected = expected_chunk(self._chain, index)
         staged = self._chunks.stage(expected, sections, self._durable, self._hints, origin)
         if self._chunks.root.traits.ordered_publish:
-            self._completed(index, staged)
+            self._completed({index: staged})
         elif self._abandoned:
             self._chunks.discard(staged)
         else:
             # Publishing is the upload itself here; in order it would be one at a time. A child that is visible
             # before its parent is only unreachable until the parent is there.
             self._publish(staged)
-            self._completed(index, None)
+            self._completed({index: None})
 
     def add_run(self, run: Run, start: int, stop: int) -> list[int]:
         """Finds or stages part of a run, and publishes what it can; returns those that are to be done one by one."""
-        chunks, chain = self._chunks, self._chain
-        outcome = chunks.runs.stage(run, start, stop, chain.addresses, True, self._durable, self._hints)
+        staged = self._chunks.runs.stage(run, start, stop, True, self._durable, self._hints)
         left: list[int] = []
-        try:
-            for index in range(start, stop):
-                found, outcome[index - start] = outcome[index - start], None
-                if found is None:
-                    left.append(index)
-                elif isinstance(found, Stat):
-                    if chunks.lacks(found, self._hints):
-                        self._lacking.add(index)
-                    self._completed(index, None)
-                else:
-                    self._completed(index, Staged(found, expected_chunk(chain, index)))
-        except BaseException:
-            for index, name in enumerate(outcome, start):
-                if isinstance(name, str):
-                    chunks.discard(Staged(name, expected_chunk(chain, index)))
-            raise
+        ready: dict[int, Ready] = {}
+        for index, status in enumerate(staged.statuses(), start):
+            if status == native.DONE:
+                ready[index] = staged
+            elif status == native.FOUND:
+                if self._chunks.lacks(staged.stat(index), self._hints):
+                    self._lacking.add(index)
+                ready[index] = None
+            else:
+                left.append(index)
+        self._completed(ready)
         return left
 
     def make_room(self, index: int) -> bool:
@@ -132,21 +130,20 @@ class Publication:
         False where there is nothing. What was discarded is lost to this put.
         """
         with self._lock:
-            behind = {at: staged for at, staged in self._ready.items() if staged and at > index}
+            behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
             for at in behind:
                 del self._ready[at]
-        for staged in behind.values():
-            if staged is not None:
-                self._chunks.discard(staged)
+        for staged in self._staged(behind):
+            self._chunks.discard(staged)
         return bool(behind)
 
     def abandon(self) -> list[Staged]:
         """Nothing more is published. Returns what is staged, to be discarded where it may take its time. Idempotent."""
         with self._lock:
             self._abandoned = True
-            waiting = [staged for staged in self._ready.values() if staged]
-            self._ready = {index: None for index, staged in self._ready.items() if not staged}
-        return waiting
+            waiting = {index: ready for index, ready in self._ready.items() if ready}
+            self._ready = {index: None for index, ready in self._ready.items() if not ready}
+        return self._staged(waiting)
 
     def discard(self, staged: Staged) -> bool:
         """Removes one staged chunk."""
@@ -174,47 +171,91 @@ class Publication:
                 bytes_written=self._bytes_written,
             )
 
-    def _completed(self, index: int, staged: Staged | None) -> None:
+    def _completed(self, ready: Mapping[int, Ready]) -> None:
         """Decides under the lock who publishes; publishes outside it."""
+        if not self._keep(ready):
+            return
         with self._lock:
-            abandoned = self._abandoned
-            if not abandoned:
-                self._ready[index] = staged
-                if self._publishing:
-                    return  # whoever publishes now takes this one too
-                self._publishing = True
-        if not abandoned:
-            self._publish_ready()
-        elif staged:
-            # The caller gave up while these bytes were being written: they may have changed since, so they must
-            # never get a name.
+            if self._publishing:
+                return  # whoever publishes now takes these too
+            self._publishing = True
+        self._publish_ready()
+
+    def _keep(self, ready: Mapping[int, Ready]) -> bool:
+        """Whether these may still be published. If not, the caller gave up while they were being written: they may have
+        changed since, so they never get a name.
+        """
+        with self._lock:
+            if not self._abandoned:
+                self._ready.update(ready)
+                return True
+        for staged in self._staged(ready):
             self._chunks.discard(staged)
+        return False
+
+    def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
+        """Those that have a file."""
+        return [
+            Staged(each.name(index), expected_chunk(self._chain, index)) if isinstance(each, StagedRun) else each
+            for index, each in ready.items()
+            if each is not None
+        ]
 
     def _publish_ready(self) -> None:
         try:
-            while True:
-                with self._lock:
-                    if self._next not in self._ready:
-                        self._publishing = False
-                        return
-                    staged = self._ready.pop(self._next)
-                if staged:
-                    self._publish(staged)
-                with self._lock:
-                    self._next += 1
+            while claimed := self._claim():
+                first, count = self._next, len(claimed)
+                index = first + self._publish_run(claimed[0], first, first + count)
+                self._next = index
+                if index < first + count:
+                    # The next is for Python: its name is taken, there is no room, or it was staged alone.
+                    self._keep(dict(enumerate(claimed[index + 1 - first :], index + 1)))
+                    for staged in self._staged({index: claimed[index - first]}):
+                        self._publish(staged)
+                    self._next = index + 1
         except BaseException:
             with self._lock:
                 self._publishing = False
             raise
 
+    def _claim(self) -> list[Ready]:
+        """Takes what may be published next: one chunk, or those of a run that follow each other. Empty where the next
+        is not ready: then nobody publishes any more.
+        """
+        with self._lock:
+            claimed: list[Ready] = []
+            while (index := self._next + len(claimed)) in self._ready:
+                if claimed and (claimed[0] is None or self._ready[index] is not claimed[0]):
+                    break
+                claimed.append(self._ready.pop(index))
+            self._publishing = bool(claimed)
+            return claimed
+
+    def _publish_run(self, ready: Ready, first: int, stop: int) -> int:
+        """Publishes chunks of a run up to the first that is for Python; how many."""
+        if not isinstance(ready, StagedRun):
+            return 0
+        self._renew_before(first)
+        right = stop
+        if self._still_right is not always:
+            right = next((index for index in range(first, stop) if not self._still_right(index)), stop)
+        count, size_bytes = self._chunks.runs.publish(ready, first, right, ordered=True)
+        with self._lock:
+            self._written += count
+            self._bytes_written += size_bytes
+        return count
+
+    def _renew_before(self, depth: int) -> None:
+        """Before the first new chunk gets its fresh stamp: a chunk is never staler than its child."""
+        if self._renewed:
+            return
+        self._renewed = True
+        lacking = frozenset(index for index in list(self._lacking) if index < depth)
+        self._refresher.renew(self._chain.namespace.id, self._chain.addresses[:depth], self._hints, lacking)
+        self._lacking -= lacking
+
     def _publish(self, staged: Staged) -> None:
-        if not self._renewed:
-            # Before the first new chunk gets its fresh stamp: a chunk is never staler than its child.
-            self._renewed = True
-            chain, depth = self._chain, staged.expected.depth
-            lacking = frozenset(index for index in list(self._lacking) if index < depth)
-            self._refresher.renew(chain.namespace.id, chain.addresses[:depth], self._hints, lacking)
-            self._lacking -= lacking
+        self._renew_before(staged.expected.depth)
         if not self._still_right(staged.expected.depth):
             self._chunks.discard(staged)
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")

@@ -279,6 +279,6 @@ def leading_groups(
         return None
 
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-        return chunks.runs.read(run, first + start, first + stop, chain.addresses, borrowed)
+        return chunks.runs.read(run, first + start, first + stop, borrowed)
 
     return Groups(group_size(count, chain.namespace.layout.chunk_bytes, lanes.width), count, read)

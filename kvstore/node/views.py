@@ -120,7 +120,7 @@ class Views:
                 done = np.zeros(stop - start, np.bool_)
                 end = min(stop, mapped_max)
                 if start < end:
-                    done[: end - start], payloads[start:end] = self._chunks.runs.map(run, start, end, chain.addresses)
+                    done[: end - start], payloads[start:end] = self._chunks.runs.map(run, start, end)
                 return done
 
             groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)

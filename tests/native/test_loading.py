@@ -83,8 +83,8 @@ def test_a_library_that_does_not_fit_is_not_used(
         (tmp_path / "other.c").write_text(source)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True, timeout=60)
     monkeypatch.setattr(native, "LIBRARY", library)
-    found, said = native._load()
-    assert found is None and reason in said
+    found, brief, said = native._load()
+    assert found is None and brief is None and reason in said
 
 
 def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pyte
     library = tmp_path / "libkvstore.so"
     library.write_bytes(b"no library")
     monkeypatch.setattr(native, "LIBRARY", library)
-    found, said = native._load()
-    assert found is None and "cannot be loaded" in said
+    found, brief, said = native._load()
+    assert found is None and brief is None and "cannot be loaded" in said
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -88,7 +88,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
 
         def read() -> None:
             try:
-                chunks.runs.read(run, 0, CHUNKS, chain.addresses, borrowed)
+                chunks.runs.read(run, 0, CHUNKS, borrowed)
             except Withdrawn:
                 ended.append(True)
 
@@ -119,7 +119,7 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
             def read(start: int, run: object = run, borrowed: Borrowed = borrowed) -> None:
                 try:
                     for at in range(start, CHUNKS, 8):
-                        chunks.runs.read(run, at, at + 4, chain.addresses, borrowed)  # type: ignore[arg-type]
+                        chunks.runs.read(run, at, at + 4, borrowed)  # type: ignore[arg-type]
                 except Withdrawn:
                     pass
 
