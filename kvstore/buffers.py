@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.native import library as native
+
 PAGE_BYTES = 4096
+WRITERS_WAIT_S = 0.0002
+"""Between two looks at whether native code still writes: less than it takes with one chunk."""
 
 ReadBuffer = bytes | bytearray | memoryview
 WriteBuffer = bytearray | memoryview
@@ -31,14 +36,14 @@ class Borrowed:
     no longer than copying what is in flight.
     """
 
-    __slots__ = ("_condition", "_users", "_withdrawn", "stop")
+    __slots__ = ("_condition", "_users", "_withdrawn", "natively")
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._users = 0
         self._withdrawn = False
-        self.stop = ctypes.c_int32(0)
-        """Not 0 once the caller wants its memory back, for native code that does several steps in one call."""
+        self.natively = native.Borrowed(0, 0)
+        """The same permission for native code, which does several steps in one call and asks before each."""
 
     def writing(self) -> Borrowed:
         """A context around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
@@ -63,7 +68,9 @@ class Borrowed:
 
     def withdraw(self) -> None:
         """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
-        self.stop.value = 1
+        if native.brief is not None:
+            while native.brief.kv_withdraw(self.natively):
+                time.sleep(WRITERS_WAIT_S)
         with self._condition:
             self._withdrawn = True
             while self._users:

@@ -90,6 +90,13 @@ int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verifie
     return 1;
 }
 
+/* The next chunks that no other lane took: how many from `first` on, 0 where none are left. */
+int64_t kv_take_step(const kv_turn *turn, int64_t count, int64_t *first) {
+    *first = __atomic_fetch_add(turn->next, turn->step, __ATOMIC_RELAXED);
+    int64_t rest = count - *first;
+    return rest < 0 ? 0 : rest < turn->step ? rest : turn->step;
+}
+
 static char *hex(char *at, const uint8_t *bytes, int count) {
     static const char digits[] = "0123456789abcdef";
     for (int i = 0; i < count; i++) {

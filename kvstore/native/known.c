@@ -41,13 +41,15 @@ static void add(const kv_known *known, uint64_t print, uint32_t mark) {
     __atomic_store_n(&known->marks[entry], mark, __ATOMIC_RELEASE);
 }
 
-/* Adds the chunks that have this status, with `mark`, and its lowest bit where the mtime is `renewed_ns` or later; with
- * known NULL only counts them. Returns how many there are, and in `payload` the bytes of their sections. */
-KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, int64_t count, int32_t status, uint32_t mark,
-                               int64_t renewed_ns, uint64_t *payload) {
+/* Adds those of the chunks at `count` places that have this status, with `mark`, and its lowest bit where the mtime is
+ * `renewed_ns` or later; with known NULL only counts them. Returns how many there are, and in `payload` the bytes of their
+ * sections. */
+KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
+                               int32_t status, uint32_t mark, int64_t renewed_ns, uint64_t *payload) {
     int64_t found = 0;
     *payload = 0;
-    for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+    for (const int32_t *place = places; place < places + count; place++) {
+        const kv_chunk *chunk = chunks + *place;
         if (chunk->status != status) continue;
         if (known) add(known, print_of(chunk), mark | (chunk->mtime_ns >= renewed_ns));
         *payload += chunk->section_count * chunk->section_bytes;
@@ -56,10 +58,12 @@ KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, in
     return found;
 }
 
-/* Forgets the chunks that have this status. */
-KV_PUBLIC void kv_known_forget(const kv_known *known, const kv_chunk *chunks, int64_t count, int32_t status) {
-    for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
-        int64_t entry = chunk->status == status ? find(known, print_of(chunk)) : -1;
+/* Forgets those that do not have this status. */
+KV_PUBLIC void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
+                               int32_t status) {
+    for (const int32_t *place = places; place < places + count; place++) {
+        const kv_chunk *chunk = chunks + *place;
+        int64_t entry = chunk->status != status ? find(known, print_of(chunk)) : -1;
         if (entry >= 0) known->marks[entry] = 0;
     }
 }

@@ -63,6 +63,26 @@ class Run(ctypes.Structure):
     )
 
 
+class Borrowed(ctypes.Structure):
+    """``kv_borrowed``."""
+
+    _fields_ = (("stop", ctypes.c_int32), ("users", ctypes.c_int32))
+
+
+class Turn(ctypes.Structure):
+    """``kv_turn``."""
+
+    _fields_ = (
+        ("next", ctypes.POINTER(ctypes.c_int64)),
+        ("step", ctypes.c_int64),
+        ("most", ctypes.c_int64),
+        ("most_blocked", ctypes.c_int64),
+        ("told", ctypes.c_void_p),
+        ("told_count", ctypes.c_int64),
+        ("bytes", ctypes.c_uint64),
+    )
+
+
 class Known(ctypes.Structure):
     """``kv_known``: a table of ``kvstore.node.known``, by the addresses of its arrays."""
 
@@ -102,12 +122,15 @@ def _describe(found: Any) -> None:
     found.kv_hash_absorb.restype = None
     found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
     found.kv_hash_end.restype = ctypes.c_uint64
-    for name in ("kv_open", "kv_verify_files", "kv_look", "kv_stage"):
+    for name in ("kv_open", "kv_verify_files"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
-    found.kv_read.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(ctypes.c_int32))
+    borrowed = ctypes.POINTER(Borrowed)
+    found.kv_read.argtypes = (run, pointer, ctypes.c_int64, borrowed)
+    found.kv_read_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn), borrowed)
     found.kv_read.restype = ctypes.c_int64
-    found.kv_publish.argtypes, found.kv_publish.restype = (run, pointer, ctypes.c_int64, ctypes.c_int), None
+    found.kv_stage_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn))
+    found.kv_publish.argtypes, found.kv_publish.restype = (run, pointer, pointer, ctypes.c_int64, ctypes.c_int), None
     for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None
@@ -132,11 +155,12 @@ def _describe_brief(found: Any) -> None:
     """The same for what is called through ``brief``."""
     pointer, known = ctypes.c_void_p, ctypes.POINTER(Known)
     found.kv_known_add.argtypes = (
-        known, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, pointer,
+        known, pointer, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, pointer,
     )  # fmt: skip
     found.kv_known_add.restype = ctypes.c_int64
-    found.kv_known_forget.argtypes = (known, pointer, ctypes.c_int64, ctypes.c_int32)
+    found.kv_known_forget.argtypes = (known, pointer, pointer, ctypes.c_int64, ctypes.c_int32)
     found.kv_known_forget.restype = None
+    found.kv_withdraw.argtypes = (ctypes.POINTER(Borrowed),)
 
 
 library, brief, _reason = _load()

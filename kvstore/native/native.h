@@ -21,7 +21,7 @@ enum {
     KV_DONE = 0,      /* read and verified, or staged and complete */
     KV_ABSENT = 1,    /* there is no such file */
     KV_FOUND = 2,     /* a put found a file of the right size */
-    KV_BLOCKED = 3,   /* it is not in the page cache */
+    KV_BLOCKED = 3,   /* its file is open; what was to be read is not in the page cache */
     KV_OTHER = 4,     /* Python finds out what it is */
     KV_PUBLISHED = 5, /* what was staged has its final name */
 };
@@ -58,6 +58,23 @@ typedef struct {
     int32_t status;
 } kv_chunk;
 
+/* Permission to write into a caller's memory (kvstore/buffers.py), as native code asks for it. */
+typedef struct {
+    int32_t stop;  /* not 0 once the caller wants its memory back */
+    int32_t users; /* who write into it just now */
+} kv_borrowed;
+
+/* One lane's turn at the chunks of a run, which it shares with others. */
+typedef struct {
+    int64_t *next;        /* of all: the first chunk that nobody took yet */
+    int64_t step;         /* chunks taken at a time */
+    int64_t most;         /* chunks that end the turn, at least `step` */
+    int64_t most_blocked; /* the same of those whose files stay open */
+    int32_t *told;        /* out: of a read the chunks that are not KV_DONE, of a put all; has room for `most` + `step` */
+    int64_t told_count;
+    uint64_t bytes;       /* out: of the sections that it read or wrote */
+} kv_turn;
+
 /* The hash of one section while its bytes arrive in order; they must lie in one piece. */
 typedef struct {
     uint64_t lanes[8];
@@ -85,6 +102,7 @@ const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header);
 int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived);
 int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many);
 int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path);
+int64_t kv_take_step(const kv_turn *turn, int64_t count, int64_t *first);
 int kv_staged_path(const kv_run *run, const kv_chunk *chunk, char *path);
 
 #endif

@@ -18,6 +18,23 @@
 #ifndef RWF_NOWAIT
 #define RWF_NOWAIT 8
 #endif
+
+/* Whether the caller's memory may be written to, until ``leave``. */
+static int enter(kv_borrowed *borrowed) {
+    __atomic_add_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&borrowed->stop, __ATOMIC_SEQ_CST)) return 1;
+    __atomic_sub_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void leave(kv_borrowed *borrowed) { __atomic_sub_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST); }
+
+/* Takes the memory back: nobody is let in any more. Returns how many are still writing. */
+KV_PUBLIC int kv_withdraw(kv_borrowed *borrowed) {
+    __atomic_store_n(&borrowed->stop, 1, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&borrowed->users, __ATOMIC_SEQ_CST);
+}
+
 static int is_missing(int error) {
     return error == ENOENT || error == ESTALE || error == ENOTCONN || error == ENOTDIR || error == ELOOP;
 }
@@ -45,7 +62,7 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
         if (!fstat(chunk->fd, &found) && S_ISREG(found.st_mode) &&
             (uint64_t)found.st_size == chunk->header_bytes + kv_payload_bytes(chunk)) {
             chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
-            chunk->status = KV_DONE;
+            chunk->status = KV_BLOCKED;
         } else {
             kv_close(chunk, 1);
         }
@@ -92,25 +109,66 @@ static int may_read(const kv_run *run, const kv_chunk *chunk) {
 }
 
 /* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. Begins none
- * once `stop` is not 0. Returns how many are open still, KV_BLOCKED. */
-KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
-    uint8_t *header = malloc(kv_largest_header(chunks, count));
+ * once `stop` is not 0. */
+static void read_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint8_t *header, const int32_t *stop) {
     int flags = run->may_wait ? 0 : RWF_NOWAIT;
-    int64_t blocked_count = 0;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
         if (!header || __atomic_load_n(stop, __ATOMIC_RELAXED))
             chunk->status = KV_OTHER;
         else
             chunk->status = may_read(run, chunk) ? read_file(run, chunk, header, flags, 1) : KV_BLOCKED;
-        if (chunk->status == KV_BLOCKED)
-            blocked_count++;
-        else
-            kv_close(chunk, 1);
+        if (chunk->status != KV_BLOCKED) kv_close(chunk, 1);
     }
     kv_copied();
+}
+
+/* Returns how many are open still, KV_BLOCKED. */
+KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    read_files(run, chunks, count, header, stop);
     free(header);
+    int64_t blocked_count = 0;
+    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) blocked_count += chunk->fd >= 0;
     return blocked_count;
+}
+
+/* Opens and reads chunks that no other lane took, a few at a time, until none is left (then 0), the turn is over, or one
+ * needs Python (then 1). -1 once the caller wants its memory back.
+ *
+ * Opening may block, so permission to write is asked for after it, each time. */
+KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn, kv_borrowed *borrowed) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    int64_t blocked_count = 0;
+    int outcome = 1;
+    turn->told_count = 0;
+    turn->bytes = 0;
+    for (int64_t took = 0; took < turn->most && blocked_count < turn->most_blocked && turn->told_count == blocked_count;) {
+        int64_t first, many = kv_take_step(turn, count, &first);
+        if (!many) {
+            outcome = 0;
+            break;
+        }
+        kv_open(run, chunks + first, many);
+        if (!enter(borrowed)) {
+            kv_close(chunks + first, many);
+            outcome = -1;
+            break;
+        }
+        read_files(run, chunks + first, many, header, &borrowed->stop);
+        leave(borrowed);
+        took += many;
+        for (int64_t at = first; at < first + many; at++) {
+            if (chunks[at].status == KV_DONE) {
+                turn->bytes += kv_payload_bytes(chunks + at);
+                continue;
+            }
+            turn->told[turn->told_count++] = (int32_t)at;
+            blocked_count += chunks[at].status == KV_BLOCKED;
+        }
+    }
+    free(header);
+    return outcome;
 }
 
 /* Verifies the opened chunks, whose bytes go nowhere; may wait for the device. Leaves those open that are right.

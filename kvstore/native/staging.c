@@ -72,7 +72,7 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
 }
 
 /* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, with its mtime. */
-KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
+static void look(const kv_run *run, kv_chunk *chunks, int64_t count) {
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         char path[KV_PATH_MAX];
         struct stat found;
@@ -101,14 +101,24 @@ static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     return whole ? KV_DONE : KV_OTHER;
 }
 
-/* Stages those chunks whose status is KV_ABSENT; each that is complete then has KV_DONE, the others left nothing. */
-KV_PUBLIC void kv_stage(const kv_run *run, kv_chunk *chunks, int64_t count) {
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
-        if (chunk->status != KV_ABSENT) continue;
-        uint8_t *header = malloc(chunk->header_bytes);
-        chunk->status = header ? stage_one(run, chunk, header) : KV_OTHER;
-        free(header);
+/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT: each that is complete then
+ * has KV_DONE, the others left nothing. Returns 0 once none is left, 1 when the turn is over. */
+KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
+    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    turn->bytes = 0;
+    for (turn->told_count = 0; turn->told_count < turn->most;) {
+        int64_t first, many = kv_take_step(turn, count, &first);
+        if (!many) break;
+        look(run, chunks + first, many);
+        for (int64_t at = first; at < first + many; at++) {
+            turn->told[turn->told_count++] = (int32_t)at;
+            if (chunks[at].status != KV_ABSENT) continue;
+            chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
+            if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
+        }
     }
+    free(header);
+    return turn->told_count >= turn->most;
 }
 
 /* As Python does it, but for what needs a second thought: a name that is taken, a root that is full or gone. A shard's
@@ -127,10 +137,11 @@ static int publish_one(const kv_run *run, const kv_chunk *chunk) {
     return !unlink(staged) || errno == ENOENT;
 }
 
-/* Gives chunks that are staged, KV_DONE, their final names: then KV_PUBLISHED. The others are staged still; what is `ordered`
- * ends with the first of them. */
-KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, int64_t count, int ordered) {
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
+/* Gives the chunks at `count` places their final names if they are staged, KV_DONE: then KV_PUBLISHED. The others are staged
+ * still; what is `ordered` ends with the first of them. */
+KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *places, int64_t count, int ordered) {
+    for (const int32_t *place = places; place < places + count; place++) {
+        kv_chunk *chunk = chunks + *place;
         if (chunk->status == KV_DONE && publish_one(run, chunk)) chunk->status = KV_PUBLISHED;
         if (ordered && chunk->status != KV_PUBLISHED) return;
     }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +24,11 @@ from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
-from kvstore.node.reading import Groups, group_size, read_chunks, remembered
+from kvstore.node.lanes import Lanes, moved_on
+from kvstore.node.publish import put_sizes
+from kvstore.node.reading import groups_of, read_chunks, remembered
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import StagedRun
+from kvstore.node.shared_runs import SharedPut
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
@@ -195,44 +198,48 @@ class Blocks:
         if run is not None:
             run.origins = dict(enumerate(origins))
 
-        def alone(staged: StagedRun, index: int) -> Staged:
-            return Staged(staged.name(index), expected_block(namespace, keys[index], len(buffers[index])))
+        def alone(put: SharedPut, index: int) -> Staged:
+            return Staged(put.name(index), expected_block(namespace, keys[index], len(buffers[index])))
 
-        def work_on_group(number: int) -> bool:
-            assert run is not None
-            start, stop = number * size, min((number + 1) * size, len(keys))
-            if self._view.leading(addresses[start:stop]) < stop - start:
-                return all(map(work, range(start, stop)))
-            staged = self._chunks.runs.stage(run, start, stop, False, durable, hints)
-            left = list(range(start, stop))
-            try:
-                right = still_right(left)
-                if all(right) and not given_up.is_set():
-                    self._chunks.runs.publish(staged, start, stop, ordered=False)
-                for index, status in enumerate(staged.statuses(), start):
-                    left.pop(0)
-                    if status == native.PUBLISHED:
-                        stored[index] = True
-                    elif status == native.FOUND:
-                        found_there(index, staged.stat(index))
-                    elif status != native.DONE:
-                        if not work(index):
-                            return False
-                    elif not publish(index, alone(staged, index), bool(right[index - start])):
-                        return False
-            finally:
-                statuses = staged.statuses()
-                for index in left:
-                    if statuses[index - start] == native.DONE:
-                        self._chunks.discard(alone(staged, index))
-            return True
+        def work_on_turns(put: SharedPut, _: int) -> bool:
+            more = True
+            while more and not given_up.is_set():
+                places, more = self._chunks.runs.stage(put)
+                left = places.tolist()
+                try:
+                    right = still_right(left)
+                    swept = self._view.leading([addresses[index] for index in left]) < len(left)
+                    if all(right) and not swept and not given_up.is_set():
+                        self._chunks.runs.publish(put, places, ordered=False)
+                    for index, status, is_right in zip(places.tolist(), put.statuses(places), right, strict=True):
+                        left.remove(index)
+                        if status == native.PUBLISHED:
+                            stored[index] = True
+                            continue
+                        is_swept = swept and self._view.condemns(addresses[index])
+                        if status == native.DONE:
+                            publish(index, alone(put, index), bool(is_right) and not is_swept)
+                        elif status != native.FOUND:
+                            work(index)
+                        elif not is_swept:
+                            found_there(index, put.stat(index))
+                except BaseException:
+                    put.stop()
+                    raise
+                finally:
+                    for index, status in zip(left, put.statuses(left), strict=True):
+                        if status == native.DONE:
+                            self._chunks.discard(alone(put, index))
+                moved_on()
+            return not given_up.is_set()
 
         try:
             if run is None:
                 self._lanes.each(len(keys), work, deadline)
             else:
-                size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
-                self._lanes.each(-(-len(keys) // size), work_on_group, deadline)
+                sizes = put_sizes(sum(map(len, buffers)) // len(keys), durable)
+                put = self._chunks.runs.shared_put(run, sizes, depths=False, durable=durable, hints=hints)
+                self._lanes.each(min(len(keys), self._lanes.width), partial(work_on_turns, put), deadline)
         except BaseException:
             # Past the deadline, or interrupted (Ctrl-C): lanes may still be at it.
             given_up.set()
@@ -319,8 +326,9 @@ class Blocks:
                     return np.zeros(stop - start, np.bool_)
                 return self._chunks.runs.read(run, start, stop, borrowed)
 
-            size = group_size(len(keys), sum(map(len, buffers)) // len(keys), self._lanes.width)
-            groups = Groups(size, len(keys), read_group)
+            groups = groups_of(self._chunks, self._lanes, run, sum(map(len, buffers)) // len(keys), read_group)
+            if not is_allowed(0, len(keys)):
+                groups = replace(groups, turns=None)
         keyed = Keyed(namespace, keys, addresses, [len(buffer) for buffer in buffers])
         reading = self._reads.begin_as(
             keyed, 0, len(keys), lambda index: [buffers[index]], read, groups, deadline,

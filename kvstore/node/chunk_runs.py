@@ -7,6 +7,7 @@ said to be not done, and ``Chunks`` does it from scratch.  Called on lanes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -26,10 +27,37 @@ from kvstore.node.images import Images
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Run, StagedRun, block_run, chain_run
+from kvstore.node.runs import Run, block_run, chain_run
+from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
 from kvstore.planes import Planes
 from kvstore.recency import stamps_ns
 from kvstore.root.interface import Root, local_files
+
+
+class SharedReads:
+    """The chunks of one read, for lanes that read them together; ``note`` notes those that are DONE."""
+
+    def __init__(self, run: SharedRead, counters: Counters, note: Callable[[], int]) -> None:
+        self._run = run
+        self._counters = counters
+        self._note = note
+
+    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
+        """One lane's turn: the chunks that are left to ``Chunks.read``, counted from 0, and whether there may be more
+        to read. Raises Withdrawn.
+        """
+        with self._counters.timed("root", "read") as timed:
+            left, more, timed.size_bytes = self._run.read(borrowed)
+        return left, more
+
+    def stop(self) -> None:
+        """No chunk is begun any more."""
+        self._run.stop()
+
+    def end(self) -> npt.NDArray[np.bool_]:
+        """Which were read and are right, when nobody writes into the memory any more. To be called once."""
+        self._note()
+        return self._run.done()
 
 
 class ChunkRuns:
@@ -108,6 +136,14 @@ class ChunkRuns:
             timed.size_bytes = self._note(run, start, stop, epoch)
         return done
 
+    def shared_read(self, run: Run, sizes: Sizes) -> SharedReads:
+        """A run for lanes that read it together."""
+        return SharedReads(
+            SharedRead(run, sizes),
+            self._counters,
+            partial(self._note, run, run.first, run.first + run.count, self._known.epoch),
+        )
+
     def of_layers(
         self,
         chain: Chain,
@@ -145,41 +181,42 @@ class ChunkRuns:
     def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
         """Notes the chunks of part of a run that are DONE, as they were read; the bytes that they have."""
         at, count = run.part(start, stop)
-        chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._quantum(), epoch=epoch)
+        places = np.arange(count, dtype=np.int32)
+        chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._quantum(), epoch=epoch)
         if chunks:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes
 
-    def stage(self, run: Run, start: int, stop: int, depths: bool, durable: bool, hints: Hints) -> StagedRun:
-        """Looks for part of a run and stages what is missing; what is neither there nor staged then is ``Chunks``'s."""
-        epoch, quantum, session = self._known.epoch, self._quantum(), self._session()
-        staged = StagedRun(run, start, stop, session, durable)
-        run.look(start, stop)
-        part, items = run.part(start, stop), staged.items
-        self._known.add_run(*part, native.FOUND, quantum, epoch=epoch)
-        missing = np.flatnonzero(items["status"] == native.ABSENT)
-        if not missing.size:
-            return staged
-        self._known.forget_run(*part, native.ABSENT)
-        items["number"][missing] = list(islice(self._numbers, missing.size))
-        items["incarnation"][missing] = np.frombuffer(b"".join(self._incarnations_of(run, start + missing)), "V16")
-        items["mtime_ns"][missing] = stamps_ns(quantum, start + missing if depths else np.zeros_like(missing), hints)
+    def shared_put(self, run: Run, sizes: Sizes, *, depths: bool, durable: bool, hints: Hints) -> SharedPut:
+        """A run for lanes that put it together."""
+        put = SharedPut(run, sizes, self._session(), durable, self._known.epoch)
+        indexes = np.arange(run.first, run.first + run.count)
+        run.items["number"] = list(islice(self._numbers, run.count))
+        run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
+        run.items["mtime_ns"] = stamps_ns(self._quantum(), indexes if depths else np.zeros_like(indexes), hints)
+        return put
+
+    def stage(self, put: SharedPut) -> tuple[Places, bool]:
+        """One lane's turn at a put: looks for chunks and stages what is missing; what is neither there nor staged then
+        is ``Chunks``'s. The places of those that it took, and whether there may be more.
+        """
         self._incarnations.record()
         with self._counters.timed("root", "write") as timed:
-            staged.stage()
-            done = items[missing][items["status"][missing] == native.DONE]
-            timed.size_bytes = int((done["section_count"] * done["section_bytes"]).sum())
-        return staged
+            places, more, timed.size_bytes = put.stage()
+        at = put.run.part(put.run.first, put.run.first)[0]
+        self._known.add_run(at, places, native.FOUND, self._quantum(), epoch=put.epoch)
+        self._known.forget_run(at, places, native.FOUND)
+        return places, more
 
-    def publish(self, staged: StagedRun, start: int, stop: int, *, ordered: bool) -> tuple[int, int]:
+    def publish(self, put: SharedPut, places: Places, *, ordered: bool) -> tuple[int, int]:
         """Publishes staged chunks: how many, and the bytes of their sections.
 
         What is ``ordered`` only up to the first that is for ``Chunks.publish``, as are others that are not PUBLISHED.
         """
         epoch, quantum = self._known.epoch, self._quantum()
-        staged.publish(start, stop, ordered=ordered)
-        at, count = staged.run.part(start, stop)
-        chunks, size_bytes = self._known.add_run(at, count, native.PUBLISHED, quantum, epoch=epoch)
+        put.publish(places, ordered=ordered)
+        at = put.run.part(put.run.first, put.run.first)[0]
+        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
             self._counters.add("chunks_written", chunks)
             self._counters.add("bytes_written", size_bytes)

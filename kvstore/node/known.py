@@ -90,8 +90,10 @@ class Known:
                 for index in alone:
                     self._add(int(prints[start + index]), int(marks[start + index]))
 
-    def add_run(self, chunks: int, count: int, status: int, quantum_start_s: int, *, epoch: int) -> tuple[int, int]:
-        """``add`` for those of native code's ``count`` chunks, of which the first is at ``chunks``, that have a status.
+    def add_run(
+        self, chunks: int, places: npt.NDArray[np.int32], status: int, quantum_start_s: int, *, epoch: int
+    ) -> tuple[int, int]:
+        """``add`` for those of native code's chunks, of which the first is at ``chunks``, that have a status.
 
         Renewed are those whose mtime is of this quantum.  Returns how many have the status, and the bytes of their
         sections, whether or not they are taken.
@@ -101,14 +103,14 @@ class Known:
         with self._lock:
             table = self._table if epoch == self.epoch else None
             found = native.brief.kv_known_add(
-                table, chunks, count, status, mark, renewed_ns, ctypes.byref(section_bytes)
+                table, chunks, *_listed(places), status, mark, renewed_ns, ctypes.byref(section_bytes)
             )
         return found, section_bytes.value
 
-    def forget_run(self, chunks: int, count: int, status: int) -> None:
-        """``forget`` for those of native code's chunks that have a status."""
+    def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
+        """``forget`` for those that do not have a status."""
         with self._lock:
-            native.brief.kv_known_forget(self._table, chunks, count, status)
+            native.brief.kv_known_forget(self._table, chunks, *_listed(places), status)
 
     def forget(self, address: Address) -> None:
         """It is not there, or not what it should be."""
@@ -218,6 +220,12 @@ class Known:
             return
         self._print_at[entry] = wanted
         self._mark_at[entry] = mark
+
+
+def _listed(places: npt.NDArray[np.int32]) -> tuple[int, int]:
+    """For native code: where they are, and how many."""
+    assert places.dtype == np.int32 and places.flags.c_contiguous
+    return places.__array_interface__["data"][0], len(places)
 
 
 def _print(address: Address) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Unavailable
@@ -18,15 +20,20 @@ from kvstore.hints import Hints
 from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run, StagedRun
+from kvstore.node.runs import Run
+from kvstore.node.shared_runs import SharedPut, Sizes
 from kvstore.results import PutResult
 
-GROUP_BYTES_MAX = 16 << 20
+STEP_BYTES = 1 << 20
+"""Taken at once by a lane."""
+TURN_BYTES_MAX = 16 << 20
 """Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
-GROUP_FILES_MAX = 256
+TURN_FILES_MAX = 256
 """The same in files, one of which is open at a time."""
-GROUP_SYNCED_MAX = 16
+TURN_SYNCED_MAX = 16
 """The same where each is synced: a lane in one call for ``stall_s`` is taken for one that hangs."""
+PUBLISHED_MAX = 64
+"""Published by one call, for the same reason."""
 
 Source = Callable[[int], Pieces]
 """The sections of a chunk, by its index in the chain: views of the caller's memory."""
@@ -38,13 +45,19 @@ anew: what went wrong in memory after it was verified, and before that, would be
 """
 
 
-Ready = Staged | StagedRun | None
+Ready = Staged | SharedPut | None
 """A chunk that may be published when its parent is: staged alone or in a run, or there already."""
 
 
 def always(_: int) -> bool:
     """Of bytes that the caller vouches for."""
     return True
+
+
+def put_sizes(chunk_bytes: int, durable: bool) -> Sizes:
+    """Of turns at puts of chunks of about that size."""
+    most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), TURN_SYNCED_MAX if durable else TURN_FILES_MAX))
+    return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
 
 
 class Publication:
@@ -107,22 +120,33 @@ class Publication:
             self._publish(staged)
             self._completed({index: None})
 
-    def add_run(self, run: Run, start: int, stop: int) -> list[int]:
-        """Finds or stages part of a run, and publishes what it can; returns those that are to be done one by one."""
-        staged = self._chunks.runs.stage(run, start, stop, True, self._durable, self._hints)
+    def begin_run(self, run: Run) -> SharedPut:
+        """Chunks for lanes to find, stage and publish together, by ``add_turn``."""
+        sizes = put_sizes(self._chain.namespace.layout.chunk_bytes, self._durable)
+        return self._chunks.runs.shared_put(run, sizes, depths=True, durable=self._durable, hints=self._hints)
+
+    def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
+        """One lane's turn: finds or stages what no other lane took, and publishes what it can.
+
+        Returns those that are to be done one by one, and whether there may be more.
+        """
+        if self._abandoned:
+            put.stop()
+        places, more = self._chunks.runs.stage(put)
         left: list[int] = []
         ready: dict[int, Ready] = {}
-        for index, status in enumerate(staged.statuses(), start):
+        for place, status in zip(places.tolist(), put.statuses(places), strict=True):
+            index = put.run.first + place
             if status == native.DONE:
-                ready[index] = staged
+                ready[index] = put
             elif status == native.FOUND:
-                if self._chunks.lacks(staged.stat(index), self._hints):
+                if self._chunks.lacks(put.stat(place), self._hints):
                     self._lacking.add(index)
                 ready[index] = None
             else:
                 left.append(index)
         self._completed(ready)
-        return left
+        return left, more
 
     def make_room(self, index: int) -> bool:
         """On a full root: discards what is staged behind chunk ``index``, which can be published only after it.
@@ -196,7 +220,9 @@ class Publication:
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
         """Those that have a file."""
         return [
-            Staged(each.name(index), expected_chunk(self._chain, index)) if isinstance(each, StagedRun) else each
+            Staged(each.name(index - each.run.first), expected_chunk(self._chain, index))
+            if isinstance(each, SharedPut)
+            else each
             for index, each in ready.items()
             if each is not None
         ]
@@ -224,7 +250,7 @@ class Publication:
         """
         with self._lock:
             claimed: list[Ready] = []
-            while (index := self._next + len(claimed)) in self._ready:
+            while len(claimed) < PUBLISHED_MAX and (index := self._next + len(claimed)) in self._ready:
                 if claimed and (claimed[0] is None or self._ready[index] is not claimed[0]):
                     break
                 claimed.append(self._ready.pop(index))
@@ -233,13 +259,14 @@ class Publication:
 
     def _publish_run(self, ready: Ready, first: int, stop: int) -> int:
         """Publishes chunks of a run up to the first that is for Python; how many."""
-        if not isinstance(ready, StagedRun):
+        if not isinstance(ready, SharedPut):
             return 0
         self._renew_before(first)
         right = stop
         if self._still_right is not always:
             right = next((index for index in range(first, stop) if not self._still_right(index)), stop)
-        count, size_bytes = self._chunks.runs.publish(ready, first, right, ordered=True)
+        places = np.arange(first - ready.run.first, right - ready.run.first, dtype=np.int32)
+        count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
         with self._lock:
             self._written += count
             self._bytes_written += size_bytes

@@ -5,7 +5,7 @@ Apart from puts, which begin it, and from its publication, which decides the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,8 @@ from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format.header import Incarnation
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
-from kvstore.node.publish import GROUP_BYTES_MAX, GROUP_FILES_MAX, GROUP_SYNCED_MAX, Publication, Source
-from kvstore.node.reading import group_size
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
+from kvstore.node.publish import Publication, Source
 from kvstore.results import PutResult
 
 if TYPE_CHECKING:
@@ -77,26 +76,35 @@ class Putting:
         run = self._puts.run_of(self._chain, first, count, source)
         if run is None:
             return self._lanes.start(count, lambda at: self._store_from(source, first + at))
-        files_max = GROUP_SYNCED_MAX if self._puts.durable else GROUP_FILES_MAX
-        chunk_bytes = self._chain.namespace.layout.chunk_bytes
-        size = group_size(count, chunk_bytes, self._lanes.width, GROUP_BYTES_MAX, files_max)
+        put = self._publication.begin_run(run)
 
-        def store(number: int) -> bool:
-            start = first + number * size
-            full: Overloaded | None = None
-            for index in self._publication.add_run(run, start, min(start + size, first + count)):
+        def store(_: int) -> bool:
+            more = True
+            while more:
+                left, more = self._publication.add_turn(put)
                 try:
-                    self._store_from(source, index)
-                except Overloaded as error:
-                    if not self._publication.make_room(index):
-                        raise
-                    full = error
-                    self._store_from(source, index)
-            if full is not None:
-                raise full  # what made room is not stored
+                    self._store_left(source, left)
+                except BaseException:
+                    put.stop()
+                    raise
+                moved_on()
             return True
 
-        return self._lanes.start(-(-count // size), store)
+        return self._lanes.start(min(count, self._lanes.width), store)
+
+    def _store_left(self, source: Source, left: Sequence[int]) -> None:
+        """Stores one by one what could not be stored at once."""
+        full: Overloaded | None = None
+        for index in left:
+            try:
+                self._store_from(source, index)
+            except Overloaded as error:
+                if not self._publication.make_room(index):
+                    raise
+                full = error
+                self._store_from(source, index)
+        if full is not None:
+            raise full  # what made room is not stored
 
     def _store_from(self, source: Source, index: int) -> bool:
         return self.store(index, source(index), source.origin(index) if isinstance(source, Images) else None)

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
+from kvstore.node.runs import Run
+from kvstore.node.shared_runs import Sizes
 from kvstore.node.wanted import Wanted
 
 Above = Callable[[Wanted, int], int]
@@ -30,6 +33,9 @@ GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
 """All files of a group are open at once: fewer where the process may have few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 2
+TURN_CHUNKS_MAX = 512
+"""Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
+for ``stall_s`` is taken for one that hangs."""
 
 
 def matched_count(
@@ -104,6 +110,22 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
     return present
 
 
+class Turns(Protocol):
+    """Chunks that lanes read together: each takes the next ones until none is left (``chunk_runs.SharedReads``)."""
+
+    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
+        """One lane's turn: the chunks to be read one by one, and whether there may be more. Raises Withdrawn."""
+        ...
+
+    def stop(self) -> None:
+        """No chunk is begun any more."""
+        ...
+
+    def end(self) -> npt.NDArray[np.bool_]:
+        """Which were read. To be called once, when nobody writes into the memory any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Chunks that are done several at a time, by one call that does not need the GIL."""
@@ -113,6 +135,8 @@ class Groups:
     chunks: int
     read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
+    turns: Turns | None = None
+    """The same without bounds between the lanes, once."""
 
     @property
     def count(self) -> int:
@@ -168,14 +192,18 @@ class Reading:
         self._read = read
         self._stop_at_miss = stop_at_miss
         self._groups = groups
+        self._turns = groups.turns if groups is not None else None
         self._borrowed = Borrowed()
         self._done = bytearray(count)
         self._batch: Batch | None = None
         try:
             if groups is None:
                 self._batch = lanes.start(count, self._work, helped=helps)
-            else:
+            elif self._turns is None:
                 self._batch = lanes.start(groups.count, self._work_on_group, helped=helps)
+            else:
+                work = partial(self._work_on_turns, self._turns)
+                self._batch = lanes.start(min(groups.count, lanes.width), work, helped=helps)
         except KVStoreError:
             counters.add("miss_shed")
 
@@ -200,7 +228,7 @@ class Reading:
             self._borrowed.withdraw()
             raise
         finally:
-            self._ended()
+            self._end()
         return self._done
 
     def withdraw(self) -> None:
@@ -208,7 +236,28 @@ class Reading:
         self._borrowed.withdraw()
         if self._batch is not None:
             self._batch.stop()
+        self._end()
+
+    def _end(self) -> None:
+        """Nobody writes into the memory any more."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            np.frombuffer(self._done, np.bool_)[:] |= turns.end()
         self._ended()
+
+    def _work_on_turns(self, turns: Turns, _: int) -> bool:
+        """As ``_work_on_group``, of what no other lane took."""
+        more = True
+        while more:
+            try:
+                left, more = turns.read(self._borrowed)
+            except Withdrawn:
+                return False
+            if not all(map(self._work, left)):
+                turns.stop()
+                return False
+            moved_on()
+        return True
 
     def _work_on_group(self, number: int) -> bool:
         """All that can be read at once is; the others one by one, as if nothing had been."""
@@ -281,4 +330,18 @@ def leading_groups(
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         return chunks.runs.read(run, first + start, first + stop, borrowed)
 
-    return Groups(group_size(count, chain.namespace.layout.chunk_bytes, lanes.width), count, read)
+    return groups_of(chunks, lanes, run, chain.namespace.layout.chunk_bytes, read)
+
+
+def groups_of(
+    chunks: Chunks,
+    lanes: Lanes,
+    run: Run,
+    chunk_bytes: int,
+    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
+) -> Groups:
+    """The chunks of a run, of about ``chunk_bytes`` each, in groups and turns."""
+    size = group_size(run.count, chunk_bytes, lanes.width)
+    step = max(1, min(size, GROUP_BYTES_MIN // max(1, chunk_bytes)))
+    most = max(step, min(GROUP_BYTES_MAX // max(1, chunk_bytes), TURN_CHUNKS_MAX))
+    return Groups(size, run.count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))

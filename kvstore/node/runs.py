@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed, address_of
-from kvstore.format import places
 from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
-from kvstore.format.places import Name
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.images import Images
@@ -28,7 +26,7 @@ from kvstore.node.items import lay_planes
 from kvstore.node.lanes import moved_on
 from kvstore.node.wanted import Keyed, describe
 from kvstore.planes import Planes
-from kvstore.root.interface import LocalFiles, Stat
+from kvstore.root.interface import LocalFiles
 
 COLD_BYTES = 4 << 20
 """One blocking read of what is not cached; a multiple of what devices and O_DIRECT want."""
@@ -72,18 +70,36 @@ class Run:
     def read_open(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
         """The same of files that are open: their descriptors are in the items, and are closed."""
         at, count = self.part(start, stop)
-        library, items = native.library, self.items[start - self.first : stop - self.first]
-        open_count = count
+        library, open_count = native.library, count
         try:
             with borrowed.writing():
-                open_count = library.kv_read(self.common, at, count, borrowed.stop)
+                open_count = library.kv_read(self.common, at, count, borrowed.natively)
             if open_count:
-                self._read_blocked(start, items, borrowed)
+                self.read_blocked(np.arange(start - self.first, stop - self.first), borrowed)
         finally:
             if open_count:
                 library.kv_close(at, count)
-        done: Mask = items["status"] == native.DONE
+        done: Mask = self.items["status"][start - self.first : stop - self.first] == native.DONE
         return done
+
+    def read_blocked(self, places: npt.NDArray[Any], borrowed: Borrowed) -> None:
+        """Reads those of some chunks, counted from the first, that are open and not cached, and closes them.
+
+        Raises Withdrawn.
+        """
+        blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
+        try:
+            if not self.common.direct:  # the device is to begin with all of it at once
+                for place in blocked:
+                    with suppress(OSError):
+                        os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)
+            for place in blocked:
+                # OSError: no memory to read into.
+                with suppress(OSError):
+                    self._read_cold(self.first + place, borrowed)
+        finally:
+            for place in blocked:
+                native.library.kv_close(*self.part(self.first + place, self.first + place + 1))
 
     def map(self, start: int, stop: int) -> list[memoryview | None]:
         """Verifies chunks and maps their files, read-only; None for those that are not right, or cannot be mapped."""
@@ -105,31 +121,20 @@ class Run:
             native.library.kv_close(at, count)
         return mapped
 
-    def look(self, start: int, stop: int) -> None:
-        """Looks for the final names: then FOUND, ABSENT or OTHER, and mtimes in the items."""
-        native.library.kv_look(self.common, *self.part(start, stop))
-
     def file_bytes(self, index: int) -> int:
         """Bytes that the file of a chunk must have."""
         item = self.items[index - self.first]
-        return int(item["header_bytes"]) + int(item["section_count"]) * int(item["section_bytes"])
+        return int(item["header_bytes"]) + self.payload_bytes(index - self.first)
+
+    def payload_bytes(self, place: int) -> int:
+        """Bytes of the sections of a chunk, counted from the first."""
+        item = self.items[place]
+        return int(item["section_count"]) * int(item["section_bytes"])
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
         """The address of the structures of some chunks, and how many they are."""
         assert self.first <= start <= stop <= self.first + self.count
         return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
-
-    def _read_blocked(self, start: int, items: npt.NDArray[Any], borrowed: Borrowed) -> None:
-        """Reads what is not cached, from ``start`` on: the device is to begin with all of it at once."""
-        blocked = np.flatnonzero(items["status"] == native.BLOCKED)
-        if not self.common.direct:
-            for fd in items["fd"][blocked].tolist():
-                with suppress(OSError):
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        for place in blocked.tolist():
-            # OSError: no memory to read into.
-            with suppress(OSError):
-                self._read_cold(start + place, borrowed)
 
     def _read_cold(self, index: int, borrowed: Borrowed) -> None:
         """Reads what has to come from a device: into memory of ours, and on from there while it is in the cache."""
@@ -156,51 +161,6 @@ class Run:
                     return
                 offset += got
         item["status"] = native.DONE
-
-
-class StagedRun:
-    """Chunks ``start`` to ``stop - 1`` of a run on their way to the root, one lane's part: those that ``look`` found
-    ABSENT are staged under names of a session, and published.
-
-    By its status, each is there already (FOUND), staged (DONE), PUBLISHED, or for Python to do.
-    """
-
-    __slots__ = ("_common", "_session", "items", "run", "start", "stop")
-
-    def __init__(self, run: Run, start: int, stop: int, session: bytes, durable: bool) -> None:
-        self.run = run
-        self._session = session
-        self.start = start
-        self.stop = stop
-        self._common = native.Run.from_buffer_copy(run.common)  # lanes share the run's, and a session may end
-        self._common.session = session.hex().encode()
-        self._common.durable = durable
-        self.items = run.items[start - run.first : stop - run.first]
-
-    def stage(self) -> None:
-        """Stages those that are ABSENT: then DONE where that worked, and nothing is left where it did not."""
-        native.library.kv_stage(self._common, *self.run.part(self.start, self.stop))
-
-    def publish(self, start: int, stop: int, *, ordered: bool) -> None:
-        """Gives those that are staged their final names: then PUBLISHED. The others are for Python, staged still.
-
-        What is ``ordered`` ends with the first of them. Where puts are durable all are, as each waits for the device.
-        """
-        if not self._common.durable:
-            native.library.kv_publish(self._common, *self.run.part(start, stop), ordered)
-
-    def statuses(self) -> list[int]:
-        """How it stands with each."""
-        found: list[int] = self.items["status"].tolist()
-        return found
-
-    def name(self, index: int) -> Name:
-        """Under which a chunk is staged."""
-        return places.staged(self._session, int(self.items["number"][index - self.start]))
-
-    def stat(self, index: int) -> Stat:
-        """Of a chunk that was FOUND."""
-        return Stat(self.run.file_bytes(index), int(self.items["mtime_ns"][index - self.start]))
 
 
 def chain_run(

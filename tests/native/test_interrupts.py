@@ -109,7 +109,7 @@ def test_an_interrupted_get_writes_nothing_afterwards(store_and_pause: tuple[Sto
     cache = store.namespace("m", SMALL)
     cache.put(TOKENS, kv_of(SMALL, TOKENS))
     out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
-    reached, release = pause("kv_open")
+    reached, release = pause("kv_read_turn")
     with interrupted_at(reached):
         cache.get(TOKENS, out)
     release.set()
@@ -124,7 +124,7 @@ def test_an_interrupted_put_of_blocks_stores_nothing_that_came_later(
     blocks = store.namespace("m", SMALL).blocks
     blocks.put([b"first".ljust(16)], [b"makes the folders"])
     keys, buffers = [bytes([at]) * 16 for at in range(8)], [np.full(5000, 1, np.uint8) for _ in range(8)]
-    reached, release = pause("kv_stage")
+    reached, release = pause("kv_stage_turn")
     with interrupted_at(reached):
         blocks.put(keys, buffers)
     for buffer in buffers:
@@ -140,7 +140,7 @@ def test_an_interrupted_put_stores_nothing_that_came_later(store_and_pause: tupl
     cache, kv = store.namespace("m", SMALL), kv_of(SMALL, TOKENS)
     cache.put(TOKENS + 1, kv)
     changing = kv.copy()
-    reached, release = pause("kv_stage")
+    reached, release = pause("kv_stage_turn")
     with interrupted_at(reached):
         cache.put(TOKENS, changing)
     changing[:] = 99

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node import runs
-from kvstore.node.publish import GROUP_SYNCED_MAX
+from kvstore.node.publish import TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
 from kvstore.root.posix import PosixRoot
 from tests.native.modes import opened
@@ -27,29 +28,29 @@ from tests.node.stores import SMALL, TINY, kv_of, member_on, same
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
 
-class Counted:
-    """The library, noting how many chunks each call of one function was given."""
+class Noted:
+    """The library, noting the sizes of each turn that one function was given."""
 
     def __init__(self, library: object, name: str) -> None:
         self._library = library
         self._name = name
-        self.counts: list[int] = []
+        self.turns: list[Any] = []
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._library, name)
         if name != self._name:
             return found
 
-        def counting(*arguments: int) -> object:
-            self.counts.append(arguments[-1])
+        def noting(*arguments: Any) -> object:
+            self.turns += [each for each in arguments if isinstance(each, native.Turn)]
             return found(*arguments)
 
-        return counting
+        return noting
 
 
 def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(native.library, "kv_open")
-    monkeypatch.setattr(native, "library", counted)
+    noted = Noted(native.library, "kv_read_turn")
+    monkeypatch.setattr(native, "library", noted)
     tokens = np.arange(2000 * TINY.chunk_tokens)
     kv = kv_of(TINY, tokens)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -63,14 +64,16 @@ def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert count == len(tokens) and same(found, kv)
         assert store.stats()["miss_unreadable"] == 0
-        assert counted.counts and set(counted.counts) == {1}
+        assert {(turn.step, turn.most_blocked) for turn in noted.turns} == {(1, 1)}
+        noted.turns.clear()
         assert cache.get(tokens)[0] == len(tokens)
-        assert 1 < max(counted.counts) <= GROUP_FILES_MAX, "more where there are more, but not without a limit"
+        (sizes,) = {(turn.step, turn.most_blocked) for turn in noted.turns}
+        assert 1 < min(sizes) <= max(sizes) <= GROUP_FILES_MAX, "more where there are more, but not without a limit"
 
 
 def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(native.library, "kv_stage")
-    monkeypatch.setattr(native, "library", counted)
+    noted = Noted(native.library, "kv_stage_turn")
+    monkeypatch.setattr(native, "library", noted)
     tokens = np.arange(100 * TINY.chunk_tokens)
     store = Store(LocalPort(member_on(PosixRoot(tmp_root), durable=True)))
     try:
@@ -79,7 +82,7 @@ def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: 
         assert cache.get(tokens)[0] == len(tokens)
     finally:
         store.close()
-    assert counted.counts and max(counted.counts) <= GROUP_SYNCED_MAX
+    assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_SYNCED_MAX
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
@@ -125,21 +128,35 @@ items = np.frombuffer(memory, native.CHUNK, 2, mmap.PAGESIZE - 2 * native.CHUNK.
 for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("header_bytes", 256), ("status", 4)):
     items[name] = value
 images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Run(root=b"/nowhere", shard_bits=8)
+run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.Borrowed(0, 0)
+turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, told.ctypes.data)
+both = np.arange(2, dtype=np.int32)
 more = {
-    "kv_close": (), "kv_read": (ctypes.c_int32(0),), "kv_read_parts": (images.ctypes.data, tables.ctypes.data, 0, 2),
+    "kv_close": (), "kv_read": (given,), "kv_read_turn": (turn, given), "kv_stage_turn": (turn,),
+    "kv_read_parts": (images.ctypes.data, tables.ctypes.data, 0, 2),
     **dict.fromkeys(("kv_open_parts", "kv_images_tables"), (images.ctypes.data, tables.ctypes.data)),
     **dict.fromkeys(("kv_images_make", "kv_images_take", "kv_images_verify"), (images.ctypes.data,)),
 }
 name = sys.argv[1]
-getattr(native.library, name)(*(() if name == "kv_close" else (run,)), items.ctypes.data, 2, *more.get(name, ()))
+if name == "kv_publish":
+    items["status"] = native.DONE
+    native.library.kv_publish(run, items.ctypes.data, both.ctypes.data, 2, 0)
+elif name.startswith("kv_known"):
+    prints, marks, payload = np.zeros((1, 8), np.uint64), np.zeros((1, 8), np.uint32), ctypes.c_uint64()
+    table = native.Known(prints.ctypes.data, marks.ctypes.data, 0)
+    more = {"kv_known_add": (2, 0, ctypes.byref(payload))}.get(name, ())
+    getattr(native.brief, name)(table, items.ctypes.data, both.ctypes.data, 2, 4, *more)
+else:
+    getattr(native.library, name)(*(() if name == "kv_close" else (run,)), items.ctypes.data, 2, *more.get(name, ()))
 """
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "kv_open", "kv_close", "kv_read", "kv_verify_files", "kv_look", "kv_stage", "kv_open_parts", "kv_read_parts",
-        "kv_images_make", "kv_images_take", "kv_images_verify", "kv_images_tables",
+        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_verify_files", "kv_stage_turn", "kv_publish",
+        "kv_open_parts", "kv_read_parts", "kv_known_add", "kv_known_forget", "kv_images_make", "kv_images_take",
+        "kv_images_verify", "kv_images_tables",
     ],
 )  # fmt: skip
 def test_nothing_behind_the_last_chunk_is_looked_at(name: str) -> None:

@@ -20,6 +20,7 @@ from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.client.arrays import KvMemory
 from kvstore.native import is_available
 from kvstore.native import library as native
+from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
@@ -110,7 +111,7 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         chunks = chunks_of(store)
         chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
         before = open_files(tmp_root)
-        for attempt in range(40):
+        for attempt in range(80):
             out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
             run = chunks.runs.of(chain, 0, CHUNKS, KvMemory(out, SMALL).sections)
             assert run is not None
@@ -123,10 +124,21 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
                 except Withdrawn:
                     pass
 
+            def take_turns(shared: SharedRead, borrowed: Borrowed = borrowed) -> None:
+                more = True
+                try:
+                    while more:
+                        _, more, _ = shared.read(borrowed)
+                except Withdrawn:
+                    pass
+
             readers = [threading.Thread(target=read, args=(start,)) for start in (0, 4)]
+            if attempt % 2:
+                shared = SharedRead(run, Sizes(2, 4))
+                readers = [threading.Thread(target=take_turns, args=(shared,)) for _ in range(2)]
             for reader in readers:
                 reader.start()
-            time.sleep(attempt / 40 * 0.001)
+            time.sleep(attempt / 80 * 0.001)
             borrowed.withdraw()
             out.fill(9)
             for reader in readers:
@@ -199,8 +211,10 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         )
         assert run is not None
         borrowed = Borrowed()
-        borrowed.stop.value = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
+        borrowed.natively.stop = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
         assert not run.read(0, CHUNKS, borrowed).any()
+        with pytest.raises(Withdrawn):
+            SharedRead(run, Sizes(4, 16)).read(borrowed)
         assert (out == 7).all()
         assert open_files(tmp_root) == before
         assert run.read(0, CHUNKS, Borrowed()).all()

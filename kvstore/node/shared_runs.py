@@ -1,0 +1,129 @@
+"""Runs of chunks that several lanes read or put together: each takes the next few again and again, in one call.
+
+So all end at about the same time, with few calls.  That matters because what Python needs for each has left the cache
+of the processor by the time it is needed again (benchmarks/NOTES.md).  Called on lanes, but for the constructors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.native import library as native
+from kvstore.node.runs import Mask, Run
+from kvstore.root.interface import Stat
+
+Places = npt.NDArray[np.int32]
+"""Of chunks in a run, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of turns, in chunks."""
+
+    step: int
+    """Taken at a time, so that lanes end together."""
+    most: int
+    """End a turn, at least ``step``."""
+    most_blocked: int = 1
+    """The same of those whose files are open and not cached."""
+
+
+class _SharedRun:
+    def __init__(self, run: Run, sizes: Sizes) -> None:
+        self.run = run
+        self._sizes = sizes
+        self._next = ctypes.c_int64(0)
+        self._start = run.part(run.first, run.first)[0]
+        run.items["status"] = native.OTHER
+
+    def stop(self) -> None:
+        """No chunk is begun any more."""
+        self._next.value = self.run.count
+
+    def _turn(self) -> tuple[Any, Places]:
+        """For native code, with the memory for the chunks that it tells of."""
+        sizes = self._sizes
+        told = np.empty(sizes.most + sizes.step, np.int32)
+        at = told.__array_interface__["data"][0]
+        return native.Turn(ctypes.pointer(self._next), sizes.step, sizes.most, sizes.most_blocked, at), told
+
+
+class SharedRead(_SharedRun):
+    """A run on its way into the caller's memory."""
+
+    def read(self, borrowed: Borrowed) -> tuple[list[int], bool, int]:
+        """A turn: the places of chunks that it took and that are not right in their sections, whether there may be more
+        to read, and the bytes of those that are right. Raises Withdrawn.
+        """
+        run, (turn, told) = self.run, self._turn()
+        outcome = native.library.kv_read_turn(run.common, self._start, run.count, turn, borrowed.natively)
+        size_bytes, left = turn.bytes, told[: turn.told_count]
+        if left.size:
+            run.read_blocked(left, borrowed)
+            is_read = run.items["status"][left] == native.DONE
+            size_bytes += sum(map(run.payload_bytes, left[is_read].tolist()))
+            left = left[~is_read]
+        if outcome < 0:
+            raise Withdrawn
+        return left.tolist(), bool(outcome), size_bytes
+
+    def done(self) -> Mask:
+        """Which chunks are right in their sections."""
+        done: Mask = self.run.items["status"] == native.DONE
+        return done
+
+
+class SharedPut(_SharedRun):
+    """A run on its way to the root, staged under names of a session.
+
+    By its status a chunk whose turn it was is there already (FOUND), staged (DONE), PUBLISHED, or for Python to do.
+    Numbers for the names, incarnations and stamps are in the items before the first turn.
+    """
+
+    def __init__(self, run: Run, sizes: Sizes, session: bytes, durable: bool, epoch: int) -> None:
+        """``epoch``: of what the node remembers, before anybody looks at the root."""
+        super().__init__(run, sizes)
+        self.epoch = epoch
+        self._session = session
+        self._common = native.Run.from_buffer_copy(run.common)
+        self._common.session = session.hex().encode()
+        self._common.durable = durable
+
+    def stage(self) -> tuple[Places, bool, int]:
+        """A turn: the places of chunks that it looked for and staged where they are missing, whether there may be more,
+        and the bytes of those that it staged. Of what could not be staged nothing is left.
+        """
+        turn, told = self._turn()
+        more = native.library.kv_stage_turn(self._common, self._start, self.run.count, turn)
+        return told[: turn.told_count], bool(more), turn.bytes
+
+    def publish(self, at: Places, *, ordered: bool) -> None:
+        """Gives chunks that are staged their final names: then PUBLISHED. The others are for Python, staged still.
+
+        What is ``ordered`` ends with the first of them. Where puts are durable all are, as each waits for the device.
+        """
+        if not self._common.durable:
+            listed = at.__array_interface__["data"][0]
+            native.library.kv_publish(self._common, self._start, listed, len(at), ordered)
+
+    def statuses(self, at: Places | Sequence[int]) -> list[int]:
+        """How it stands with chunks."""
+        found: list[int] = self.run.items["status"][at].tolist()
+        return found
+
+    def name(self, place: int) -> Name:
+        """Under which a chunk is staged."""
+        return places.staged(self._session, int(self.run.items["number"][place]))
+
+    def stat(self, place: int) -> Stat:
+        """Of a chunk that was FOUND."""
+        return Stat(self.run.file_bytes(self.run.first + place), int(self.run.items["mtime_ns"][place]))
