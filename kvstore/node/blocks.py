@@ -203,10 +203,11 @@ class Blocks:
 
         def work_on_turns(put: SharedPut, _: int) -> bool:
             more = True
+            left: list[int] = []
             while more and not given_up.is_set():
-                places, more = self._chunks.runs.stage(put)
-                left = places.tolist()
                 try:
+                    places, more = self._chunks.runs.stage(put)
+                    left = places.tolist()
                     right = still_right(left)
                     swept = self._view.leading([addresses[index] for index in left]) < len(left)
                     if all(right) and not swept and not given_up.is_set():

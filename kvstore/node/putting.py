@@ -80,14 +80,14 @@ class Putting:
 
         def store(_: int) -> bool:
             more = True
-            while more:
-                left, more = self._publication.add_turn(put)
-                try:
+            try:
+                while more:
+                    left, more = self._publication.add_turn(put)
                     self._store_left(source, left)
-                except BaseException:
-                    put.stop()
-                    raise
-                moved_on()
+                    moved_on()
+            except BaseException:
+                put.stop()
+                raise
             return True
 
         return self._lanes.start(min(count, self._lanes.width), store)

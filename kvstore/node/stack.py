@@ -146,10 +146,15 @@ class TierStack:
             )
         else:
             self.behind.give_back(sum(granted))
-        shed = count - sum(kept.there)
-        if shed:
-            self._counters.add("behind_shed", shed)
-        return Kept(kept.there + [False] * (count - len(granted)), kept.fresh)
+        many = len(granted)
+        if many < count and all(kept.there) and len(kept.fresh) < many:
+            # Some of these are there or brought by others, and the room that was kept for them is free again.
+            rest = self.absorb(wanted, first + many, count - many, source, hints, deadline)
+        else:
+            rest = Kept([False] * (count - many), [])
+            if shed := count - sum(kept.there):
+                self._counters.add("behind_shed", shed)
+        return Kept(kept.there + rest.there, kept.fresh + [many + at for at in rest.fresh])
 
     def filling(self, wanted: Wanted) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
