@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
 from typing import Any
 
-import grpc
 import numpy.typing as npt
 
-from kvstore.buffers import Withdrawn
-from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
-from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch
+from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.port import Sections
-from kvstore.client.streams import received
 from kvstore.client.tools import Tools
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
-from kvstore.layout import Layout
+from kvstore.errors import HoldBroken
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.messages import parse, sealed, unpack_tokens
-from kvstore.wire.parts import Incoming, SameSize
+from kvstore.wire.messages import sealed, unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer
 
-log = logging.getLogger(__name__)
-
 RELEASE_S = 2.0
-TIDY_S = 1.0
 VIEWED_FILES_MAX = 256
 """Chunks of one view that are mapped files, a descriptor each; the others are copies."""
 
@@ -76,7 +62,7 @@ class RemoteHold:
         self._check()
         if self._endpoint is None:
             return
-        ahead = _LayersAhead(self._endpoint, self._id, self._layout, self.chunks, memory, self._tools)
+        ahead = LayersAhead(self._endpoint, self._id, self._layout, self.chunks, memory, self._tools)
         try:
             yield from ahead.each()
         finally:
@@ -118,179 +104,3 @@ class RemoteHold:
     def _check(self) -> None:
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
-
-
-def _nothing() -> None:
-    pass
-
-
-class _LayersAhead:
-    """A thread that receives the next layer while the caller uses this one.
-
-    ``memory`` is called in that thread, which ``each`` begins. ``close`` returns when nobody writes into any of it any
-    more; it must be called whatever became of ``each``.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        hold_id: bytes,
-        layout: Layout,
-        chunks: int,
-        memory: Callable[[int], LayerMemory],
-        tools: Tools,
-    ) -> None:
-        self._endpoint = endpoint
-        self._hold_id = hold_id
-        self._layers = layout.layers
-        self._section_bytes = layout.section_bytes
-        self._chunks = chunks
-        self._memory = memory
-        self._filling = LayerMemory(memoryview(b""), memoryview(b""))
-        self._tools = tools
-        self._room = threading.Semaphore(1)
-        self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._writes = False
-        self._pid = os.getpid()
-        self._cancel: Callable[[], object] = _nothing
-        self._is_begun = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
-
-    def each(self) -> Iterator[tuple[int, LayerMemory]]:
-        """The layers in order. Raises HoldBroken."""
-        self._thread.start()
-        for _ in range(self._layers):
-            filled = self._ready.get()
-            if isinstance(filled, BaseException):
-                raise filled
-            self._room.release()
-            yield filled
-
-    def close(self) -> None:
-        """Ends call and thread. In a forked child nothing: both are its parent's."""
-        if self._pid != os.getpid():
-            return
-        with self._changed:
-            self._closed = True
-            self._cancel()
-            self._room.release()
-            while self._writes:
-                self._changed.wait()
-        # Only to be tidy: it may be dialling, or, interrupted in ``each`` (Ctrl-C), it was never begun.
-        with suppress(RuntimeError):
-            self._thread.join(TIDY_S)
-
-    def _run(self) -> None:
-        try:
-            self._tools.caller.at(self._endpoint, self._received)
-        except Withdrawn:
-            return
-        except CallFailed as failed:
-            self._ready.put(self._broken(failed.failed.error))
-        except KVStoreError as error:
-            self._ready.put(self._broken(error))
-        except BaseException as error:  # noqa: BLE001  # of the caller's own ``memory``: whoever waits must hear of it
-            self._ready.put(error)
-        finally:
-            self._written()
-
-    def _received(self) -> None:
-        try:
-            self._receive()
-        except grpc.RpcError:
-            if self._closed:
-                raise Withdrawn from None  # cancelled by ``close``, which is no reason to leave the worker aside
-            raise
-
-    def _receive(self) -> None:
-        if not self._receive_bulk():
-            self._receive_grpc()
-
-    def _receive_bulk(self) -> bool:
-        """Reads past gRPC where there is a way; False where nothing came of it."""
-        limits = self._tools.limits
-        with self._endpoint.bulk.link(limits.probe_s) as link:
-            if link is None:
-                return False
-            self._started(link.channel.cut)
-            try:
-                for layer in receive_layers(
-                    link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begun
-                ):
-                    self._filled(layer)
-            except (LinkBroken, BulkRefused) as error:
-                if self._closed:
-                    raise Withdrawn from None  # cut by ``close``
-                if self._is_begun:
-                    raise error.failed.error if isinstance(error, BulkRefused) else error from None
-                link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
-                return False  # an older worker, or one that says the same over gRPC
-            finally:
-                self._started(_nothing)  # from here on the connection is another call's
-            return True
-
-    def _receive_grpc(self) -> None:
-        request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))
-        limits = self._tools.limits
-        stub = self._endpoint.stream_in("Get")
-        frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._called)
-        with closing(frames):
-            opening = next(frames, None)
-            if opening is None or opening.start is None:
-                raise BrokenTransfer("the answer does not begin with how many chunks were found")
-            found = parse(pb.GetStart, opening.start).chunks
-            if found != self._chunks:
-                raise HoldBroken(f"{found} chunks are left of {self._chunks}: match again", 0)
-            incoming = Incoming(SameSize(self._section_bytes, 2 * found * self._layers), self._section)
-            for frame in frames:
-                for _ in incoming.feed(frame):
-                    if incoming.complete % (2 * found) == 0:
-                        self._filled(incoming.complete // (2 * found) - 1)
-            if not incoming.is_done:
-                raise BrokenTransfer("the stream of layers ended too early")
-
-    def _section(self, part: int) -> memoryview:
-        """Where a section goes. Begins a layer only once the caller took the one before."""
-        layer, part = divmod(part, 2 * self._chunks)
-        if not part:
-            self._begun(layer)
-        plane, index = (self._filling.k, part) if part < self._chunks else (self._filling.v, part - self._chunks)
-        return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
-
-    def _begun(self, layer: int) -> LayerMemory:
-        """Where a layer goes, once the caller took the one before."""
-        self._room.acquire()
-        with self._changed:
-            if self._closed:
-                raise Withdrawn
-            self._writes = self._is_begun = True
-        self._filling = self._memory(layer)
-        return self._filling
-
-    def _filled(self, layer: int) -> None:
-        self._written()
-        self._ready.put((layer, self._filling))
-
-    def _written(self) -> None:
-        with self._changed:
-            self._writes = False
-            self._changed.notify_all()
-
-    def _broken(self, error: KVStoreError) -> HoldBroken:
-        if isinstance(error, HoldBroken):
-            return error
-        is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
-        self._tools.counters.add("client_misses_damaged" if is_damage else "client_misses_unreachable")
-        return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
-
-    def _called(self, call: Any) -> None:
-        self._started(call.cancel)
-
-    def _started(self, cancel: Callable[[], object]) -> None:
-        with self._changed:
-            self._cancel = cancel
-            if self._closed:
-                cancel()

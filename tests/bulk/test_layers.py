@@ -14,8 +14,8 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain
-from kvstore.client import remote_hold
 from kvstore.client.cache import Cache
+from kvstore.client.layers_ahead import LayersAhead
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.planes import Planes
@@ -53,7 +53,7 @@ def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> NoReturn:
         raise AssertionError("the layers came over gRPC")
 
-    monkeypatch.setattr(remote_hold._LayersAhead, "_receive_grpc", refuse)
+    monkeypatch.setattr(LayersAhead, "_receive_grpc", refuse)
 
 
 def check(cache: Cache, count: int = COUNT) -> None:
@@ -208,13 +208,13 @@ def test_layers_in_another_way_are_refused(served: Served, mode: Mode, fields: d
 def test_a_layer_of_another_request_is_not_taken(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layering, "encode_head", lambda kind, number, length: encode_head(kind, number + 7, length))
     asked: list[object] = []
-    real = remote_hold._LayersAhead._receive_grpc
+    real = LayersAhead._receive_grpc
 
-    def receive(self: remote_hold._LayersAhead) -> None:
+    def receive(self: LayersAhead) -> None:
         asked.append(self)
         real(self)
 
-    monkeypatch.setattr(remote_hold._LayersAhead, "_receive_grpc", receive)
+    monkeypatch.setattr(LayersAhead, "_receive_grpc", receive)
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
