@@ -67,12 +67,27 @@ class Borrowed:
             raise Withdrawn
 
     def withdraw(self) -> None:
-        """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
+        """Takes the memory back; returns when nobody writes into it any more, even on Ctrl-C. Idempotent."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                self._withdraw()
+                break
+            except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
+                interrupted = error
+        if interrupted is not None:
+            try:
+                raise interrupted
+            finally:
+                interrupted = None  # or its traceback would lead to this frame, and this frame to it
+
+    def _withdraw(self) -> None:
+        with self._condition:
+            self._withdrawn = True
         if native.brief is not None:
             while native.brief.kv_withdraw(self.natively):
                 time.sleep(WRITERS_WAIT_S)
         with self._condition:
-            self._withdrawn = True
             while self._users:
                 self._condition.wait()
 

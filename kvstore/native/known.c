@@ -58,12 +58,12 @@ KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, co
     return found;
 }
 
-/* Forgets those that do not have this status. */
+/* Forgets those that have this status. */
 KV_PUBLIC void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
                                int32_t status) {
     for (const int32_t *place = places; place < places + count; place++) {
         const kv_chunk *chunk = chunks + *place;
-        int64_t entry = chunk->status != status ? find(known, print_of(chunk)) : -1;
+        int64_t entry = chunk->status == status ? find(known, print_of(chunk)) : -1;
         if (entry >= 0) known->marks[entry] = 0;
     }
 }

@@ -69,7 +69,8 @@ typedef struct {
     int64_t *next;        /* of all: the first chunk that nobody took yet */
     int64_t step;         /* chunks taken at a time */
     int64_t most;         /* chunks that end the turn, at least `step` */
-    int64_t most_blocked; /* the same of those whose files stay open */
+    int64_t files;        /* files that may be open at once, at least `step` */
+    int64_t header_bytes; /* of the largest header of all chunks of the run */
     int32_t *told;        /* out: of a read the chunks that are not KV_DONE, of a put all; has room for `most` + `step` */
     int64_t told_count;
     uint64_t bytes;       /* out: of the sections that it read or wrote */

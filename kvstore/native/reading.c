@@ -138,12 +138,13 @@ KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, co
  *
  * Opening may block, so permission to write is asked for after it, each time. */
 KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn, kv_borrowed *borrowed) {
-    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    uint8_t *header = malloc((size_t)turn->header_bytes);
     int64_t blocked_count = 0;
     int outcome = 1;
     turn->told_count = 0;
     turn->bytes = 0;
-    for (int64_t took = 0; took < turn->most && blocked_count < turn->most_blocked && turn->told_count == blocked_count;) {
+    for (int64_t took = 0; took < turn->most && turn->told_count == blocked_count &&
+                           blocked_count + turn->step <= turn->files;) {
         int64_t first, many = kv_take_step(turn, count, &first);
         if (!many) {
             outcome = 0;

@@ -104,7 +104,7 @@ static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
 /* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT: each that is complete then
  * has KV_DONE, the others left nothing. Returns 0 once none is left, 1 when the turn is over. */
 KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
-    uint8_t *header = malloc(kv_largest_header(chunks, count));
+    uint8_t *header = malloc((size_t)turn->header_bytes);
     turn->bytes = 0;
     for (turn->told_count = 0; turn->told_count < turn->most;) {
         int64_t first, many = kv_take_step(turn, count, &first);

@@ -205,7 +205,7 @@ class ChunkRuns:
             places, more, timed.size_bytes = put.stage()
         at = put.run.part(put.run.first, put.run.first)[0]
         self._known.add_run(at, places, native.FOUND, self._quantum(), epoch=put.epoch)
-        self._known.forget_run(at, places, native.FOUND)
+        self._known.forget_run(at, places, native.DONE)
         return places, more
 
     def publish(self, put: SharedPut, places: Places, *, ordered: bool) -> tuple[int, int]:

@@ -108,7 +108,7 @@ class Known:
         return found, section_bytes.value
 
     def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
-        """``forget`` for those that do not have a status."""
+        """``forget`` for those that have a status."""
         with self._lock:
             native.brief.kv_known_forget(self._table, chunks, *_listed(places), status)
 

@@ -33,8 +33,8 @@ class Sizes:
     """Taken at a time, so that lanes end together."""
     most: int
     """End a turn, at least ``step``."""
-    most_blocked: int = 1
-    """The same of those whose files are open and not cached."""
+    files: int = 1
+    """That a reading lane may have open at once, as far as a step needs no more."""
 
 
 class _SharedRun:
@@ -42,6 +42,7 @@ class _SharedRun:
         self.run = run
         self._sizes = sizes
         self._next = ctypes.c_int64(0)
+        self._header_bytes = int(run.items["header_bytes"].max())
         self._start = run.part(run.first, run.first)[0]
         run.items["status"] = native.OTHER
 
@@ -54,7 +55,9 @@ class _SharedRun:
         sizes = self._sizes
         told = np.empty(sizes.most + sizes.step, np.int32)
         at = told.__array_interface__["data"][0]
-        return native.Turn(ctypes.pointer(self._next), sizes.step, sizes.most, sizes.most_blocked, at), told
+        taken = ctypes.pointer(self._next)
+        files = max(sizes.step, sizes.files)
+        return native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at), told
 
 
 class SharedRead(_SharedRun):

@@ -293,7 +293,12 @@ class PosixRoot:
         was acknowledged meanwhile.
         """
         self._check_mounted()
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        folder = os.path.dirname(path)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except FileExistsError:
+            # Not for callers that ask whether the file is there.
+            raise NotADirectoryError(errno.ENOTDIR, "what is there is no folder", folder) from None
 
     def _check_mounted(self) -> None:
         """Raises Unavailable where this is not the root that was opened: an unmounted one has none of our folders, and

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed
+from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
@@ -21,8 +24,10 @@ from kvstore.native import library as native
 from kvstore.node import runs
 from kvstore.node.publish import TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
+from kvstore.node.runs import Run
+from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
-from tests.native.modes import opened
+from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
@@ -64,10 +69,10 @@ def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert count == len(tokens) and same(found, kv)
         assert store.stats()["miss_unreadable"] == 0
-        assert {(turn.step, turn.most_blocked) for turn in noted.turns} == {(1, 1)}
+        assert {(turn.step, turn.files) for turn in noted.turns} == {(1, 1)}
         noted.turns.clear()
         assert cache.get(tokens)[0] == len(tokens)
-        (sizes,) = {(turn.step, turn.most_blocked) for turn in noted.turns}
+        (sizes,) = {(turn.step, turn.files) for turn in noted.turns}
         assert 1 < min(sizes) <= max(sizes) <= GROUP_FILES_MAX, "more where there are more, but not without a limit"
 
 
@@ -129,7 +134,7 @@ for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("he
     items[name] = value
 images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Run(root=b"/nowhere", shard_bits=8)
 run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.Borrowed(0, 0)
-turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, told.ctypes.data)
+turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, 256, told.ctypes.data)
 both = np.arange(2, dtype=np.int32)
 more = {
     "kv_close": (), "kv_read": (given,), "kv_read_turn": (turn, given), "kv_stage_turn": (turn,),
@@ -163,3 +168,31 @@ def test_nothing_behind_the_last_chunk_is_looked_at(name: str) -> None:
     command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(64 * SMALL.chunk_tokens)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(tokens, kv_of(SMALL, tokens))
+        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        out = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
+        run = chunks_of(store).runs.of(chain, 0, 64, KvMemory(out, SMALL).sections)
+        assert run is not None
+        run.common.direct, run.common.may_wait = True, False  # tmpfs knows no RWF_NOWAIT: nothing there is cached
+        most = 0
+
+        def read_blocked(places: Any, borrowed: Borrowed) -> None:
+            nonlocal most
+            most = max(most, int((run.items["fd"] >= 0).sum()))
+            Run.read_blocked(run, places, borrowed)
+
+        monkeypatch.setattr(run, "read_blocked", read_blocked)
+        shared, more = SharedRead(run, Sizes(4, 64, 6)), True
+        while more:
+            left, more, _ = shared.read(Borrowed())
+            assert not left
+        assert shared.done().all() and same(out, kv_of(SMALL, tokens))
+        assert most == 4, "a step more would be 8"

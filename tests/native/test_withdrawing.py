@@ -221,3 +221,26 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         borrowed.withdraw()
         with pytest.raises(Withdrawn):
             run.read(0, CHUNKS, borrowed)
+
+
+def test_taking_back_that_is_interrupted_is_ended_all_the_same() -> None:
+    """Two Ctrl-Cs: the first ends a get, the second comes while it waits for those who write."""
+    borrowed = Borrowed()
+    borrowed.natively.users = 1  # as while native code writes
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)
+        with pytest.raises(Withdrawn), borrowed.writing():
+            pass
+        borrowed.natively.users = 0
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        borrowed.withdraw()
+    assert borrowed.natively.users == 0
+    thread.join(30)

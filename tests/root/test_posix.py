@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
 from tests.root.roots import content_of, names, publish, stage
@@ -184,3 +184,14 @@ def test_a_mount_that_went_away_is_an_empty_root_or_an_error_never_wrong_bytes(t
                 assert memory[:count] == b"content"[:count]
         finally:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
+
+
+def test_where_a_folder_cannot_be_made_nothing_is_published(tmp_path: Path) -> None:
+    """And nobody is told that another writer was first, whose chunk would be there."""
+    root = PosixRoot(tmp_path)
+    staged = Name("staging/s/1.part")
+    root.stage(staged, [memoryview(b"payload")], stamp_ns=0, durable=False)
+    (tmp_path / "chunks").mkdir()
+    (tmp_path / "chunks" / "0001").symlink_to("/nowhere/at/all")
+    with pytest.raises(Unavailable, match="no folder"):
+        root.publish(staged, Name("chunks/0001/b"), durable=False)
