@@ -122,7 +122,7 @@ class Follower:
         with self._view.lock:
             following, self._following = self._following, None
             self._view.end()
-        self._holds.drop_all()
+        self._holds.drop_protecting()
         self._ended.set()
         if following is not None:
             following.watch.close()

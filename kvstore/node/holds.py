@@ -6,7 +6,7 @@ Kept apart from reading because garbage collection asks it one question: how old
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.address import Chain
@@ -102,7 +102,7 @@ class Holds:
         """Ends a hold; idempotent."""
         with self._lock:
             self._live.pop(hold.id, None)
-        _let_go([hold])
+        _let_go(hold)
 
     def announceable(self) -> int:
         """The newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
@@ -119,11 +119,14 @@ class Holds:
                     hold.born = BEFORE_ALL
 
     def drop_all(self) -> None:
-        """Ends every hold, as when the session is lost (rule V2)."""
+        """Ends every hold."""
         with self._lock:
-            ended = list(self._live.values())
-            self._live.clear()
-        _let_go(ended)
+            self._drop(lambda hold: True)
+
+    def drop_protecting(self) -> None:
+        """Ends what a session protected, when it is lost (rule V2); who has matched since then relied on none."""
+        with self._lock:
+            self._drop(lambda hold: hold.born is not None)
 
     def expire(self) -> None:
         """Removes the holds that are past their time."""
@@ -132,15 +135,19 @@ class Holds:
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic_s()
-        ended = [hold for hold in self._live.values() if hold.ends_s <= now_s]
+        ended_count = self._drop(lambda hold: hold.ends_s <= now_s)
+        if ended_count:
+            self._counters.add("holds_expired", ended_count)
+
+    def _drop(self, is_over: Callable[[Hold], bool]) -> int:
+        """Ends some, under the lock; returns how many."""
+        ended = [hold for hold in self._live.values() if is_over(hold)]
         for hold in ended:
             del self._live[hold.id]
-        if ended:
-            self._counters.add("holds_expired", len(ended))
-            _let_go(ended)
+            _let_go(hold)
+        return len(ended)
 
 
-def _let_go(ended: Iterable[Hold]) -> None:
-    for hold in ended:
-        if hold.slots is not None:
-            hold.slots.release()
+def _let_go(hold: Hold) -> None:
+    if hold.slots is not None:
+        hold.slots.release()

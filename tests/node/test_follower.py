@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.errors import Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.format.places import Name
@@ -149,6 +149,19 @@ def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: A
     assert holds[0].born == alone.view.revision, "not older than everything"
     with pytest.raises(Overloaded):
         alone.view.check_room()
+
+
+def test_v2_a_match_after_the_session_died_outlives_its_end(alone: Alone) -> None:
+    """It believed nothing because of the session, whose end is told to one after another: a get between is no miss."""
+    session, chain = alone.session(), prompt(1, 1)
+    alone.follower.begin(session)
+    before = alone.node.hold(chain)
+    session.give_up("as if etcd had been silent for too long")
+    after = alone.node.hold(chain)
+    alone.follower.end(session)
+    alone.node.holds.check(after)
+    with pytest.raises(HoldBroken):
+        alone.node.holds.check(before)
 
 
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:

@@ -97,7 +97,10 @@ def view_before_session() -> Iterator[None]:
 @_bug
 def rejoin_keeps_holds() -> Iterator[None]:
     """V2: holds survive their session."""
-    with patch.object(holds.Holds, "drop_all", lambda self: None):
+    with (
+        patch.object(holds.Holds, "drop_all", lambda self: None),
+        patch.object(holds.Holds, "drop_protecting", lambda self: None),
+    ):
         yield
 
 
