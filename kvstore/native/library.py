@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 4
+ABI = 5
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -117,15 +117,15 @@ def _describe(found: Any) -> None:
     """Tells ctypes the types of what is called. Raises AttributeError where something is missing."""
     pointer, run = ctypes.c_void_p, ctypes.POINTER(Run)
     found.kv_checksum.argtypes, found.kv_checksum.restype = (pointer, ctypes.c_uint64), ctypes.c_uint64
-    found.kv_use_width.argtypes = (ctypes.c_int,)
+    found.kv_use_width.argtypes = found.kv_use_vectors.argtypes = (ctypes.c_int,)
     found.kv_hash_begin.argtypes, found.kv_hash_begin.restype = (pointer,), None
     found.kv_hash_absorb.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
     found.kv_hash_absorb.restype = None
     found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
     found.kv_hash_end.restype = ctypes.c_uint64
-    for name in ("kv_open", "kv_verify_files"):
-        each = getattr(found, name)
-        each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
+    found.kv_open.argtypes, found.kv_open.restype = (run, pointer, ctypes.c_int64), None
+    found.kv_map_files.argtypes, found.kv_map_files.restype = (run, pointer, ctypes.c_int64, pointer), None
+    found.kv_unmap.argtypes, found.kv_unmap.restype = (ctypes.c_uint64, ctypes.c_uint64), None
     borrowed = ctypes.POINTER(Borrowed)
     found.kv_read.argtypes = (run, pointer, ctypes.c_int64, borrowed)
     found.kv_read_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn), borrowed)

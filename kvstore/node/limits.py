@@ -77,7 +77,7 @@ class Limits:
     move_deadline_s: float = 600.0
     """One of them that takes longer ends where it is."""
     open_files_max: int = 256
-    """Files that one layer-by-layer read keeps open."""
+    """Files that one layer-by-layer read keeps open, and, without native code, one view."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

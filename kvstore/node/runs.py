@@ -21,6 +21,7 @@ from kvstore.buffers import Borrowed, address_of
 from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
+from kvstore.node import mappings
 from kvstore.node.images import Images
 from kvstore.node.items import lay_planes
 from kvstore.node.lanes import moved_on
@@ -104,22 +105,18 @@ class Run:
     def map(self, start: int, stop: int) -> list[memoryview | None]:
         """Verifies chunks and maps their files, read-only; None for those that are not right, or cannot be mapped."""
         at, count = self.part(start, stop)
-        mapped: list[memoryview | None] = [None] * count
-        native.library.kv_open(self.common, at, count)
-        try:
-            native.library.kv_verify_files(self.common, at, count)
-            for place in range(count):
-                item = self.items[start - self.first + place]
-                if item["status"] != native.DONE:
-                    continue
-                item["status"] = native.OTHER
-                with suppress(OSError, ValueError):
-                    file = mmap.mmap(int(item["fd"]), self.file_bytes(start + place), mmap.MAP_SHARED, mmap.PROT_READ)
-                    mapped[place] = memoryview(file)[int(item["header_bytes"]) :]
-                    item["status"] = native.DONE
-        finally:
-            native.library.kv_close(at, count)
-        return mapped
+        part = self.items[start - self.first : stop - self.first]
+        part["status"] = native.OTHER
+        addresses = np.zeros(count, np.uint64)
+        granted = mappings.reserve(count)
+        native.library.kv_map_files(self.common, at, granted, addresses.ctypes.data)
+        mappings.give_back(granted - int(np.count_nonzero(addresses)))
+        return [
+            mappings.view(address, self.file_bytes(index))[header_bytes:] if address else None
+            for index, address, header_bytes in zip(
+                range(start, stop), addresses.tolist(), part["header_bytes"].tolist(), strict=True
+            )
+        ]
 
     def file_bytes(self, index: int) -> int:
         """Bytes that the file of a chunk must have."""

@@ -94,7 +94,7 @@ class Views:
         layout, count = chain.namespace.layout, len(chain)
         payloads: list[memoryview | None] = [None] * count
         mapped_max = min(count, self._open_files_max) if self._chunks.root.traits.mapped else 0
-        run = self._chunks.runs.of(chain, 0, mapped_max)
+        run = self._chunks.runs.of(chain, 0, count) if mapped_max else None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             if index in found:
@@ -103,7 +103,7 @@ class Views:
             if payloads[index] is not None:
                 return True
             expected = expected_chunk(chain, index)
-            # Each mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
+            # Such a mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
             if index < mapped_max:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
@@ -117,10 +117,7 @@ class Views:
         if run is not None and not found:
 
             def map_group(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-                done = np.zeros(stop - start, np.bool_)
-                end = min(stop, mapped_max)
-                if start < end:
-                    done[: end - start], payloads[start:end] = self._chunks.runs.map(run, start, end)
+                done, payloads[start:stop] = self._chunks.runs.map(run, start, stop)
                 return done
 
             groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.address import Address, chained_addresses
@@ -30,8 +31,18 @@ def test_a_library_in_use_has_them() -> None:
     assert native.is_available
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "vectors"])
+def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
+    try:
+        if library.library.kv_use_vectors(request.param) != request.param:
+            pytest.skip("this processor has no such instructions")
+        yield
+    finally:
+        library.library.kv_use_vectors(-1)
+
+
 @pytest.mark.parametrize("chunk_tokens", [*range(1, 101), 255, 256, 257, 1024, CHUNK_TOKENS_MAX])
-def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(chunk_tokens: int) -> None:
+def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(vectors: None, chunk_tokens: int) -> None:
     namespace, packed = namespace_of(chunk_tokens), os.urandom(4 * chunk_tokens * 3 + 3)
     expected = chained_addresses(namespace, packed)
     assert chained(namespace, packed, 0, bytes(16)) == expected and len(expected) == 3
@@ -46,9 +57,9 @@ def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(chunk_tokens: int) 
     st.integers(0, 3),
     st.binary(min_size=16, max_size=16),
 )
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_namespace_tokens_and_parent(
-    name: str, chunk_tokens: int, packed: bytes, first: int, parent: bytes
+    vectors: None, name: str, chunk_tokens: int, packed: bytes, first: int, parent: bytes
 ) -> None:
     namespace = namespace_of(chunk_tokens, name)
     expected = chained_addresses(namespace, packed, first, Address(parent))

@@ -140,7 +140,7 @@ more = {
     "kv_close": (), "kv_read": (given,), "kv_read_turn": (turn, given), "kv_stage_turn": (turn,),
     "kv_read_parts": (images.ctypes.data, tables.ctypes.data, 0, 2),
     **dict.fromkeys(("kv_open_parts", "kv_images_tables"), (images.ctypes.data, tables.ctypes.data)),
-    **dict.fromkeys(("kv_images_make", "kv_images_take", "kv_images_verify"), (images.ctypes.data,)),
+    **dict.fromkeys(("kv_map_files", "kv_images_make", "kv_images_take", "kv_images_verify"), (images.ctypes.data,)),
 }
 name = sys.argv[1]
 if name == "kv_publish":
@@ -159,7 +159,7 @@ else:
 @pytest.mark.parametrize(
     "name",
     [
-        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_verify_files", "kv_stage_turn", "kv_publish",
+        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_map_files", "kv_stage_turn", "kv_publish",
         "kv_open_parts", "kv_read_parts", "kv_known_add", "kv_known_forget", "kv_images_make", "kv_images_take",
         "kv_images_verify", "kv_images_tables",
     ],

@@ -15,6 +15,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.limits import Limits
 from kvstore.root.faulty import ENOSPC, FaultyRoot, Rule
 from kvstore.root.posix import PosixRoot
+from tests.native.modes import opened
 from tests.node.stores import SMALL, kv_of, same, store_on
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens, dtype=np.uint32)
@@ -103,7 +104,7 @@ def test_a_prompt_of_too_many_chunks_is_refused(store: Store) -> None:
 
 
 def test_views_beyond_the_open_files_limit_are_copies(tmp_root: Path) -> None:
-    with store_on(tmp_root, Limits(open_files_max=3)) as store:
+    with opened(tmp_root, native=False, limits=Limits(open_files_max=3)) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -118,7 +119,7 @@ def test_views_of_groups_that_are_all_beyond_the_limit_are_copies(tmp_root: Path
     large = SMALL.__class__(2, 4, 1024, "int8", 64)  # a MiB each: every chunk is a group of its own
     tokens = np.arange(6 * large.chunk_tokens)
     kv = np.random.default_rng(3).integers(-128, 128, large.shape(len(tokens)), np.int8)
-    with store_on(tmp_root, Limits(open_files_max=2)) as store:
+    with opened(tmp_root, native=False, limits=Limits(open_files_max=2)) as store:
         cache = store.namespace("m", large)
         cache.put(tokens, kv)
         with cache.hold(tokens) as hold:

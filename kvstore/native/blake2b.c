@@ -1,0 +1,126 @@
+/* One block of BLAKE2b, in plain C, and with AVX-512 for Intel's processors.
+ *
+ * One chain cannot be hashed side by side, as its blocks follow each other, so what counts is the time that one block
+ * takes. In vectors all four columns are mixed at once, and one permutation chooses eight of the sixteen words: 0.7 of the
+ * time of plain C on an Intel Xeon. On an AMD Zen 5, whose core the four columns of plain C keep busy, vectors that gathered
+ * the words took twice as long; these have not been measured there. */
+#include "blake2b.h"
+#include "native.h"
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+const uint64_t kv_blake2b_start[8] = {
+    0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
+    0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179,
+};
+
+/* The words of a block as each round takes them: first those of the columns, two each, then those of the diagonals. */
+#define ROUNDS \
+    ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) \
+    ROUND(14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3) \
+    ROUND(11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4) \
+    ROUND(7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8) \
+    ROUND(9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13) \
+    ROUND(2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9) \
+    ROUND(12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11) \
+    ROUND(13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10) \
+    ROUND(6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5) \
+    ROUND(10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0) \
+    ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) \
+    ROUND(14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3)
+
+#define TURNED(x, bits) ((x) >> (bits) | (x) << (64 - (bits)))
+#define MIX(a, b, c, d, x, y)  \
+    a += b + (x);              \
+    d = TURNED(d ^ a, 32);     \
+    c += d;                    \
+    b = TURNED(b ^ c, 24);     \
+    a += b + (y);              \
+    d = TURNED(d ^ a, 16);     \
+    c += d;                    \
+    b = TURNED(b ^ c, 63);
+#define ROUND(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15) \
+    MIX(v0, v4, v8, v12, m[s0], m[s1])                                              \
+    MIX(v1, v5, v9, v13, m[s2], m[s3])                                              \
+    MIX(v2, v6, v10, v14, m[s4], m[s5])                                             \
+    MIX(v3, v7, v11, v15, m[s6], m[s7])                                             \
+    MIX(v0, v5, v10, v15, m[s8], m[s9])                                             \
+    MIX(v1, v6, v11, v12, m[s10], m[s11])                                           \
+    MIX(v2, v7, v8, v13, m[s12], m[s13])                                            \
+    MIX(v3, v4, v9, v14, m[s14], m[s15])
+
+static void plain(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t last) {
+    uint64_t m[16];
+    memcpy(m, block, BLOCK_BYTES);
+    uint64_t v0 = h[0], v1 = h[1], v2 = h[2], v3 = h[3], v4 = h[4], v5 = h[5], v6 = h[6], v7 = h[7];
+    const uint64_t *start = kv_blake2b_start;
+    uint64_t v8 = start[0], v9 = start[1], v10 = start[2], v11 = start[3];
+    uint64_t v12 = start[4] ^ total, v13 = start[5], v14 = start[6] ^ last, v15 = start[7];
+    ROUNDS
+    h[0] ^= v0 ^ v8;
+    h[1] ^= v1 ^ v9;
+    h[2] ^= v2 ^ v10;
+    h[3] ^= v3 ^ v11;
+    h[4] ^= v4 ^ v12;
+    h[5] ^= v5 ^ v13;
+    h[6] ^= v6 ^ v14;
+    h[7] ^= v7 ^ v15;
+}
+#undef ROUND
+
+#if defined(__x86_64__)
+/* Four columns, or diagonals, at once: the words s0, s2, s4, s6 come first, s1, s3, s5, s7 second. */
+#define MIX_ALL(s0, s1, s2, s3, s4, s5, s6, s7)                                                                     \
+    words = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(s0, s2, s4, s6, s1, s3, s5, s7), high);                \
+    a = _mm256_add_epi64(_mm256_add_epi64(a, _mm512_castsi512_si256(words)), b);                                    \
+    d = _mm256_ror_epi64(_mm256_xor_si256(d, a), 32);                                                               \
+    c = _mm256_add_epi64(c, d);                                                                                     \
+    b = _mm256_ror_epi64(_mm256_xor_si256(b, c), 24);                                                               \
+    a = _mm256_add_epi64(_mm256_add_epi64(a, _mm512_extracti64x4_epi64(words, 1)), b);                              \
+    d = _mm256_ror_epi64(_mm256_xor_si256(d, a), 16);                                                               \
+    c = _mm256_add_epi64(c, d);                                                                                     \
+    b = _mm256_ror_epi64(_mm256_xor_si256(b, c), 63);
+/* Turns three of the rows so that diagonals stand in columns, or back; not b, for which the next step waits longest. So the
+ * diagonal that begins with v3 is the first. */
+#define TURN(by_a, by_c)                          \
+    a = _mm256_permute4x64_epi64(a, by_a);        \
+    c = _mm256_permute4x64_epi64(c, by_c);        \
+    d = _mm256_permute4x64_epi64(d, 0x4e);
+#define ROUND(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15) \
+    MIX_ALL(s0, s1, s2, s3, s4, s5, s6, s7)                                         \
+    TURN(0x93, 0x39)                                                                \
+    MIX_ALL(s14, s15, s8, s9, s10, s11, s12, s13)                                   \
+    TURN(0x39, 0x93)
+
+__attribute__((target("avx512f,avx512vl"))) static void vectors(uint64_t h[8], const uint8_t *block, uint64_t total,
+                                                                uint64_t last) {
+    const __m512i low = _mm512_loadu_si512(block), high = _mm512_loadu_si512(block + 64);
+    const __m256i *state = (const __m256i *)h, *start = (const __m256i *)kv_blake2b_start;
+    const __m256i first = _mm256_loadu_si256(state), second = _mm256_loadu_si256(state + 1);
+    __m512i words;
+    __m256i a = first, b = second, c = _mm256_loadu_si256(start), d = _mm256_loadu_si256(start + 1);
+    d = _mm256_xor_si256(d, _mm256_setr_epi64x((long long)total, 0, (long long)last, 0));
+    ROUNDS
+    _mm256_storeu_si256((__m256i *)h, _mm256_xor_si256(first, _mm256_xor_si256(a, c)));
+    _mm256_storeu_si256((__m256i *)h + 1, _mm256_xor_si256(second, _mm256_xor_si256(b, d)));
+}
+#endif
+
+void (*kv_blake2b)(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t last) = plain;
+
+/* Whether vectors are used from now on: -1 where they are faster, 1 wherever the processor has them, 0 not. */
+KV_PUBLIC int kv_use_vectors(int wanted) {
+    kv_blake2b = plain;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (wanted < 0) wanted = __builtin_cpu_is("intel");
+    if (wanted && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) kv_blake2b = vectors;
+#endif
+    (void)wanted;
+    return kv_blake2b != plain;
+}
+
+__attribute__((constructor)) static void choose(void) { kv_use_vectors(-1); }
