@@ -90,6 +90,18 @@ def decode(mtime_ns: int, quantum_s: int) -> Recency:
     return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
 
 
+def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt.NDArray[np.bool_]:
+    """Of which of many mtimes the hints cover these, as those of ``decode`` say."""
+    starts_s = (mtimes_ns - _CODE_MAX - 1) // NS_PER_S
+    below = (starts_s + 1) * NS_PER_S - mtimes_ns
+    depths = (below + _CODE_MAX) // DEPTH_STEP_NS
+    # Those that are stamps and have the same code have the same hints; what is none has the default ones.
+    codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0)
+    _, first, place = np.unique(codes, return_index=True, return_inverse=True)
+    each = [decode(mtime_ns, quantum_s).hints.covers(hints) for mtime_ns in mtimes_ns[first].tolist()]
+    return np.array(each, np.bool_)[place.reshape(-1)]
+
+
 def renewed_ns(
     mtime_ns: int, quantum_start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
 ) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 5
+ABI = 6
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -123,7 +123,9 @@ def _describe(found: Any) -> None:
     found.kv_hash_absorb.restype = None
     found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
     found.kv_hash_end.restype = ctypes.c_uint64
-    found.kv_open.argtypes, found.kv_open.restype = (run, pointer, ctypes.c_int64), None
+    for name in ("kv_look", "kv_open"):
+        each = getattr(found, name)
+        each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
     found.kv_map_files.argtypes, found.kv_map_files.restype = (run, pointer, ctypes.c_int64, pointer), None
     found.kv_unmap.argtypes, found.kv_unmap.restype = (ctypes.c_uint64, ctypes.c_uint64), None
     borrowed = ctypes.POINTER(Borrowed)

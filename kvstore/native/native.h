@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 5
+#define KV_ABI 6
 #define KV_PUBLIC __attribute__((visibility("default")))
 #define KV_ADDRESS_BYTES 16
 #define KV_DIGEST_BYTES 32

@@ -72,7 +72,7 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
 }
 
 /* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, with its mtime. */
-static void look(const kv_run *run, kv_chunk *chunks, int64_t count) {
+KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         char path[KV_PATH_MAX];
         struct stat found;
@@ -109,7 +109,7 @@ KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, 
     for (turn->told_count = 0; turn->told_count < turn->most;) {
         int64_t first, many = kv_take_step(turn, count, &first);
         if (!many) break;
-        look(run, chunks + first, many);
+        kv_look(run, chunks + first, many);
         for (int64_t at = first; at < first + many; at++) {
             turn->told[turn->told_count++] = (int32_t)at;
             if (chunks[at].status != KV_ABSENT) continue;

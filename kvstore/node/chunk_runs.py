@@ -128,6 +128,14 @@ class ChunkRuns:
             return None
         return block_run(self._files, self._shard_bits, namespace, keys, addresses, buffers)
 
+    def look(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Which chunks of part of a run are there, and the mtimes of those. The rest is ``Chunks.look``'s."""
+        epoch = self._known.epoch
+        found, mtimes_ns = run.look(start, stop)
+        at, count = run.part(start, stop)
+        self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._quantum(), epoch=epoch)
+        return found, mtimes_ns
+
     def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         """Reads and verifies part of a run; True for what is right in its sections. The rest is ``Chunks.read``'s."""
         epoch = self._known.epoch

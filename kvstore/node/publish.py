@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
+from kvstore import recency
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Unavailable
@@ -98,6 +100,11 @@ class Publication:
         if self._chunks.lacks(stat, self._hints):
             self._lacking.add(index)
         return True
+
+    def found(self, indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
+        """Notes chunks that are in the store, as ``look`` does."""
+        lacking = ~recency.cover(mtimes_ns, self._chunks.quantum_s, self._hints)
+        self._lacking.update(indexes[lacking].tolist())
 
     def find(self, index: int) -> bool:
         """Whether chunk ``index`` is in the store already; then it needs no bytes."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Chain
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
@@ -33,7 +36,17 @@ from kvstore.results import PutResult
 from kvstore.sources import Clock
 from kvstore.writes import WriteMode
 
+LOOKED_MIN, LOOKED_MAX = 16, 512
+"""Chunks that native code looks for in one call. Each may wait for a server, and a lane that is in one call for
+``stall_s`` is taken for one that hangs."""
+
 PublishBlocks = Callable[[Keyed, Slots, Hints, Deadline, bool], int]
+Found = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
+"""Hears the indexes and mtimes of chunks that are there."""
+
+
+def _only_there(indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
+    """Nothing but whether they are there is asked."""
 
 
 class Puts:
@@ -182,7 +195,7 @@ class Puts:
         # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.
         chain = chain.leading(self.view.leading(chain.addresses))
         publication = Publication(self._chunks, self._refresher, chain, first, self.durable, hints, still_right)
-        present = self._leading(min(first, len(chain)), publication.look, deadline)
+        present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
         if present < first and self._memory is not None and self._memory.leading(chain, present) >= first - present:
             putting = self._begin_put_with_parents(self._memory, chain, first, present, hints, deadline, still_right)
             if putting is not None:
@@ -243,22 +256,40 @@ class Puts:
     def present_leading(self, chain: Chain, count: int) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
         deadline = Deadline(self.clock, self.limits.match_deadline_s)
-        return self._leading(count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline)
+        return self._leading(
+            chain, count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline
+        )
 
     def run_of(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
         """The chunks of a put as a run; None where they are stored one by one."""
         return self._chunks.runs.of(chain, first, count, source) if self._chunks.runs.stages else None
 
-    def _leading(self, count: int, is_present: Callable[[int], bool], deadline: Deadline) -> int:
+    def _leading(
+        self, chain: Chain, count: int, look: Callable[[int], bool], deadline: Deadline, found: Found = _only_there
+    ) -> int:
+        """How many of the first ``count`` chunks are there, each looked at.
+
+        Native code looks for many at once, and ``found`` hears of those that are there; ``look`` is for the others.
+        """
+        runs = self._chunks.runs
+        run = runs.of(chain, 0, count)
+        size = min(max(-(-count // self._lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
         missing = [count]
 
-        def look(index: int) -> bool:
-            if is_present(index):
-                return True
-            missing.append(index)
-            return False
+        def look_at(number: int) -> bool:
+            start = number * size
+            indexes = np.arange(start, min(start + size, count))
+            if run is not None:
+                there, mtimes_ns = runs.look(run, start, start + len(indexes))
+                found(indexes[there], mtimes_ns)
+                indexes = indexes[~there]
+            for index in indexes.tolist():
+                if not look(index):
+                    missing.append(index)
+                    return False
+            return True
 
-        self._lanes.each(count, look, deadline)
+        self._lanes.each(-(-count // size), look_at, deadline)
         return min(missing)
 
     def _deadline(self, asked_s: float | None) -> Deadline:

@@ -102,6 +102,13 @@ class Run:
             for place in blocked:
                 native.library.kv_close(*self.part(self.first + place, self.first + place + 1))
 
+    def look(self, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+        """Which chunks have a file of the right size, and the mtimes of those."""
+        native.library.kv_look(self.common, *self.part(start, stop))
+        part = self.items[start - self.first : stop - self.first]
+        found: Mask = part["status"] == native.FOUND
+        return found, part["mtime_ns"][found]
+
     def map(self, start: int, stop: int) -> list[memoryview | None]:
         """Verifies chunks and maps their files, read-only; None for those that are not right, or cannot be mapped."""
         at, count = self.part(start, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from kvstore.recency import (
     NS_PER_S,
     USES_MAX,
     Recency,
+    cover,
     decode,
     is_coarse,
     is_fresh,
@@ -105,6 +107,15 @@ def test_any_mtime_decodes_and_to_a_quantum_that_it_is_fresh_in(mtime_ns: int, q
     assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
     assert 0 <= was.depth <= DEPTH_MAX and 0 <= was.uses <= USES_MAX
     assert Hints.of(was.priority, was.ttl_s) == was.hints
+
+
+stamps = st.builds(stamp_ns, st.builds(quantum_of, times, st.just(60)), depths, hints, uses)
+
+
+@given(st.lists(st.one_of(stamps, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
+def test_many_mtimes_cover_hints_as_each_of_them_does(mtimes_ns: list[int], wanted: Hints) -> None:
+    found = cover(np.array(mtimes_ns, np.int64), 60, wanted)
+    assert found.tolist() == [decode(mtime_ns, 60).hints.covers(wanted) for mtime_ns in mtimes_ns]
 
 
 @given(times, st.integers(2, 3600), st.integers(2 * NS_PER_S, 3600 * NS_PER_S))

@@ -159,7 +159,7 @@ else:
 @pytest.mark.parametrize(
     "name",
     [
-        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_map_files", "kv_stage_turn", "kv_publish",
+        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_map_files", "kv_look", "kv_stage_turn", "kv_publish",
         "kv_open_parts", "kv_read_parts", "kv_known_add", "kv_known_forget", "kv_images_make", "kv_images_take",
         "kv_images_verify", "kv_images_tables",
     ],
