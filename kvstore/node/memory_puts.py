@@ -16,7 +16,8 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Source
 from kvstore.node.reading import group_size
 from kvstore.node.slots import Slot
-from kvstore.node.wanted import Wanted
+from kvstore.node.wanted import Wanted, image_bytes
+from kvstore.node.write_behind import WriteBehind
 from kvstore.sources import Ids
 
 COPY_S = 10.0
@@ -51,30 +52,49 @@ class MemoryPuts:
         self._ids = ids
 
     def keep(
-        self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline, *, dirty: bool
+        self,
+        wanted: Wanted,
+        first: int,
+        count: int,
+        source: Source,
+        hints: Hints,
+        deadline: Deadline,
+        behind: WriteBehind | None = None,
     ) -> Kept:
         """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); nobody waits for any.
 
-        Of a chain nothing behind the first that finds none. Raises DeadlinePassed.
+        What the root does not have is to be written ``behind``, where what is fresh has room reserved then.  Of a chain
+        nothing behind the first that finds none. Raises DeadlinePassed.
         """
         with self._memory.refer(wanted, first, count) as found:
             there = [entry is not None for entry in found.entries]
-            slots = self._claimed(wanted, first, there, hints, dirty=dirty)
-            self._copy(wanted, slots, source, deadline)
+            slots = list[tuple[int, Slot]]()
+            try:
+                self._claim_all(wanted, first, there, hints, behind, slots)
+                self._copy(wanted, slots, source, deadline)
+            except BaseException:
+                if behind is not None:
+                    behind.give_back(sum(slot.entry.size_bytes for _, slot in slots))
+                raise
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])
 
-    def _claimed(
-        self, wanted: Wanted, first: int, there: list[bool], hints: Hints, *, dirty: bool
-    ) -> list[tuple[int, Slot]]:
-        """Room for those that are not ``there``, with their indexes; updates ``there``."""
-        slots: list[tuple[int, Slot]] = []
+    def _claim_all(
+        self,
+        wanted: Wanted,
+        first: int,
+        there: list[bool],
+        hints: Hints,
+        behind: WriteBehind | None,
+        slots: list[tuple[int, Slot]],
+    ) -> None:
+        """Room for those that are not ``there``, added to ``slots`` with their indexes; updates ``there``."""
         own: set[Address] = set()  # a block that is given twice is there with the first of them
         try:
             for at in range(len(there)):
                 if there[at]:
                     continue
-                slot = self._memory.claim(wanted, first + at, hints=hints, dirty=dirty)
+                slot = self._claim(wanted, first + at, hints, behind)
                 if slot is not None:
                     there[at] = True
                     slots.append((first + at, slot))
@@ -88,7 +108,20 @@ class MemoryPuts:
             # Interrupted (Ctrl-C): what is claimed and never filled could not be claimed by anybody again.
             self._memory.drop([slot for _, slot in slots])
             raise
-        return slots
+
+    def _claim(self, wanted: Wanted, index: int, hints: Hints, behind: WriteBehind | None) -> Slot | None:
+        """Room in memory, and in the queue of what is written behind; one at a time, so that nobody has room reserved
+        for what another put is bringing."""
+        if behind is None:
+            return self._memory.claim(wanted, index, hints=hints)
+        size_bytes, slot = image_bytes(wanted, index), None
+        if behind.reserve(size_bytes):
+            try:
+                slot = self._memory.claim(wanted, index, hints=hints, dirty=True)
+            finally:
+                if slot is None:
+                    behind.give_back(size_bytes)
+        return slot
 
     def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Source, deadline: Deadline) -> None:
         """Copies, or drops the slots and raises."""

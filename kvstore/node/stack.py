@@ -119,7 +119,7 @@ class TierStack:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
         self.filling(wanted)
         try:
-            return self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+            return self._puts.keep(wanted, first, count, source, hints, deadline)
         except (Overloaded, Unavailable):
             return Kept([False] * count, [])  # too late; they are stored all the same
 
@@ -127,34 +127,19 @@ class TierStack:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
         self.filling(wanted)
         if not self.reaches_root(hints):
-            kept = self._puts.keep(wanted, first, count, source, hints, deadline, dirty=False)
+            kept = self._puts.keep(wanted, first, count, source, hints, deadline)
             self._record()  # no put on the root ever will
             return kept
-        granted = self.behind.reserve([image_bytes(wanted, index) for index in range(first, first + count)])
-        try:
-            kept = self._puts.keep(wanted, first, len(granted), source, hints, deadline, dirty=True)
-            self._record()
-        except BaseException:
-            self.behind.give_back(sum(granted))
-            raise
+        kept = self._puts.keep(wanted, first, count, source, hints, deadline, self.behind)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
-            start, stop = kept.fresh[0], kept.fresh[-1] + 1
-            self.behind.give_back(sum(granted[:start]) + sum(granted[stop:]))
-            self.behind.add(
-                _leading(wanted, first + stop), first + start, stop - start, hints, sum(granted[start:stop])
-            )
-        else:
-            self.behind.give_back(sum(granted))
-        many = len(granted)
-        if many < count and all(kept.there) and len(kept.fresh) < many:
-            # Some of these are there or brought by others, and the room that was kept for them is free again.
-            rest = self.absorb(wanted, first + many, count - many, source, hints, deadline)
-        else:
-            rest = Kept([False] * (count - many), [])
-            if shed := count - sum(kept.there):
-                self._counters.add("behind_shed", shed)
-        return Kept(kept.there + rest.there, kept.fresh + [many + at for at in rest.fresh])
+            start, stop = first + kept.fresh[0], first + kept.fresh[-1] + 1
+            size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
+            self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
+        self._record()
+        if shed := count - sum(kept.there):
+            self._counters.add("behind_shed", shed)
+        return kept
 
     def filling(self, wanted: Wanted) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
@@ -91,18 +91,13 @@ class WriteBehind:
         """Bytes that the root does not have yet, or that are reserved for such."""
         return self._bytes
 
-    def reserve(self, sizes_bytes: Sequence[int]) -> list[int]:
-        """Room for so many leading ones of these as fit: the caller's until ``add`` or ``give_back``."""
-        granted: list[int] = []
+    def reserve(self, size_bytes: int) -> bool:
+        """Whether there is room for a chunk: the caller's until ``add`` or ``give_back``."""
         with self._changed:
-            left = 0 if self._closed else self.bytes_max - self._bytes
-            for size_bytes in sizes_bytes:
-                left -= size_bytes
-                if left < 0:
-                    break
-                granted.append(size_bytes)
-            self._bytes += sum(granted)
-        return granted
+            if self._closed or self._bytes + size_bytes > self.bytes_max:
+                return False
+            self._bytes += size_bytes
+            return True
 
     def give_back(self, size_bytes: int) -> None:
         """Returns room that was reserved and is not needed."""

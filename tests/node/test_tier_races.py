@@ -21,6 +21,8 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.handed_blocks import keyed
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_puts import MemoryPuts
+from kvstore.node.wanted import image_bytes
+from kvstore.node.write_behind import WriteBehind
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.writes import WriteMode
@@ -135,6 +137,41 @@ class Interrupting(SystemClock):
         return super().monotonic_s()
 
 
+def queue_of(case: Case, chunks: int) -> WriteBehind:
+    """With room for so many chunks; nothing is written."""
+    size_bytes = image_bytes(small_chain(1, 1), 0)
+    return WriteBehind(
+        case.tier,
+        lambda job, slots: 0,
+        case.tier._counters,
+        SystemClock(),
+        bytes_max=chunks * size_bytes,
+        give_up_s=9.0,
+    )
+
+
+def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:
+    """Or a third would find the queue full, though there is room for each chunk once."""
+    case, lanes, deadline = Case(8), Lanes(1, 1, 10, 10.0, SystemClock()), Deadline(SystemClock(), 5.0)
+    puts, behind, chain = MemoryPuts(case.tier, lanes, RandomIds()), queue_of(case, 6), small_chain(1, 6)
+    payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
+    refused: list[list[bool]] = []
+
+    def source(index: int) -> Pieces:
+        if index == 0:  # while this put copies what it has claimed, another comes
+            refused.append(puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind).there)
+        return payload
+
+    first = puts.keep(chain, 0, 3, source, DEFAULT, deadline, behind)
+    assert (first.there, refused) == ([True] * 3, [[False] * 6])
+    assert behind.size_bytes == behind.bytes_max // 2
+    second = puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind)
+    assert (second.there, second.fresh) == ([True] * 6, [3, 4, 5])
+    assert behind.size_bytes == behind.bytes_max
+    lanes.close()
+    case.tier.close()
+
+
 @pytest.mark.parametrize("at", range(12))
 def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back(at: int) -> None:
     clock = Interrupting()
@@ -142,20 +179,21 @@ def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back(at: int) -
     case.tier._clock = clock
     lanes = Lanes(2, 2, 10, 10.0, SystemClock())
     puts, chain = MemoryPuts(case.tier, lanes, RandomIds()), small_chain(1, 6)
+    behind = queue_of(case, 6)
     payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
 
     def source(_: int) -> Pieces:
         return payload
 
     def keep() -> list[bool]:
-        return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), dirty=True).there
+        return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), behind).there
 
     clock.at = at
     with suppress(Interrupted):
         keep()
     clock.at = None
     assert case.stat("referenced_bytes") == 0
-    assert keep() == [True] * 6
+    assert keep() == [True] * 6 and behind.size_bytes == behind.bytes_max
     lanes.close()
     case.tier.close()
 
