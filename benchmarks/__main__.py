@@ -77,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     names = list(BENCHMARKS) if asked.benchmark == "all" else [asked.benchmark]
     results, failed = [], False
-    for name in names:
+    for number, name in enumerate(names, 1):
         began_s = time.monotonic()
+        print(f"benchmarks: {name} ({number} of {len(names)}): {BENCHMARKS[name].about}", file=sys.stderr, flush=True)
         try:
             found = BENCHMARKS[name].run(options, None if asked.benchmark == "all" else asked)
         except (WrongBytes, CrewFailed, PeersFailed, KVStoreError, OSError, subprocess.SubprocessError) as error:
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
         if not asked.json:
             show(result)
+            sys.stdout.flush()
         if asked.save:
             asked.save.mkdir(parents=True, exist_ok=True)
             save(result, asked.save / f"{name}.json")

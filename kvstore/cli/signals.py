@@ -47,10 +47,15 @@ class Stopper:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until a signal comes; False where none came in time."""
-        if not self._asked:
-            asleep = select.poll()
-            asleep.register(self._asleep, select.POLLIN)
-            asleep.poll(None if timeout_s is None else 1000 * timeout_s)
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        asleep = select.poll()
+        asleep.register(self._asleep, select.POLLIN)
+        while not self._asked:
+            left_ms = None if ends_s is None else 1000 * max(0.0, ends_s - time.monotonic())
+            if not asleep.poll(left_ms):
+                break
+            with suppress(BlockingIOError):
+                self._asleep.recv(4096)  # of a signal that is somebody else's, perhaps
         return self._asked
 
     def __enter__(self) -> Stopper:
@@ -58,11 +63,15 @@ class Stopper:
         # Event.set needs, and would wait for itself for ever.  A byte on a socket needs no lock.
         self._wake, self._asleep = socket.socketpair()
         self._wake.setblocking(False)
+        self._asleep.setblocking(False)
+        # A signal that another thread is given, as after SIGCONT, would not wake the main one, which runs the handler.
+        self._waked_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._before = _install(self._came)
         return self
 
     def __exit__(self, *_: object) -> None:
         _restore(self._before)
+        signal.set_wakeup_fd(self._waked_before)
         self._wake.close()
         self._asleep.close()
 

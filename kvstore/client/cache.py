@@ -225,7 +225,9 @@ class Hold:
     def view(self) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``, verified.
 
-        Mapped from the root without a copy where the root is a mounted file system and opened in this process.
+        Mapped from the root without a copy where the root is a mounted file system and opened in this process, or by
+        a worker on this host. kvstore never truncates a chunk's file; where somebody else does, a process that touches
+        what a mapping has lost is killed (SIGBUS). A ``get`` has no such limit.
         """
         return self._held.view()
 

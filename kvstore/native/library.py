@@ -127,7 +127,7 @@ def _describe(found: Any) -> None:
         each = getattr(found, name)
         each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
     found.kv_map_files.argtypes, found.kv_map_files.restype = (run, pointer, ctypes.c_int64, pointer), None
-    found.kv_unmap.argtypes, found.kv_unmap.restype = (ctypes.c_uint64, ctypes.c_uint64), None
+    found.kv_map_at_most.argtypes, found.kv_map_at_most.restype = (ctypes.c_int64,), ctypes.c_int64
     borrowed = ctypes.POINTER(Borrowed)
     found.kv_read.argtypes = (run, pointer, ctypes.c_int64, borrowed)
     found.kv_read_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn), borrowed)

@@ -4,6 +4,7 @@
  * caller's memory. `kv_read` never waits for a device, `kv_read_cold` does, into memory of ours. */
 #define _GNU_SOURCE
 #include "copying.h"
+#include "mapping.h"
 #include "native.h"
 #include "pieces.h"
 
@@ -11,7 +12,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -173,29 +173,23 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
     return outcome;
 }
 
-/* Verifies chunks and maps the files of those that are right, read-only: in `mapped` the address of each, or 0. May wait for
- * the device. Reading them into a little memory costs less than going through the mapping, page by page. */
-KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint64_t *mapped) {
+/* Verifies chunks and maps the sections of those that are right: in `mapped` a mapping of each, or NULL. May wait for the
+ * device. Reading them into a little memory costs less than going through the mapping, page by page. */
+KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, kv_mapping **mapped) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
-    kv_open(run, chunks, count);
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, mapped++) {
-        *mapped = 0;
+        *mapped = NULL;
+        kv_open(run, chunk, 1);
         if (chunk->fd < 0) continue;
         posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
         chunk->status = header ? read_file(run, chunk, header, 0, 0) : KV_OTHER;
-        if (chunk->status == KV_DONE) {
-            void *at = mmap(NULL, chunk->header_bytes + kv_payload_bytes(chunk), PROT_READ, MAP_SHARED, chunk->fd, 0);
-            if (at == MAP_FAILED)
-                chunk->status = KV_OTHER;
-            else
-                *mapped = (uintptr_t)at;
-        }
+        uint64_t size = chunk->header_bytes + kv_payload_bytes(chunk);
+        if (chunk->status == KV_DONE) *mapped = kv_map(chunk->fd, size, chunk->header_bytes);
+        if (!*mapped) chunk->status = KV_OTHER;
         kv_close(chunk, 1);
     }
     free(header);
 }
-
-KV_PUBLIC void kv_unmap(uint64_t mapped, uint64_t size) { munmap((void *)(uintptr_t)mapped, size); }
 
 /* Has the device read a file whose bytes are wanted again soon. */
 static int blocked(const kv_run *run, const kv_chunk *chunk, int status) {

@@ -1,55 +1,33 @@
-"""Mapped files that keep no descriptor, so that a process may have many of them; native code maps them.
-
-Unmapped when nothing cut from them lives any more.  Bounded for the whole process, because the allocators of the engine
-beside need mappings as well.
-"""
+"""Files that native code has mapped, as arrays: they keep no descriptor, and are unmapped without a call of Python."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-import weakref
-from functools import lru_cache
 from typing import Any
 
-from kvstore.native import library as native
+import numpy as np
 
-MAPPED_MAX = 16_384
-"""A quarter of the mappings that Linux lets a process have (``vm.max_map_count``)."""
-
-_lock = threading.Lock()
-_mapped_count = 0
-
-
-def reserve(count: int) -> int:
-    """How many of ``count`` files may be mapped now; each is then for ``view``, or ``give_back``."""
-    global _mapped_count
-    with _lock:
-        granted = max(0, min(count, MAPPED_MAX - _mapped_count))
-        _mapped_count += granted
-    return granted
+_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_TENSOR = b"dltensor"
+_ON_CPU = (1, 0)
 
 
-def give_back(count: int) -> None:
-    """So many are not mapped."""
-    global _mapped_count
-    with _lock:
-        _mapped_count -= count
+class _Mapped:
+    """A ``kv_mapping``, by its address, as DLPack has things handed over: to one array."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __dlpack__(self, **_: object) -> object:
+        return _new_capsule(self._address, _TENSOR, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ON_CPU
 
 
-def view(address: int, size_bytes: int) -> memoryview:
-    """A mapped file, read-only, which is unmapped when neither it nor anything cut from it lives any more."""
-    mapping = _type(size_bytes).from_address(address)
-    weakref.finalize(mapping, _unmap, address, size_bytes).atexit = False
-    return memoryview(mapping).toreadonly().cast("B")
-
-
-def _unmap(address: int, size_bytes: int) -> None:
-    native.library.kv_unmap(address, size_bytes)
-    give_back(1)
-
-
-@lru_cache(maxsize=64)
-def _type(size_bytes: int) -> Any:
-    """An array that can be referred to weakly, as those of ctypes itself cannot."""
-    return type("Mapping", (ctypes.c_ubyte * size_bytes,), {})
+def mapped(address: int) -> memoryview:
+    """What a ``kv_mapping`` maps, read-only; unmapped when neither it nor anything cut from it lives any more."""
+    return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]

@@ -161,6 +161,14 @@ def group_size(
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
 
 
+def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The runs of what is not done, each from its first index to the one after its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
+    starts: list[int] = edges[::2].tolist()
+    ends: list[int] = edges[1::2].tolist()
+    return list(zip(starts, ends, strict=True))
+
+
 def files_at_most(count: int, share: int) -> int:
     """``count``, or that part of the files that the process may have open, if it is less; at least 1."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

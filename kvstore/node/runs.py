@@ -21,10 +21,10 @@ from kvstore.buffers import Borrowed, address_of
 from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
-from kvstore.node import mappings
 from kvstore.node.images import Images
 from kvstore.node.items import lay_planes
 from kvstore.node.lanes import moved_on
+from kvstore.node.mappings import mapped
 from kvstore.node.wanted import Keyed, describe
 from kvstore.planes import Planes
 from kvstore.root.interface import LocalFiles
@@ -110,20 +110,11 @@ class Run:
         return found, part["mtime_ns"][found]
 
     def map(self, start: int, stop: int) -> list[memoryview | None]:
-        """Verifies chunks and maps their files, read-only; None for those that are not right, or cannot be mapped."""
+        """Verifies chunks and maps their sections, read-only; None for what is not right, or cannot be mapped."""
         at, count = self.part(start, stop)
-        part = self.items[start - self.first : stop - self.first]
-        part["status"] = native.OTHER
         addresses = np.zeros(count, np.uint64)
-        granted = mappings.reserve(count)
-        native.library.kv_map_files(self.common, at, granted, addresses.ctypes.data)
-        mappings.give_back(granted - int(np.count_nonzero(addresses)))
-        return [
-            mappings.view(address, self.file_bytes(index))[header_bytes:] if address else None
-            for index, address, header_bytes in zip(
-                range(start, stop), addresses.tolist(), part["header_bytes"].tolist(), strict=True
-            )
-        ]
+        native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
+        return [mapped(address) if address else None for address in addresses.tolist()]
 
     def file_bytes(self, index: int) -> int:
         """Bytes that the file of a chunk must have."""

@@ -22,7 +22,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Above, Groups, Reading, group_size, leading_groups, matched_count
+from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, leading_groups, matched_count
 from kvstore.node.slots import Slot
 from kvstore.node.stack import TierStack
 from kvstore.node.tiers import Tier
@@ -110,7 +110,7 @@ class TieredReads:
                 self._read_fetched(tiers, wanted, first + start, done, into, borrowed, deadline)
             if from_root is not None:
                 # By native code as far as it goes; what is left after it is done one by one.
-                for at, end in _gaps(done):
+                for at, end in gaps(done):
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
@@ -257,11 +257,3 @@ class TieredReads:
                 return timed.size_bytes == len(image)
         except (KVStoreError, Damaged):
             return False  # whoever reads the chunk itself finds out, and counts it
-
-
-def _gaps(done: Mask) -> list[tuple[int, int]]:
-    """The runs of what is not done, each from its first index to the one after its last."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
-    starts: list[int] = edges[::2].tolist()
-    ends: list[int] = edges[1::2].tolist()
-    return list(zip(starts, ends, strict=True))

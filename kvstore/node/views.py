@@ -24,7 +24,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Groups, group_size, read_chunks
+from kvstore.node.reading import Groups, gaps, group_size, read_chunks
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import payload_of
@@ -90,11 +90,13 @@ class Views:
     def _mapped(
         self, chain: Chain, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
     ) -> dict[int, npt.NDArray[np.uint8]]:
-        """The others, mapped from the root where it can be mapped; copies beyond so many files."""
+        """The others, mapped from the root where they can be; the rest are copies."""
         layout, count = chain.namespace.layout, len(chain)
         payloads: list[memoryview | None] = [None] * count
-        mapped_max = min(count, self._open_files_max) if self._chunks.root.traits.mapped else 0
-        run = self._chunks.runs.of(chain, 0, count) if mapped_max else None
+        can_map = self._chunks.root.traits.mapped
+        run = self._chunks.runs.of(chain, 0, count) if can_map else None
+        # A mapping of Python's keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
+        mapped_max = self._open_files_max if can_map and run is None else 0
 
         def read(index: int, borrowed: Borrowed) -> bool:
             if index in found:
@@ -103,7 +105,6 @@ class Views:
             if payloads[index] is not None:
                 return True
             expected = expected_chunk(chain, index)
-            # Such a mapping keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
             if index < mapped_max:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
@@ -114,10 +115,13 @@ class Views:
             return self._chunks.read(expected, sections, borrowed)
 
         groups = None
-        if run is not None and not found:
+        if run is not None:
 
             def map_group(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-                done, payloads[start:stop] = self._chunks.runs.map(run, start, stop)
+                done = np.array([index in found for index in range(start, stop)], np.bool_)
+                for at, end in gaps(done):
+                    part = slice(start + at, start + end)
+                    done[at:end], payloads[part] = self._chunks.runs.map(run, part.start, part.stop)
                 return done
 
             groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)

@@ -116,6 +116,27 @@ for number in range(1000):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:
+    """As after SIGCONT: the handler runs in the main thread, which would sleep on."""
+    script = """
+import os, signal, threading, time
+from kvstore.cli.signals import Stopper
+def signalled():
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        time.sleep(0.2)
+        os.kill(os.getpid(), number)
+    time.sleep(60)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+with Stopper() as stopper:
+    threading.Thread(target=signalled, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
+    began_s = time.monotonic()
+    assert stopper.wait(50) and 0.3 < time.monotonic() - began_s < 40
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

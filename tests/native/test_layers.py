@@ -122,7 +122,8 @@ def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path) -> 
                 assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
                 for file in chunk_files(tmp_root):
                     file.unlink()
-    assert broken.value.tokens_valid == 0 or broken.value.tokens_valid == SMALL.chunk_tokens, "one file stays open"
+    # One file stays open, and the next layer is being read while the files go.
+    assert broken.value.tokens_valid in range(0, len(tokens), SMALL.chunk_tokens)
 
 
 @pytest.fixture

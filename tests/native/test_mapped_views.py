@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore import Layout
 from kvstore.client.store import Store
 from kvstore.native import is_available
-from kvstore.node import mappings
+from kvstore.native import library as native
 from kvstore.node.limits import Limits
 from tests.native.modes import opened
 from tests.node.stores import chunk_files, kv_of, same
@@ -51,21 +56,75 @@ def test_a_view_maps_all_its_chunks_and_keeps_no_descriptor(tmp_root: Path) -> N
         del views
         assert mapped_files(tmp_root) == 1 and same(part, KV[0, 1, 7 * 8 + 2 : 7 * 8 + 5]), "what is left keeps its own"
         del part
-        assert mapped_files(tmp_root) == 0
+        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
 
 
-def test_more_than_may_be_mapped_are_copies(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mappings, "MAPPED_MAX", 10)
-    with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:
+@pytest.fixture
+def ten_at_most() -> Iterator[None]:
+    native.library.kv_map_at_most(10)
+    yield
+    native.library.kv_map_at_most(16_384)
+
+
+def mapped_count() -> int:
+    """As native code counts them, in the whole process."""
+    return int(native.library.kv_map_at_most(-1))
+
+
+def test_more_than_may_be_mapped_are_copies(tmp_root: Path, ten_at_most: None) -> None:
+    with opened(tmp_root, native=True) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
+        before = open_files()
         for _ in range(3):  # what was let go of may be mapped again
             views = views_of(store)
-            assert 10 <= mapped_files(tmp_root) <= 11
+            assert (mapped_files(tmp_root), mapped_count(), open_files()) == (10, 10, before)
             assert same(np.concatenate(views, axis=2), KV)
             assert same(np.concatenate(views_of(store), axis=2), KV), "while others have all of them"
             del views
-            assert (mapped_files(tmp_root), mappings.reserve(20)) == (0, 10)
-            mappings.give_back(10)
+            assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
+
+
+def test_a_garbage_collection_in_the_middle_of_a_view_lets_go_of_others(tmp_root: Path) -> None:
+    """Of views in a cycle, by whichever thread: what it waited for would be held by the one that it interrupts."""
+    with opened(tmp_root, native=True) as store:
+        store.namespace("m", LAYOUT).put(TOKENS, KV)
+        before = gc.get_threshold()
+        gc.set_threshold(5)
+        try:
+            for _ in range(100):
+                cycle: list[object] = views_of(store)  # type: ignore[assignment]
+                assert len(cycle) == CHUNKS
+                cycle.append(cycle)
+                del cycle
+        finally:
+            gc.set_threshold(*before)
+        gc.collect()
+        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
+
+
+class Broken(Exception):
+    """What a signal's handler raises."""
+
+
+def test_a_signal_while_views_are_let_go_of_leaks_none(tmp_root: Path) -> None:
+    def handler(*_: object) -> None:
+        raise Broken
+
+    with opened(tmp_root, native=True) as store:
+        store.namespace("m", LAYOUT).put(TOKENS, KV)
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            for number in range(30):
+                views = views_of(store)
+                with suppress(Broken):
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + number % 10))
+                    del views
+                    signal.sigtimedwait([], 0.05)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        gc.collect()
+        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
 
 
 def test_a_damaged_chunk_ends_the_view_and_none_stays_mapped(tmp_root: Path) -> None:
@@ -77,4 +136,19 @@ def test_a_damaged_chunk_ends_the_view_and_none_stays_mapped(tmp_root: Path) -> 
         assert len(views) < CHUNKS and mapped_files(tmp_root) == len(views)
         assert all(same(view, KV[:, :, 8 * at : 8 * at + 8]) for at, view in enumerate(views))
         del views
-        assert mapped_files(tmp_root) == 0
+        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
+
+
+def test_a_view_of_what_memory_has_some_of_maps_the_rest(tmp_root: Path) -> None:
+    with kvstore.open(str(tmp_root), memory=16 << 20) as store:
+        cache = store.namespace("m", layout=LAYOUT)
+        half = len(TOKENS) // 2
+        cache.put(TOKENS[:half], KV[:, :, :half], write="around")
+        cache.put(TOKENS, KV[:, :, half:], prefix=half, write="through")
+        before = open_files()
+        with cache.hold(TOKENS) as hold:
+            views = hold.view()
+        assert same(np.concatenate(views, axis=2), KV)
+        assert (mapped_files(tmp_root), open_files()) == (CHUNKS // 2, before)
+        del views
+        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
