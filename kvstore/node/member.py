@@ -110,7 +110,9 @@ class Member:
                 )
             if not hold.count:
                 return self._no_pin(owner, chain)
-            node.puts.write_out(hold.chain)  # what only memory has is not there for collectors and other nodes
+            # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
+            # there is half of the time that a pin has, or pins would take all calls of a worker.
+            node.puts.write_out(hold.chain, node.limits.meta_deadline_s / 2)
             addresses = chain.addresses[: hold.count]
             seconds = max(1, round(ttl_s))
             ref = self._pins.pin(

@@ -248,10 +248,10 @@ class Puts:
             raise
         return putting.finish(wait_s).tokens_present // wanted.namespace.layout.chunk_tokens
 
-    def write_out(self, chain: Chain) -> None:
-        """Returns when what was put behind of this prompt is on the root or lost, or not within a write's deadline."""
+    def write_out(self, chain: Chain, timeout_s: float) -> None:
+        """Returns when what was put behind of this prompt is on the root or lost, or not in time."""
         if self._tiers is not None:
-            self._tiers.behind.settle(chain, 0, len(chain), self.limits.write_deadline_s)
+            self._tiers.behind.settle(chain, 0, len(chain), timeout_s)
 
     def present_leading(self, chain: Chain, count: int) -> int:
         """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
