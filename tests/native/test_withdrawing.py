@@ -239,8 +239,13 @@ def test_taking_back_that_is_interrupted_is_ended_all_the_same() -> None:
         borrowed.natively.users = 0
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        borrowed.withdraw()
+    # It is ignored where the tests run in the background of a shell.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            borrowed.withdraw()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert borrowed.natively.users == 0
     thread.join(30)
