@@ -66,41 +66,36 @@ def test_what_one_writes_the_other_reads(tmp_root: Path, layout: Layout, writes_
             assert store.stats()["miss_damaged"] == 0
 
 
-def test_a_put_that_extends_a_prompt_raises_the_hints_of_what_is_there(tmp_root: Path) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_put_that_extends_a_prompt_raises_the_hints_of_what_is_there(tmp_root: Path, native: bool) -> None:
     tokens, size = np.arange(40 * TINY.chunk_tokens), TINY.chunk_tokens
     kv = kv_of(TINY, tokens)
-    for native in (True, False):
-        path = tmp_root / str(native)
-        path.mkdir()
-        with opened(path, native=native) as store:
-            cache = store.namespace("m", TINY)
-            cache.put(tokens[: 20 * size], kv[:, :, : 20 * size], preset="batch")
-            cache.put(tokens[: 30 * size], kv[:, :, 20 * size : 30 * size], prefix=20 * size, preset="rag")
-            result = cache.put(tokens, kv[:, :, 30 * size :], prefix=30 * size, preset="chat")
-            assert (result.tokens_present, result.chunks_written) == (len(tokens), 10)
-            store._port._node.drain()  # type: ignore[attr-defined]
-            said = sorted((file.stat().st_mtime_ns for file in chunk_files(path)), reverse=True)
-            hints = [decode_mtime(mtime_ns, Limits().quantum_s).hints for mtime_ns in said]
-            assert hints == [PRESETS["rag"]] * 30 + [PRESETS["chat"]] * 10
+    with opened(tmp_root, native=native) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens[: 20 * size], kv[:, :, : 20 * size], preset="batch")
+        cache.put(tokens[: 30 * size], kv[:, :, 20 * size : 30 * size], prefix=20 * size, preset="rag")
+        result = cache.put(tokens, kv[:, :, 30 * size :], prefix=30 * size, preset="chat")
+        assert (result.tokens_present, result.chunks_written) == (len(tokens), 10)
+        store._port._node.drain()  # type: ignore[attr-defined]
+        said = sorted((file.stat().st_mtime_ns for file in chunk_files(tmp_root)), reverse=True)
+        hints = [decode_mtime(mtime_ns, Limits().quantum_s).hints for mtime_ns in said]
+        assert hints == [PRESETS["rag"]] * 30 + [PRESETS["chat"]] * 10
 
 
-def test_a_chunk_that_vanished_before_the_prefix_of_a_put_is_a_hole(tmp_root: Path) -> None:
-    tokens = np.arange(70 * TINY.chunk_tokens)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_chunk_that_vanished_before_the_prefix_of_a_put_is_a_hole(tmp_root: Path, native: bool) -> None:
+    tokens, end = np.arange(70 * TINY.chunk_tokens), 60 * TINY.chunk_tokens
     kv = kv_of(TINY, tokens)
-    for native in (True, False):
-        path = tmp_root / str(native)
-        path.mkdir()
-        with opened(path, native=native) as store:
-            cache = store.namespace("m", TINY)
-            end = 60 * TINY.chunk_tokens
-            cache.put(tokens[:end], kv[:, :, :end])
-            depth = {struct.unpack_from("<I", file.read_bytes(), 20)[0]: file for file in chunk_files(path)}
-            depth[37].unlink()
-            assert cache.match(tokens) == end, "it is remembered"
-            result = cache.put(tokens, kv[:, :, end:], prefix=end)
-            assert (result.tokens_present, result.chunks_written) == (37 * TINY.chunk_tokens, 0)
-            assert cache.put(tokens, kv).chunks_written == 11
-            assert same(cache.get(tokens)[1], kv)
+    with opened(tmp_root, native=native) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens[:end], kv[:, :, :end])
+        by_depth = {struct.unpack_from("<I", file.read_bytes(), 20)[0]: file for file in chunk_files(tmp_root)}
+        by_depth[37].unlink()
+        assert cache.match(tokens) == end, "it is remembered"
+        result = cache.put(tokens, kv[:, :, end:], prefix=end)
+        assert (result.tokens_present, result.chunks_written) == (37 * TINY.chunk_tokens, 0)
+        assert cache.put(tokens, kv).chunks_written == 11
+        assert same(cache.get(tokens)[1], kv)
 
 
 def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
