@@ -39,11 +39,13 @@ def main() -> int:
         found.fill(0)
         try:
             count = member.node.read(hold, KvMemory(found, LAYOUT).sections)
+            is_whole = count == hold.count and np.array_equal(found, kv(0))
+            if not is_whole:
+                member.node.holds.check(hold)  # where the session ended during the read, nothing was promised
         except HoldBroken:
             print("broken", flush=True)
             break
-        if count < hold.count or not np.array_equal(found, kv(0)):
-            member.node.holds.check(hold)  # raises where the session has ended since: nothing was promised then
+        if not is_whole:
             print("lost", flush=True)
             return 3
     count, rest = cache.get(chain_of(0).tokens)
