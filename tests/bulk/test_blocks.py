@@ -213,12 +213,12 @@ def test_a_deferred_put_over_the_network_that_is_too_large_is_stored_at_once(tmp
             assert store.stats()["puts_deferred"] == 1
 
 
-def test_as_many_blocks_as_a_call_may_have() -> None:
+def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:
     """The answer to a put has a byte for each."""
     count = 65_536
     keys = [at.to_bytes(16, "little") for at in range(count)]
     memory = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 4)
-    with serving_memory(MemoryRoot(MemoryFiles()), 600 << 20) as served, connected(served, bulk="tcp") as store:
+    with serving_memory(tmp_root, 600 << 20) as served, connected(served, bulk="tcp") as store:
         cache = store.namespace("m", MEDIUM).blocks
         stored = cache.put(keys, list(memory))
         got = np.zeros_like(memory)
