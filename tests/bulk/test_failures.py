@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.address import Chain
+from kvstore.client.bulk.links import Links
+from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format import places
@@ -132,6 +135,36 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
             worker.send(signal.SIGCONT)
             eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the client comes back to the worker")
         assert same(out, before), "a read that was given up wrote into the caller's memory"
+
+
+@BOTH
+def test_a_worker_that_freezes_before_it_greets_is_a_miss(
+    tmp_root: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has offered the way that was asked for: that it does not answer there is no mistake in what was asked."""
+    offered = Links._offer
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+        cache = store.namespace("m", MEDIUM)
+
+        def freezes(links: Links, timeout_s: float) -> object:
+            answer = offered(links, timeout_s)
+            worker.send(signal.SIGSTOP)
+            return answer
+
+        monkeypatch.setattr(Links, "_offer", freezes)
+        assert cache.get(TOKENS)[0] == 0
+        with pytest.raises(Unavailable):
+            cache.put(TOKENS, KV)
+        monkeypatch.undo()
+        worker.send(signal.SIGCONT)
+        eventually(lambda: _stored(cache), "the client comes back to the worker")
+        assert same(cache.get(TOKENS)[1], KV)
+
+
+def _stored(cache: Cache) -> bool:
+    with suppress(Unavailable):
+        return cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+    return False
 
 
 @BOTH
