@@ -110,17 +110,19 @@ def test_a_signal_while_views_are_let_go_of_leaks_none(tmp_root: Path) -> None:
     def handler(*_: object) -> None:
         raise Broken
 
+    def interrupted(store: Store, after_s: float) -> None:
+        views = views_of(store)
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        del views  # or at the end of this function, where the signal came before
+        signal.sigtimedwait([], 0.05)
+
     with opened(tmp_root, native=True) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
         before = signal.signal(signal.SIGALRM, handler)
         try:
             for number in range(30):
-                views = views_of(store)
                 with suppress(Broken):
-                    signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + number % 10))
-                    del views
-                    signal.sigtimedwait([], 0.05)
-                views = []  # where the signal came before `del`
+                    interrupted(store, 1e-5 * (1 + number % 10))
                 assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
