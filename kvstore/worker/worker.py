@@ -32,6 +32,8 @@ from kvstore.worker.threads import DaemonThreads
 log = logging.getLogger(__name__)
 
 DEREGISTER_S = 2.0
+REGISTER_S = 2.0
+"""How long a start waits to be listed; without an answer from etcd it serves, and is listed when there is one."""
 LAST_ANSWERS_S = 5.0
 ROOM_PERIOD_S = 10.0
 ROOM_S = 1.0
@@ -86,6 +88,7 @@ class Worker:
         self._version = version
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
+        self._is_listed = threading.Event()
         self._stopping = threading.Event()
         self._leaving = False
         self._room_at_s = 0.0
@@ -143,6 +146,7 @@ class Worker:
         self._health.set(True)
         self._monitor.start()
         self._member.presence.attach(self._register)
+        self._is_listed.wait(REGISTER_S)  # whoever is told that it is ready looks it up
         return self.address
 
     def drain(self, timeout_s: float) -> bool:
@@ -221,6 +225,7 @@ class Worker:
             if not self._leaving:
                 record = WorkerRecord(self.advertised, self._version, socket.gethostname(), os.getpid())
                 self._workers.register(session, record)
+                self._is_listed.set()
 
     def _deregister(self) -> None:
         """Takes the worker off the list; without an answer from etcd it goes with its session."""

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import kvstore
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.meta.workers import Workers
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.limits import Limits
 from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -115,18 +117,35 @@ def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
         WorkerLimits(**limits)
 
 
-def test_it_registers_while_it_serves() -> None:
+def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Workers.register
+
+    def slow(workers: Workers, session: Session, record: WorkerRecord) -> None:
+        time.sleep(0.3)
+        real(workers, session, record)
+
+    monkeypatch.setattr(Workers, "register", slow)
     member = member_on(MemoryRoot(MemoryFiles()))
     workers = Workers(member.meta, member.keys)
     worker = Worker(member, "127.0.0.1:0", advertise="kv-7.example:7070", version="1.2.3")
     assert workers.list() == {}
     worker.start()
-    eventually(workers.list, "the worker is registered")
     (record,) = workers.list().values()
     assert (record.address, record.version, record.host) == ("kv-7.example:7070", "1.2.3", socket.gethostname())
     assert worker.drain(WAIT_S)
     assert workers.list() == {}
     member.close()
+
+
+def test_it_serves_although_etcd_does_not_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise Unavailable("etcd does not answer")
+
+    monkeypatch.setattr(Workers, "register", refuses)
+    began_s = time.monotonic()
+    with serving() as served, raw_channel(served) as channel:
+        assert time.monotonic() - began_s < WAIT_S / 2
+        assert health_of(channel) == SERVING
 
 
 def test_a_wildcard_address_is_advertised_as_this_host() -> None:
