@@ -48,6 +48,7 @@ class RemoteMove:
     def __init__(self, request: bytes, slots: Slots) -> None:
         self._request = request
         self._slots = slots
+        self._has_slot = False
         self._changed = threading.Condition()
         self._chunks = 0
         self._is_accepted = False
@@ -77,14 +78,16 @@ class RemoteMove:
         Raises Unavailable, and cancels, where none answers in time; Overloaded where too many go on.
         """
         self._slots.take()
+        self._has_slot = True
         thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
         try:
             thread.start()
-        except BaseException:
-            self._slots.give()
+            with self._changed:
+                in_time = self._changed.wait_for(lambda: self._is_accepted or self._is_done, timeout_s)
+        except BaseException:  # interrupted (Ctrl-C), perhaps inside start: then nobody knows whether the thread runs
+            self.cancel()
+            self._give_slot()
             raise
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._is_accepted or self._is_done, timeout_s)
         if not in_time:
             self.cancel()
             raise Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
@@ -112,11 +115,18 @@ class RemoteMove:
         except KVStoreError as failed:
             error = failed
         finally:
-            self._slots.give()
+            self._give_slot()
             with self._changed:
                 self._error = None if self._is_cancelled else error
                 self._is_done = True
                 self._changed.notify_all()
+
+    def _give_slot(self) -> None:
+        """Gives the slot back once, whoever comes first."""
+        with self._changed:
+            had, self._has_slot = self._has_slot, False
+        if had:
+            self._slots.give()
 
     def _follow(self, endpoint: Endpoint, left_s: float) -> None:
         """Sends the call to one worker, and listens until it ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
+from kvstore.client.remote_move import MOVES_MAX, RemoteMove, Slots
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
@@ -103,6 +105,32 @@ def test_cancelling_ends_the_call_and_the_work_at_the_worker() -> None:
             assert ticket.done and ticket.error is None
             eventually(lambda: idle(served))
             assert cache.prefetch(tokens).wait(WAIT_S) == 8 * acting.size
+
+
+def test_ctrl_c_while_a_move_begins_ends_it_and_gives_its_place_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come in ``Thread.start``, when the thread runs already and will give the place back too."""
+    start, ended = threading.Thread.start, threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    def send(follow: object) -> None:
+        assert ended.wait(WAIT_S)
+
+    slots = Slots()
+    move = RemoteMove(b"", slots)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            move.begin(send, WAIT_S)
+    ended.set()
+    move.wait(WAIT_S)
+    assert move.done and move.error is None
+    for _ in range(MOVES_MAX):
+        slots.take()
+    with pytest.raises(Overloaded):
+        slots.take()
 
 
 def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:
