@@ -77,9 +77,9 @@ class RemoteMove:
 
         Raises Unavailable, and cancels, where none answers in time; Overloaded where too many go on.
         """
+        thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
         self._slots.take()
         self._has_slot = True
-        thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
         try:
             thread.start()
             with self._changed:

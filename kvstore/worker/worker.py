@@ -88,7 +88,7 @@ class Worker:
         self._version = version
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
-        self._is_listed = threading.Event()
+        self._settled = threading.Event()  # listed, or leaving before that
         self._stopping = threading.Event()
         self._leaving = False
         self._room_at_s = 0.0
@@ -146,7 +146,7 @@ class Worker:
         self._health.set(True)
         self._monitor.start()
         self._member.presence.attach(self._register)
-        self._is_listed.wait(REGISTER_S)  # whoever is told that it is ready looks it up
+        self._settled.wait(REGISTER_S)  # whoever is told that it is ready looks it up
         return self.address
 
     def drain(self, timeout_s: float) -> bool:
@@ -155,6 +155,7 @@ class Worker:
         Clients are told first (health, discovery), so that few calls come in only to be refused.
         """
         self._leaving = True
+        self._settled.set()
         if self._health is not None:
             self._health.set(False)
         self._deregister()
@@ -170,6 +171,7 @@ class Worker:
     def stop(self, grace_s: float = 0.0) -> None:
         """Stops serving: calls in progress are cancelled after ``grace_s``. Idempotent."""
         self._leaving = True
+        self._settled.set()
         self.service.gate.close()
         self.control.close()
         self._stopping.set()
@@ -225,7 +227,7 @@ class Worker:
             if not self._leaving:
                 record = WorkerRecord(self.advertised, self._version, socket.gethostname(), os.getpid())
                 self._workers.register(session, record)
-                self._is_listed.set()
+                self._settled.set()
 
     def _deregister(self) -> None:
         """Takes the worker off the list; without an answer from etcd it goes with its session."""

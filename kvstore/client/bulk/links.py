@@ -176,7 +176,8 @@ class Links:
         self._memory: WorkerMemory | None = None
         self._retry_at_s = 0.0
         self._why_not = ""
-        self._is_there = False
+        self._worked = False
+        self._was_late = False
         self._closed = False
 
     @contextmanager
@@ -249,7 +250,7 @@ class Links:
                     self._dialling -= 1
                     if link is not None:
                         self._open.add(link)
-                        self._is_there = True
+                        self._worked = True
             if link is None:
                 self._retry_at_s = time.monotonic() + RETRY_S
         if link is None and not (is_full or self._closed):
@@ -258,7 +259,7 @@ class Links:
 
     def _check_auto(self) -> None:
         """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it is and nobody answers."""
-        if self._bulk is not Bulk.AUTO and self._is_there:
+        if self._bulk is not Bulk.AUTO and (self._worked or self._was_late):
             raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
@@ -292,7 +293,7 @@ class Links:
                 return dial(answer)
             except (OSError, KVStoreError, ValueError) as error:
                 reasons.append(f"{way.value}: {error}")
-                self._is_there |= isinstance(error, LinkLate)  # somebody took the connection, and is slow or stopped
+                self._was_late = isinstance(error, LinkLate)  # somebody took the connection, and is slow or stopped
                 if isinstance(error, (LinkBroken, LinkLate)):
                     answer = None  # its grant is used up
         self._why_not = "; ".join(reasons)
