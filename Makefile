@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -82,6 +82,10 @@ browser-test: $(READY) ## every view of the dashboard in a headless Chromium, wi
 
 model: $(READY) ## every world and mutation of the protocol's model: about ten minutes (ARGS="--trace hold/no_grace" for some)
 	@$(BIN)/python -m tests.model $(ARGS)
+
+# ARGS chooses some: make mutants ARGS="native-*".
+mutants: $(READY) ## every planted bug is caught by the test of its rule: about twenty minutes
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 fast: $(READY) ## the tests that need no servers
 	@echo "== fast tests"

@@ -66,9 +66,9 @@ int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *head
     put(fixed + 24, &chunk->identity_bytes, 4);
     uint64_t sum;
     memcpy(&sum, header + chunk->header_bytes - SUM_BYTES, sizeof sum);
-    return !memcmp(header, fixed, INCARNATION_AT) &&
-           !memcmp(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes) &&
-           sum == kv_checksum(header, chunk->header_bytes - SUM_BYTES);
+    return KV_SAME(header, fixed, INCARNATION_AT) &&
+           KV_CHECK(header_identity, !memcmp(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes)) &&
+           KV_CHECK(header_sum, sum == kv_checksum(header, chunk->header_bytes - SUM_BYTES));
 }
 
 /* Goes on verifying when the first `arrived` bytes of the payload are there; false where a section is not right. */
@@ -83,7 +83,7 @@ int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verifie
             kv_hash_absorb(&verified->hash, bytes, size, arrived - start);
             break;
         }
-        if (kv_hash_end(&verified->hash, bytes, size) != table[verified->section]) return 0;
+        if (!KV_CHECK(taken_sum, kv_hash_end(&verified->hash, bytes, size) == table[verified->section])) return 0;
         verified->hash.blocks_done = 0;
         verified->section++;
     }
@@ -111,7 +111,7 @@ static char *hex(char *at, const uint8_t *bytes, int count) {
 int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path) {
     unsigned shard = (unsigned)(chunk->address[0] << 8 | chunk->address[1]) >> (16 - run->shard_bits);
     int size = snprintf(path, KV_PATH_MAX - 64, "%s/chunks/%04x/", run->root, shard);
-    if (size < 0 || size >= KV_PATH_MAX - 64) return 0;
+    if (!KV_CHECK(path_fits, size >= 0 && size < KV_PATH_MAX - 64)) return 0;
     char *at = hex(path + size, chunk->address, KV_ADDRESS_BYTES);
     *at++ = '.';
     hex(at, run->digest, 8);

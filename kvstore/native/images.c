@@ -46,12 +46,13 @@ static void make_one(const kv_run *run, const kv_chunk *chunk, uint8_t *image) {
  * that was given to another chunk has got a whole header of that one in between. */
 static int is_right(const kv_run *run, const kv_chunk *chunk, const uint8_t *image, uint8_t *header, int taken) {
     memcpy(header, image, chunk->header_bytes);
-    if (!kv_header_fits(run, chunk, header)) return 0;
+    if (!KV_CHECK(image_header, kv_header_fits(run, chunk, header))) return 0;
     const uint8_t *payload = image + chunk->header_bytes;
     const uint64_t *table = kv_table(chunk, header);
     for (uint32_t section = 0; section < chunk->section_count; section++) {
         uint8_t *to = taken ? kv_section(chunk, section) : NULL;
-        if (pass(to, payload + section * chunk->section_bytes, chunk->section_bytes) != table[section]) return 0;
+        if (!KV_CHECK(image_sum, pass(to, payload + section * chunk->section_bytes, chunk->section_bytes) == table[section]))
+            return 0;
     }
     return 1;
 }
@@ -70,7 +71,8 @@ static void check_all(const kv_run *run, kv_chunk *chunks, int64_t count, const 
 int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many) {
     for (uint32_t section = 0; section < many; section++) {
         const uint8_t *from = image + chunk->header_bytes + (first + section) * chunk->section_bytes;
-        if (pass(kv_section(chunk, section), from, chunk->section_bytes) != table[first + section]) return KV_OTHER;
+        if (!KV_CHECK(image_part_sum, pass(kv_section(chunk, section), from, chunk->section_bytes) == table[first + section]))
+            return KV_OTHER;
     }
     return KV_DONE;
 }
@@ -82,7 +84,7 @@ KV_PUBLIC void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t cou
         chunk->status = KV_OTHER;
         if (!header || !*images) continue;
         memcpy(header, (const uint8_t *)(uintptr_t)*images, chunk->header_bytes);
-        if (!kv_header_fits(run, chunk, header)) continue;
+        if (!KV_CHECK(image_table_header, kv_header_fits(run, chunk, header))) continue;
         memcpy(tables, kv_table(chunk, header), chunk->section_count * sizeof *tables);
         chunk->status = KV_DONE;
     }

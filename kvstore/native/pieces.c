@@ -35,7 +35,7 @@ int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_has
             uint64_t sum = kv_hash_end(hash, bytes, size);
             if (!table)
                 sums[section] = sum;
-            else if (sum != table[section])
+            else if (start ? !KV_CHECK(sum_of_pieces, sum == table[section]) : !KV_CHECK(section_sum, sum == table[section]))
                 return 0;
         }
         if (taken) kv_copy(kv_section(chunk, section) + start, kv_piece + done, part);

@@ -23,7 +23,7 @@
 /* Whether the caller's memory may be written to, until ``leave``. */
 static int enter(kv_borrowed *borrowed) {
     __atomic_add_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST);
-    if (!__atomic_load_n(&borrowed->stop, __ATOMIC_SEQ_CST)) return 1;
+    if (KV_CHECK(withdrawn, !__atomic_load_n(&borrowed->stop, __ATOMIC_SEQ_CST))) return 1;
     __atomic_sub_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
@@ -61,7 +61,7 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
             continue;
         }
         if (!fstat(chunk->fd, &found) && S_ISREG(found.st_mode) &&
-            (uint64_t)found.st_size == chunk->header_bytes + kv_payload_bytes(chunk)) {
+            KV_CHECK(opened_size, (uint64_t)found.st_size == chunk->header_bytes + kv_payload_bytes(chunk))) {
             chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
             chunk->status = KV_BLOCKED;
         } else {
@@ -80,7 +80,7 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
         ssize_t got = preadv2(chunk->fd, parts + skipped, 2 - skipped, (off_t)(offset + done), flags);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ? KV_BLOCKED : KV_OTHER;
-        if (!got) return KV_OTHER;
+        if (!got) return KV_CHECK(read_in_full, 0) ? KV_DONE : KV_OTHER;
         done += (uint64_t)got;
     }
     return KV_DONE;
@@ -90,10 +90,11 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
 static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, int flags, int taken) {
     uint64_t payload = kv_payload_bytes(chunk), length = kv_piece_bytes(chunk, 0);
     int status = fill(chunk, header, length, 0, flags);
-    if (status == KV_DONE && !kv_header_fits(run, chunk, header)) status = KV_OTHER;
+    if (status == KV_DONE && !KV_CHECK(file_header, kv_header_fits(run, chunk, header))) status = KV_OTHER;
     kv_hash hash;
     for (uint64_t at = 0; status == KV_DONE && at < payload;) {
-        if (!kv_pass(chunk, kv_table(chunk, header), NULL, &hash, at, length, taken)) return KV_OTHER;
+        int right = kv_pass(chunk, kv_table(chunk, header), NULL, &hash, at, length, taken);
+        if (!(at ? KV_CHECK(file_later_piece, right) : KV_CHECK(file_first_piece, right))) return KV_OTHER;
         at += length;
         length = kv_piece_bytes(chunk, at);
         if (at < payload) status = fill(chunk, NULL, length, chunk->header_bytes + at, flags);
@@ -115,7 +116,7 @@ static void read_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint8
     int flags = run->may_wait ? 0 : RWF_NOWAIT;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         if (chunk->fd < 0) continue;
-        if (!header || __atomic_load_n(stop, __ATOMIC_RELAXED))
+        if (!header || !KV_CHECK(not_stopped, !__atomic_load_n(stop, __ATOMIC_RELAXED)))
             chunk->status = KV_OTHER;
         else
             chunk->status = may_read(run, chunk) ? read_file(run, chunk, header, flags, 1) : KV_BLOCKED;
@@ -145,7 +146,7 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
     turn->told_count = 0;
     turn->bytes = 0;
     for (int64_t took = 0; took < turn->most && turn->told_count == blocked_count &&
-                           blocked_count + turn->step <= turn->files;) {
+                           KV_CHECK(files_bounded, blocked_count + turn->step <= turn->files);) {
         int64_t first, many = kv_take_step(turn, count, &first);
         if (!many) {
             outcome = 0;
@@ -210,7 +211,8 @@ KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count,
         kv_open(run, chunk, 1);
         if (chunk->fd < 0) continue;
         chunk->status = header ? blocked(run, chunk, fill(chunk, header, 0, 0, run->may_wait ? 0 : RWF_NOWAIT)) : KV_OTHER;
-        if (chunk->status == KV_DONE && !kv_header_fits(run, chunk, header)) chunk->status = KV_OTHER;
+        if (chunk->status == KV_DONE && !KV_CHECK(parts_header, kv_header_fits(run, chunk, header)))
+            chunk->status = KV_OTHER;
         if (chunk->status == KV_DONE)
             memcpy(tables, kv_table(chunk, header), chunk->section_count * sizeof *tables);
         else
@@ -228,7 +230,8 @@ static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *t
         length = kv_piece_bytes(&part, at);
         int status = fill(&part, NULL, length, offset + at, run->may_wait ? 0 : RWF_NOWAIT);
         if (status != KV_DONE) return blocked(run, chunk, status);
-        if (!kv_pass(&part, table + first, NULL, &hash, at, length, 1)) return KV_OTHER;
+        int right = kv_pass(&part, table + first, NULL, &hash, at, length, 1);
+        if (!(at ? KV_CHECK(part_later_piece, right) : KV_CHECK(part_first_piece, right))) return KV_OTHER;
     }
     return KV_DONE;
 }
@@ -305,7 +308,7 @@ KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header,
             done += length;
         }
         if (offset + done < chunk->header_bytes) continue;
-        if (began && !kv_header_fits(run, chunk, header)) return KV_OTHER;
+        if (began && !KV_CHECK(taken_header, kv_header_fits(run, chunk, header))) return KV_OTHER;
         if (!kv_verify(chunk, header, verified, offset + done - chunk->header_bytes)) return KV_OTHER;
     }
     return KV_DONE;

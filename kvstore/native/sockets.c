@@ -52,9 +52,9 @@ KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *head
         int status = receive_piece(chunk, header, arrival, fd);
         if (status != KV_DONE) return status;
         uint64_t length = kv_piece_bytes(chunk, arrival->passed);
-        if (!arrival->passed && !kv_header_fits(run, chunk, header)) return KV_OTHER;
-        if (!kv_pass(chunk, kv_table(chunk, header), NULL, &arrival->hash, arrival->passed, length, 1))
-            return KV_OTHER;
+        if (!arrival->passed && !KV_CHECK(received_header, kv_header_fits(run, chunk, header))) return KV_OTHER;
+        int right = kv_pass(chunk, kv_table(chunk, header), NULL, &arrival->hash, arrival->passed, length, 1);
+        if (!KV_CHECK(received_sum, right)) return KV_OTHER;
         arrival->passed += length;
         arrival->came = 0;
     }

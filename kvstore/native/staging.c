@@ -81,7 +81,8 @@ KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
         if (lstat(path, &found)) {
             if (errno == ENOENT) chunk->status = KV_ABSENT;
         } else if (S_ISREG(found.st_mode) &&
-                   (uint64_t)found.st_size == chunk->header_bytes + chunk->section_count * chunk->section_bytes) {
+                   KV_CHECK(looked_size, (uint64_t)found.st_size ==
+                                             chunk->header_bytes + chunk->section_count * chunk->section_bytes)) {
             chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
             chunk->status = KV_FOUND;
         }
@@ -97,6 +98,7 @@ static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     int whole = write_chunk(run, chunk, fd, header) && !futimens(fd, times) && (!run->durable || !fsync(fd));
     /* A network file system may say only here that there is no room. */
     if (close(fd)) whole = 0;
+    whole = KV_CHECK(staged_whole, whole);
     if (!whole) unlink(path);
     return whole ? KV_DONE : KV_OTHER;
 }

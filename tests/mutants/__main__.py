@@ -1,0 +1,120 @@
+"""``python -m tests.mutants``: plants each bug of the table alone, and shows that the tests of its rule fail."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tests.mutants.building import checks
+from tests.mutants.mutant import Mutant
+from tests.mutants.planters import Native
+from tests.mutants.running import GOOD, RUN_S, Outcome, run_mutant, run_pytest
+from tests.mutants.table import all_mutants
+
+
+def chosen(mutants: Sequence[Mutant], patterns: Sequence[str]) -> list[Mutant]:
+    """Those whose name fits a pattern, or has it within; all without any."""
+    return [
+        each
+        for each in mutants
+        if not patterns or any(fnmatch.fnmatch(each.name, one) or one in each.name for one in patterns)
+    ]
+
+
+def uncovered(mutants: Sequence[Mutant]) -> list[str]:
+    """Checks of the C library that no mutant turns blind."""
+    blind = {each.planter.check for each in mutants if isinstance(each.planter, Native)}
+    return [name for name in checks() if name not in blind]
+
+
+def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
+    """What fails although nothing is planted: then no mutant proves anything. Each set of tests runs once."""
+    sets: dict[tuple[str, bool], set[str]] = {}
+    for each in mutants:
+        if "-k" in each.tests:
+            sets[" ".join(each.tests), each.native] = set()
+            continue
+        for test in each.tests:
+            sets.setdefault((test.partition("/")[0], each.native), set()).add(test)
+
+    def ran(key: tuple[str, bool]) -> str:
+        tests = sorted(sets[key]) or key[0].split(" ", 2)
+        result = run_pytest(tests, {} if key[1] else {"KVSTORE_NATIVE": "0"}, RUN_S * 2)
+        return "" if result.code == 0 else f"{' '.join(tests)}:\n{result.output[-3000:]}"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [wrong for wrong in pool.map(ran, sets) if wrong]
+
+
+def line(outcome: Outcome) -> str:
+    """A row of what is printed."""
+    return f"{outcome.verdict.value:20} {outcome.seconds:6.1f} s  {outcome.mutant.name:34} {outcome.mutant.rule}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what was chosen; 1 where a mutant survived, or could not be planted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("patterns", nargs="*", help="names of mutants, parts of them or patterns; all without any")
+    parser.add_argument("--list", action="store_true", help="print the table and end")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without mutants first")
+    options = parser.parse_args(arguments)
+    table = all_mutants()
+    mutants = chosen(table, options.patterns)
+    if not mutants:
+        parser.error(f"no mutant fits {' '.join(options.patterns)}: --list prints all")
+    if options.list:
+        for each in mutants:
+            print(f"{each.name:34} {each.rule}\n{'':34} {' '.join(each.tests)}")
+        return 0
+    missed = uncovered(table)
+    if missed:
+        print(f"kvstore/native has checks without a mutant: {', '.join(missed)}")
+    began_s = time.monotonic()
+    wrong = [] if options.no_baseline else failing_without(mutants, options.jobs)
+    if wrong:
+        print("these fail without any mutant:\n" + "\n".join(wrong))
+        return 1
+    print(f"without mutants all tests pass ({time.monotonic() - began_s:.0f} s)", flush=True)
+    outcomes = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for future in as_completed([pool.submit(run_mutant, each) for each in mutants]):
+            outcomes.append(future.result())
+            print(f"{len(outcomes):3}/{len(mutants)} {line(outcomes[-1])}", flush=True)
+    report(outcomes, time.monotonic() - began_s)
+    if options.json:
+        rows = [
+            {
+                "name": o.mutant.name,
+                "rule": o.mutant.rule,
+                "verdict": o.verdict.value,
+                "s": round(o.seconds, 1),
+                "why": o.why,
+            }
+            for o in outcomes
+        ]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if not missed and all(each.verdict in GOOD for each in outcomes) else 1
+
+
+def report(outcomes: Sequence[Outcome], seconds: float) -> None:
+    """Prints the table: slowest first, then what was not caught, with the reason."""
+    good = [each for each in outcomes if each.verdict in GOOD]
+    bad = [each for each in outcomes if each.verdict not in GOOD]
+    print()
+    for each in sorted(good, key=lambda one: one.seconds, reverse=True):
+        print(f"{line(each)}\n{'':32}by {each.why}")
+    for each in bad:
+        print(f"{line(each)}\n{'':32}{each.why}")
+    print(f"\n{len(good)} of {len(outcomes)} mutants caught, {len(bad)} not, in {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

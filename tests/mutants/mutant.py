@@ -1,0 +1,34 @@
+"""A mutant: a bug that breaks one rule, and the tests that must see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.mutants.planters import Planter
+
+NAME_VARIABLE = "KVSTORE_MUTANT"
+"""Which mutant a process is planted with."""
+NOTES_VARIABLE = "KVSTORE_MUTANT_NOTES"
+"""The file to which all processes of one run add what happened."""
+LIBRARY_VARIABLE = "KVSTORE_MUTANT_LIBRARY"
+"""The C library of a mutant that is planted there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``tests`` are arguments of pytest: ids of tests, or one ``-k`` expression behind its file."""
+
+    name: str
+    rule: str
+    planter: Planter
+    tests: tuple[str, ...]
+    native: bool = True
+    """False: the tests run without the C library, so that what Python verifies is reached."""
+    may_time_out: bool = False
+    """Whether a test that does not end counts as one that failed."""
+
+
+def mutant(name: str, rule: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
+    """One row of the table; ids of tests are given without ``tests/``."""
+    assert tests, name
+    return Mutant(name, rule, planter, tests, native, hangs)

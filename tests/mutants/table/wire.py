@@ -1,0 +1,7 @@
+"""Mutants: wire."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: list[Mutant] = []
