@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +14,7 @@ from kvstore.address import Address
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.faulty import Fault, FaultyMeta, Rule
+from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -263,3 +267,23 @@ def test_a_root_that_refuses_twins_refuses_pins() -> None:
         node.pin()
     assert not isinstance(raised.value, InvalidRequest)
     assert node.refs == node.twins == {}
+
+
+def test_p3_unpinning_removes_what_it_looked_at_and_nothing_else() -> None:
+    """A removal that arrives late must not meet another ref under its key."""
+    node = Node()
+    pin, key = node.pin(), ""
+    real = node.meta.txn
+
+    def txn(
+        compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
+    ) -> TxnResult:
+        nonlocal key
+        if not key:
+            key = operations[0].key
+            MemoryMeta(node.store).put(key, replace(pin, id=PinId(b"o" * 16)).to_bytes())
+        return real(compares, operations, timeout_s)
+
+    with patch.object(node.meta, "txn", txn):
+        assert not node.pins.unpin("me", pin.id)
+    assert list(node.refs) == [key]

@@ -1,7 +1,467 @@
-"""Mutants: protocol."""
+"""Mutants of the protocol of garbage collection: one rule of gc/PROTOCOL.md is dropped by each."""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+import os
 
-MUTANTS: list[Mutant] = []
+from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import Planter, before, edit, replace, simulated, skip
+
+LEDGER = "gc/test_ledger.py::test_"
+RULES = "gc/test_rules.py::test_"
+SWEEPS = "gc/test_protocol.py::test_"
+NODE = "node/test_follower_rules.py::test_"
+SESSION = "meta/test_meta_session.py::test_"
+PINS = "meta/test_pins.py::test_"
+VIEW = "node/test_view.py::test_"
+
+
+def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
+    """A row whose name begins with its rule."""
+    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)
+
+
+PUBLISHING = [
+    rule(
+        "W1",
+        "link-replaces",
+        replace(
+            "kvstore.root.posix:PosixRoot._link", lambda self, source, path: __import__("os").replace(source, path)
+        ),
+        "root/test_conformance.py::test_rule_W1_the_first_writer_wins_and_nothing_is_replaced",
+    ),
+    rule(
+        "W1",
+        "publish-replaces-in-memory",
+        simulated("publish_replaces"),
+        "root/test_conformance.py::test_rule_W1_the_first_writer_wins_and_nothing_is_replaced",
+    ),
+    rule(
+        "W2",
+        "stage-opened-twice",
+        edit("kvstore.root.posix:PosixRoot._create", "os.O_EXCL |", "os.O_TRUNC |"),
+        "root/test_conformance.py::test_rule_W2_a_staging_name_is_refused_a_second_time_and_keeps_its_content",
+    ),
+    rule(
+        "W3",
+        "set-aside-deletes",
+        simulated("set_aside_deletes"),
+        "node/test_verifying.py::test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back",
+    ),
+    rule(
+        "W5",
+        "replaces-another-publication",
+        edit("kvstore.root.posix:PosixRoot.replace", "found is None or (", "found is None and ("),
+        "root/test_conformance.py::test_rule_W5_a_file_is_replaced_if_it_is_the_one_that_was_looked_at",
+    ),
+]
+
+SESSIONS = [
+    rule(
+        "V1",
+        "gc-read-before-session",
+        simulated("view_before_session"),
+        f"{RULES}v1_a_session_s_key_is_there_before_gc_is_read",
+    ),
+    rule(
+        "V2",
+        "rejoin-keeps-holds",
+        simulated("rejoin_keeps_holds"),
+        f"{NODE}v2_holds_end_with_their_session_and_do_not_come_back_with_the_next",
+    ),
+    rule(
+        "V2",
+        "start-keeps-holds",
+        edit("kvstore.node.follower:Follower.begin", "self._holds.drop_all()", "pass"),
+        f"{NODE}v2_what_was_held_before_a_session_protects_nothing_and_ends_with_its_start",
+    ),
+    rule(
+        "V2",
+        "ttl-counts-from-the-answer",
+        edit("kvstore.meta.session:Session.beat", "max(self._acknowledged_s, sent_s)", "self._clock.monotonic_s()"),
+        f"{SESSION}v2_time_counts_from_when_the_acknowledged_keepalive_was_sent",
+    ),
+    rule(
+        "V2",
+        "ttl-never-ends",
+        edit("kvstore.meta.session:Session.alive", ">= self.ttl_s", ">= 10 * self.ttl_s"),
+        f"{SESSION}v2_without_an_acknowledged_keepalive_for_its_ttl_it_is_dead_for_ever",
+    ),
+    rule(
+        "V3",
+        "lost-watch-keeps-births",
+        skip("kvstore.node.holds:Holds.age_all"),
+        f"{NODE}v3_holds_of_before_a_lost_watch_are_older_than_everything",
+    ),
+    rule(
+        "V3",
+        "lost-watch-no-key-check",
+        skip("kvstore.meta.session:Session.check_chain"),
+        f"{NODE}v3_after_a_lost_watch_a_session_whose_last_write_is_lost_ends",
+    ),
+    rule(
+        "V3",
+        "silent-watch-believed",
+        skip("kvstore.node.follower:Follower._look_for_gap"),
+        f"{NODE}v3_a_watch_that_fell_silent_on_a_restored_store_ends_the_session",
+    ),
+]
+
+HOLDING = [
+    rule(
+        "H1",
+        "match-ignores-condemned",
+        simulated("match_ignores_condemned"),
+        f"{VIEW}h1_the_lead_ends_at_the_first_condemned_address",
+    ),
+    rule(
+        "H2",
+        "look-before-hold",
+        simulated("look_before_hold"),
+        f"{RULES}h2_a_hold_is_registered_before_the_root_is_looked_at",
+    ),
+    rule(
+        "H3",
+        "known-not-forgotten",
+        simulated("cache_not_evicted"),
+        f"{VIEW}h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten",
+    ),
+    rule(
+        "H3",
+        "look-outlives-event",
+        simulated("cache_epoch_unchecked"),
+        f"{VIEW}h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it",
+    ),
+    rule(
+        "H4",
+        "hold-outlives-session",
+        edit("kvstore.node.holds:Holds.check", "or (hold.born is not None and not self._view.protects)", ""),
+        f"{NODE}h4_nothing_is_read_under_a_hold_once_the_session_is_over",
+    ),
+    rule(
+        "H4",
+        "hold-outlives-its-time",
+        edit("kvstore.node.holds:Holds.find", "hold and hold.ends_s > self._clock.monotonic_s()", "hold"),
+        "node/test_outage.py::test_a_hold_past_its_time_may_not_be_read_any_more",
+    ),
+    rule(
+        "H4",
+        "lagging-node-keeps-alive",
+        replace("kvstore.node.follower:Follower.keeps_up", lambda self: True),
+        f"{NODE}h4_a_node_that_lags_sends_no_keepalive",
+    ),
+    rule(
+        "H4",
+        "nobody-is-revoked",
+        skip("kvstore_gc.grace:Grace.revoke"),
+        f"{SWEEPS}h4_a_session_that_never_announces_is_revoked",
+    ),
+]
+
+ANNOUNCING = [
+    rule(
+        "A1",
+        "announces-unseen",
+        simulated("announce_unseen"),
+        f"{NODE}a1_what_the_view_has_not_applied_is_not_announced",
+    ),
+    rule(
+        "A2",
+        "announces-while-holding",
+        simulated("announce_while_holding"),
+        f"{NODE}a2_nothing_is_announced_that_an_older_hold_does_not_know_of",
+    ),
+    rule(
+        "A3",
+        "announces-without-chain",
+        edit("kvstore.node.follower:Follower._announce", "session.txn((compare,), ", "session.txn((), "),
+        f"{NODE}a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on",
+    ),
+]
+
+PINNING = [
+    rule(
+        "P1",
+        "pin-without-hold",
+        simulated("pin_without_hold"),
+        "node/test_pins.py::test_p1_the_hold_outlives_the_put_or_there_is_no_pin",
+    ),
+    rule(
+        "P1",
+        "pin-ignores-lost-hold",
+        edit("kvstore.node.member:Member.pin", "node.holds.check(hold)", "pass"),
+        "node/test_pins.py::test_p1_the_hold_outlives_the_put_or_there_is_no_pin",
+    ),
+    rule(
+        "P2",
+        "put-without-session-key",
+        edit("kvstore.meta.session:Session._write", "(*compares, ModifiedAt(self.key, before))", "(*compares,)"),
+        "meta/test_meta_nouns.py::test_p2_a_dead_session_pins_nothing",
+        f"{SESSION}a_session_key_that_is_gone_ends_the_session",
+        f"{SESSION}c2_a_store_that_went_back_in_time_ends_the_session",
+    ),
+    rule(
+        "P3",
+        "unknown-pin-keeps-its-lease",
+        skip("kvstore.meta.pins:Pins._drop"),
+        "meta/test_meta_nouns.py::test_p3_a_pin_that_is_not_there_is_not_claimed_and_cannot_land_later",
+    ),
+    rule(
+        "P3",
+        "unpin-blind",
+        edit("kvstore.meta.pins:Pins.unpin", "(ModifiedAt(key, kv.mod_revision),)", "()"),
+        f"{PINS}p3_unpinning_removes_what_it_looked_at_and_nothing_else",
+    ),
+    rule(
+        "P4",
+        "pin-claims-what-is-gone",
+        edit("kvstore.node.member:Member.pin", "tokens = present *", "tokens = hold.count *"),
+        "node/test_pins.py::test_p4_a_pin_counts_the_tokens_that_are_really_there",
+    ),
+]
+
+SWEEPING = [
+    rule(
+        "G1",
+        "takes-what-was-used-since",
+        edit("kvstore_gc.execute:Sweeper._look", "elif seen.stat.mtime_ns <= victim.mtime_ns:", "else:"),
+        f"{SWEEPS}g1_a_chunk_used_since_it_was_listed_is_left_out",
+    ),
+    rule(
+        "G2",
+        "condemns-over-another",
+        simulated("condemn_blind"),
+        f"{LEDGER}g2_a_shard_that_is_being_swept_is_not_condemned_again",
+    ),
+    rule(
+        "G2",
+        "condemns-without-absent",
+        edit("kvstore_gc.ledger:Ledger.condemn", "(*free, compare)", "(compare,)"),
+        f"{LEDGER}g2_a_shard_that_is_condemned_meanwhile_is_left_to_who_was_faster",
+    ),
+    rule(
+        "C1",
+        "condemns-off-the-chain",
+        edit("kvstore_gc.ledger:Ledger.condemn", "(*free, compare)", "free"),
+        f"{LEDGER}c1_a_link_is_put_behind_the_last_one_or_not_at_all",
+    ),
+    rule("G4", "no-grace", simulated("no_grace"), f"{RULES}g4_the_grace_of_a_sweep_is_of_every_session"),
+    rule(
+        "G4",
+        "unreadable-session-skipped",
+        edit("kvstore_gc.grace:_laggards", "announced = -1", "continue"),
+        f"{RULES}g4_a_session_that_cannot_be_read_is_waited_for",
+    ),
+    rule(
+        "G4",
+        "refs-before-grace",
+        simulated("refs_before_grace"),
+        f"{RULES}g4_a_pin_put_until_the_grace_is_over_is_spared",
+    ),
+    rule(
+        "G4",
+        "refs-not-spared",
+        edit("kvstore_gc.trash:Trash.reap", "if one.address not in pinned", ""),
+        f"{RULES}g4_a_pin_put_until_the_grace_is_over_is_spared",
+    ),
+    rule(
+        "G5", "no-incarnation", simulated("no_incarnation_check"), f"{SWEEPS}g5_a_publication_that_came_later_goes_back"
+    ),
+    rule(
+        "G5", "fixed-trash-name", simulated("fixed_trash_name"), f"{RULES}g5_each_run_has_names_of_its_own_in_the_trash"
+    ),
+    rule(
+        "G5",
+        "restore-overwrites",
+        edit(
+            "kvstore.root.fence:restore",
+            "return root.publish(",
+            "return root.move(entry, places.chunk(*found, shard_bits)) or root.publish(",
+        ),
+        "fsck/test_adopt.py::test_c6_a_newer_publication_stays_where_the_trash_has_an_older_one",
+    ),
+    rule(
+        "G6",
+        "closes-before-the-fence",
+        simulated("close_before_fence"),
+        f"{RULES}g6_the_fence_is_up_before_the_key_goes",
+    ),
+    rule(
+        "G6",
+        "closes-blind",
+        simulated("close_blind"),
+        f"{LEDGER}g6_closing_leaves_a_shard_that_another_sweep_has_by_now",
+    ),
+    rule(
+        "G6",
+        "closing-compares-the-first-key",
+        edit(
+            "kvstore_gc.ledger:Ledger._end",
+            "for one in left]\n            deletes",
+            "for one in left[:1]]\n            deletes",
+        ),
+        f"{LEDGER}g6_closing_compares_the_key_of_every_shard",
+    ),
+    rule(
+        "G6",
+        "stamp-not-compared",
+        edit(
+            "kvstore_gc.ledger:Ledger._end",
+            "(now.sweep, now.stamp) == (one.sweep, one.stamp)",
+            "now.sweep == one.sweep",
+        ),
+        f"{LEDGER}g2_a_sweep_is_known_by_its_stamp_too",
+    ),
+    rule(
+        "G7",
+        "nobody-adopts",
+        edit("kvstore_gc.execute:Sweeper.adopt", "self._finish(sweeps, report)", "pass"),
+        f"{SWEEPS}g7_a_sweep_left_by_a_dead_collector_is_adopted",
+    ),
+    rule(
+        "G8",
+        "abandons-what-was-taken-from",
+        edit("kvstore_gc.execute:Sweeper._abandon", "if not self._root.traits.fenced or", "if True or"),
+        f"{RULES}g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned",
+    ),
+    rule(
+        "G8",
+        "abandons-a-final-list",
+        edit("kvstore_gc.ledger:Ledger.abandon", "not now.record.is_final", "True"),
+        f"{LEDGER}g8_a_sweep_whose_list_became_final_is_not_abandoned",
+    ),
+    rule(
+        "G4",
+        "damaged-plan-believed",
+        edit("kvstore_gc.victims:read_victims", "or _checksum(content) != checksum", ""),
+        f"{RULES}a_plan_that_was_changed_takes_nothing",
+    ),
+]
+
+FENCING = [
+    rule(
+        "F1",
+        "no-fence",
+        simulated("no_fence"),
+        f"{SWEEPS}c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects",
+    ),
+    rule("F2", "late-mkdir", simulated("late_mkdir"), f"{RULES}f2_only_the_creator_of_a_sweep_makes_its_folder"),
+    rule(
+        "F3",
+        "fence-drains",
+        edit("kvstore.root.fence:lift", "restore(root, name, shard_bits)", "root.remove(name)"),
+        f"{SWEEPS}f3_a_folder_that_no_key_names_gives_back_what_is_in_it",
+    ),
+    rule(
+        "F3",
+        "etcd-not-read-again",
+        edit(
+            "kvstore.root.fence:lift",
+            "            return True\n        if is_named():",
+            "            return True\n        if False:",
+        ),
+        f"{RULES}f3_a_folder_that_a_key_names_by_now_is_left_alone",
+    ),
+]
+
+RESTORED = [
+    rule(
+        "C1",
+        "any-event-applied",
+        edit("kvstore.node.view:View._follow", "if seq.prev != self._nonce:", "if False:"),
+        f"{VIEW}c1_what_does_not_continue_the_chain_is_not_applied",
+    ),
+    rule(
+        "C2",
+        "lost-write-unnoticed",
+        simulated("no_chains"),
+        f"{SESSION}c2_a_store_that_went_back_in_time_ends_the_session",
+    ),
+    rule(
+        "C3",
+        "no-reread",
+        simulated("no_reread"),
+        f"{RULES}c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing",
+    ),
+    rule(
+        "C4",
+        "no-start-fence",
+        simulated("no_start_fence"),
+        f"{SWEEPS}c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects",
+    ),
+    rule("C5", "twins-not-spared", simulated("no_twins"), f"{RULES}c5_a_pin_that_only_its_twin_remembers_is_spared"),
+    rule(
+        "C5",
+        "twin-after-the-key",
+        edit(
+            "kvstore.meta.pins:Pins.pin",
+            "            if self._twins is not None:",
+            "            self._put(session, record, Deadline(timeout_s))\n            if self._twins is not None:",
+        ),
+        f"{PINS}c5_the_twin_is_there_before_the_key",
+    ),
+    rule(
+        "C5",
+        "twin-removed-first",
+        before("kvstore.meta.pins:Pins.unpin", lambda self, owner, pin, *rest: self._twins.remove(owner, pin)),
+        f"{PINS}c5_the_twin_stays_until_the_key_is_known_to_be_gone",
+    ),
+    rule(
+        "C5",
+        "unreadable-twin-skipped",
+        edit("kvstore_gc.execute:Sweeper._twins", "if name in list_twins(self._root):", "if False:"),
+        "gc/test_hostile.py::test_c5_what_is_no_twin_any_more_stops_collectors_and_is_named",
+    ),
+    rule(
+        "C6",
+        "node-of-another-generation-protects",
+        edit("kvstore.meta.generation:join_generation", "if on_root == in_meta:", "if on_root is not None:"),
+        "node/test_follower.py::test_c6_a_node_of_another_generation_stands_aside",
+    ),
+    rule(
+        "C6",
+        "collector-does-not-compare-again",
+        edit("kvstore_gc.execute:Sweeper._finish_all", "self._check()", "pass"),
+        f"{RULES}c6_root_and_etcd_are_compared_again_before_anything_is_taken",
+    ),
+    rule(
+        "C6",
+        "collector-runs-on-a-foreign-etcd",
+        edit("kvstore_gc.rounds:Rounds._join", "raise RootMismatch(standing.why)", "pass"),
+        "gc/test_service.py::test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root",
+    ),
+]
+
+OBJECTS = [
+    rule("O1", "deletes-blindly", simulated("blind_delete"), f"{RULES}o1_a_publication_that_came_later_stays"),
+    rule(
+        "O1",
+        "deletes-from-its-own-list",
+        edit(
+            "kvstore_gc.objects:Deleting.reap",
+            "victims = read_victims(self._root, sweep.sweep, settled.record.plan_checksum)",
+            "pass",
+        ),
+        f"{RULES}o1_every_run_deletes_from_the_list_that_became_final",
+    ),
+    rule(
+        "O1",
+        "closes-with-victims-left",
+        replace("kvstore_gc.objects:Deleting._are_gone", lambda self, victims: True),
+        f"{RULES}o1_a_delete_that_misses_keeps_its_sweep_open",
+    ),
+    rule(
+        "O1",
+        "a-root-without-either-is-swept",
+        edit(
+            "kvstore_gc.execute:Sweeper.__init__",
+            "if not (root.traits.fenced or root.traits.conditional_remove):",
+            "if False:",
+        ),
+        f"{SWEEPS}o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused",
+    ),
+]
+
+MUTANTS: list[Mutant] = [
+    *PUBLISHING, *SESSIONS, *HOLDING, *ANNOUNCING, *PINNING, *SWEEPING, *FENCING, *RESTORED, *OBJECTS,
+]  # fmt: skip

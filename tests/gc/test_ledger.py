@@ -1,0 +1,140 @@
+"""The keys of sweeps: each transaction compares what it relies on, key by key (rules G2, G6, G8, C1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvstore.address import Address
+from kvstore.meta.interface import Compare, Delete, Put, TxnResult
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.sweeps import Condemned, Seq
+from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.ledger import InFlight, Ledger
+
+KEYS = Keys(b"r" * 16)
+
+
+class Meddled(MemoryMeta):
+    """Metadata in which ``meanwhile`` happens once, just before a transaction reaches the store."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def txn(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
+    ) -> TxnResult:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().txn(compares, operations, timeout_s)
+
+
+class Two:
+    """Two collectors on one store."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(SystemClock())
+        self.meta = Meddled(self.store)
+        self.ours, self.theirs = (Ledger(meta, KEYS, RandomIds(), 5.0) for meta in (self.meta, MemoryMeta(self.store)))
+
+    def keys(self) -> dict[int, SweepId]:
+        return {shard: one.sweep for shard, one in self.theirs.in_flight().items()}
+
+    def nonce(self) -> bytes:
+        found = self.store.get(KEYS.gc_seq)
+        assert found is not None
+        return Seq.from_json(found.value).nonce
+
+
+@pytest.fixture
+def two() -> Two:
+    return Two()
+
+
+def record(name: str, *, is_final: bool = False) -> Condemned:
+    victim = Address(name.encode().ljust(16, b"v"))
+    made = Condemned.of_victims(SweepId(name.encode().ljust(16, b"s")), bytes(16), [victim])
+    return Condemned(made.sweep, made.plan_checksum, 1, False, made.members, is_final)
+
+
+def unlinked(two: Two, shard: int, one: Condemned) -> Callable[[], object]:
+    """Another sweep gets the key of a shard, in a store that was restored: the chain of sweeps does not tell."""
+
+    def put() -> None:
+        MemoryMeta(two.store).delete(KEYS.condemned_in(shard))
+        MemoryMeta(two.store).put(KEYS.condemned_in(shard), one.to_bytes())
+
+    return put
+
+
+def test_g2_a_shard_that_is_being_swept_is_not_condemned_again(two: Two) -> None:
+    theirs = record("theirs")
+    two.theirs.condemn({5: theirs})
+    begun = two.ours.condemn({5: record("ours"), 6: record("ours too")})
+    assert [one.shard for one in begun] == [6] and two.keys()[5] == theirs.sweep
+
+
+def test_g2_a_shard_that_is_condemned_meanwhile_is_left_to_who_was_faster(two: Two) -> None:
+    theirs = record("theirs")
+    two.meta.meanwhile = unlinked(two, 5, theirs)
+    assert two.ours.condemn({5: record("ours")}) == [] and two.keys() == {5: theirs.sweep}
+
+
+def test_c1_a_link_is_put_behind_the_last_one_or_not_at_all(two: Two) -> None:
+    two.theirs.condemn({1: record("first")})
+    nonces: list[bytes] = []
+
+    def meanwhile() -> None:
+        two.theirs.condemn({2: record("second")})
+        nonces.append(two.nonce())
+
+    two.meta.meanwhile = meanwhile
+    assert [one.shard for one in two.ours.condemn({3: record("third")})] == [3]
+    found = two.store.get(KEYS.gc_seq)
+    assert found is not None and [Seq.from_json(found.value).prev] == nonces
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_g6_closing_compares_the_key_of_every_shard(two: Two, place: int) -> None:
+    sweeps = two.ours.condemn({shard: record(f"ours {shard}") for shard in range(3)})
+    other = record("another")
+    two.meta.meanwhile = unlinked(two, place, other)
+    two.ours.close(sweeps)
+    assert two.keys() == {place: other.sweep}, "what is another sweep by now goes on"
+
+
+def test_g6_closing_leaves_a_shard_that_another_sweep_has_by_now(two: Two) -> None:
+    (ended,) = two.ours.condemn({5: record("ours")})
+    two.theirs.close([ended])
+    theirs = record("theirs")
+    two.theirs.condemn({5: theirs})
+    two.ours.close([ended])
+    assert two.keys() == {5: theirs.sweep}
+
+
+def test_o1_a_list_is_made_final_once(two: Two) -> None:
+    (sweep,) = two.ours.condemn({5: record("ours")})
+    first, second = (Condemned(sweep.sweep, each * 16, 1, False, b"v" * 16, True) for each in (b"1", b"2"))
+    assert two.theirs.settle(sweep, first) is not None
+    settled = two.ours.settle(sweep, second)
+    assert settled is not None and settled.record.plan_checksum == first.plan_checksum, "the list that won"
+
+
+def test_g8_a_sweep_whose_list_became_final_is_not_abandoned(two: Two) -> None:
+    (sweep,) = two.ours.condemn({5: record("ours")})
+    two.theirs.settle(sweep, record("ours", is_final=True))
+    two.ours.abandon([sweep])
+    assert two.keys() == {5: sweep.sweep}
+    two.ours.close([sweep])
+    assert two.keys() == {}
+
+
+def test_g2_a_sweep_is_known_by_its_stamp_too(two: Two) -> None:
+    """After a restore a key may have been put once more: that is another sweep's grace."""
+    (sweep,) = two.ours.condemn({5: record("ours")})
+    unlinked(two, 5, sweep.record)()
+    two.ours.close([InFlight(5, sweep.stamp, sweep.revision, sweep.record)])
+    assert two.keys() == {5: sweep.sweep}

@@ -1,0 +1,244 @@
+"""Each check of native code by itself: what it must refuse, whoever would find it out afterwards.
+
+Nobody looks again at what native code takes for right. So what it says is asked here, not what a node makes of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed
+from kvstore.client.arrays import KvMemory
+from kvstore.client.store import Store
+from kvstore.errors import HoldBroken, KVStoreError
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.node.images import verify_images
+from kvstore.node.runs import Run
+from tests.native.modes import chunks_of, opened
+from tests.native.test_same_results import LARGE, resealed
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
+from tests.node.test_images import chain_of, made
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+PIECE = 256 << 10
+"""What is read at once; a section of LARGE has more."""
+COUNT = 4
+
+FIELDS = {
+    "magic": (0, b"\x93KVCHNQ\n"),
+    "version": (8, struct.pack("<H", 3)),
+    "algorithms": (10, b"\x02\x01"),
+    "kind": (12, b"\x01"),
+    "header bytes": (16, struct.pack("<I", 8192)),
+    "depth": (20, struct.pack("<I", 9)),
+    "identity bytes": (24, struct.pack("<I", 12)),
+    "section count": (28, struct.pack("<I", 3)),
+    "section bytes": (32, struct.pack("<Q", 8)),
+    "address": (40, b"a" * 16),
+    "parent": (56, b"p" * 16),
+    "namespace": (72, b"n" * 32),
+    "tokens": (128, struct.pack("<I", 77)),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_i1_an_image_whose_header_says_otherwise_is_not_taken(field: str) -> None:
+    """Its checksum is right: somebody has written it so."""
+    chain = chain_of(TINY, 3)
+    images = made(chain, kv_of(TINY, chain.tokens))
+    images[1] = memoryview(resealed(bytes(images[1]), *FIELDS[field]))
+    assert verify_images(chain, range(3), images).tolist() == [True, False, True]
+
+
+@contextmanager
+def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[Store, Run, np.ndarray]]:
+    """A store with a prompt in it, and a run of its chunks into an array."""
+    tokens = np.arange(chunks * layout.chunk_tokens)
+    with opened(root, native=True) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv_of(layout, tokens))
+        out = np.zeros(layout.shape(len(tokens)), layout.numpy_dtype)
+        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        run = chunks_of(store).runs.of(chain, 0, chunks, KvMemory(out, layout).sections)
+        assert run is not None
+        yield store, run, out
+
+
+def file_of(root: Path, depth: int) -> Path:
+    return next(file for file in chunk_files(root) if struct.unpack_from("<I", file.read_bytes()[:24], 20)[0] == depth)
+
+
+def spoil(root: Path, depth: int, place: int) -> None:
+    file = file_of(root, depth)
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+IN_SECTIONS = {
+    "first piece": 4096,
+    "later piece": 4096 + PIECE + 1,
+    "end of a section": 4096 + LARGE.section_bytes - 1,
+    "last section": -1,
+}
+
+
+@pytest.mark.parametrize("where", IN_SECTIONS)
+def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, where: str) -> None:
+    with filled(tmp_root, LARGE) as (_, run, out):
+        spoil(tmp_root, 2, IN_SECTIONS[where])
+        assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
+        assert out[:, :, : 2 * LARGE.chunk_tokens].any()
+
+
+@pytest.mark.parametrize("where", IN_SECTIONS)
+def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, where: str) -> None:
+    tokens = np.arange(COUNT * LARGE.chunk_tokens)
+    kv = kv_of(LARGE, tokens)
+    with filled(tmp_root, LARGE) as (store, _, _):
+        spoil(tmp_root, 2, IN_SECTIONS[where])
+        with store.namespace("m", LARGE).hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
+            for _, k, v in hold.layers():
+                assert same(k, kv[0, 0]) and same(v, kv[0, 1])
+        assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
+
+
+def test_i1_a_layer_of_another_chunks_file_is_not_read(tmp_root: Path) -> None:
+    tokens = np.arange(COUNT * SMALL.chunk_tokens)
+    kv = kv_of(SMALL, tokens)
+    with filled(tmp_root, SMALL) as (store, _, _):
+        with store.namespace("m", SMALL).hold(tokens) as hold:
+            file_of(tmp_root, 2).write_bytes(file_of(tmp_root, 1).read_bytes())
+            with pytest.raises(HoldBroken):
+                for layer, k, v in hold.layers():
+                    assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+
+
+def open_parts(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Images and checksums for ``kv_read_parts``, after the files were opened and their headers verified."""
+    images = np.zeros(run.count, np.uint64)
+    tables = np.zeros((run.count, int(run.items["section_count"][0])), np.uint64)
+    native.library.kv_open_parts(run.common, *run.part(0, run.count), images.ctypes.data, tables.ctypes.data)
+    return images, tables
+
+
+def test_i1_parts_of_a_file_with_another_header_are_not_opened(tmp_root: Path) -> None:
+    with filled(tmp_root, SMALL) as (_, run, _):
+        run.items["fd"] = -1
+        spoil(tmp_root, 2, 60)
+        open_parts(run)
+        assert (run.items["status"] == native.DONE).tolist() == [True, True, False, True]
+        native.library.kv_close(*run.part(0, COUNT))
+
+
+def test_i1_parts_of_an_image_with_another_header_are_not_taken(tmp_root: Path) -> None:
+    chain = chain_of(SMALL, COUNT)
+    images = made(chain, kv_of(SMALL, chain.tokens))
+    images[2][60] ^= 1
+    with filled(tmp_root, SMALL) as (_, run, _):
+        places = np.array([np.frombuffer(image, np.uint8).ctypes.data for image in images], np.uint64)
+        tables = np.zeros((COUNT, SMALL.section_count), np.uint64)
+        native.library.kv_images_tables(run.common, *run.part(0, COUNT), places.ctypes.data, tables.ctypes.data)
+        assert (run.items["status"] == native.DONE).tolist() == [True, True, False, True]
+
+
+def test_i1_parts_of_an_image_with_a_bit_turned_are_not_taken(tmp_root: Path) -> None:
+    chain = chain_of(SMALL, COUNT)
+    images = made(chain, kv_of(SMALL, chain.tokens))
+    images[2][4096 + SMALL.section_bytes] ^= 1
+    with filled(tmp_root, SMALL) as (_, run, _):
+        places = np.array([np.frombuffer(image, np.uint8).ctypes.data for image in images], np.uint64)
+        tables = np.zeros((COUNT, SMALL.section_count), np.uint64)
+        native.library.kv_images_tables(run.common, *run.part(0, COUNT), places.ctypes.data, tables.ctypes.data)
+        assert (run.items["status"] == native.DONE).all()
+        native.library.kv_read_parts(run.common, *run.part(0, COUNT), places.ctypes.data, tables.ctypes.data, 1, 1)
+        assert (run.items["status"] == native.DONE).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("place", "right"), [(None, True), (60, False), (4100, False), (-1, False)])
+def test_i1_a_file_that_comes_in_pieces_is_verified_as_it_comes(tmp_root: Path, place: int | None, right: bool) -> None:
+    with filled(tmp_root, SMALL) as (_, run, _):
+        content = bytearray(file_of(tmp_root, 1).read_bytes())
+        if place is not None:
+            content[place] ^= 1
+        header, verified = np.empty(4096, np.uint8), ctypes.create_string_buffer(native.VERIFIED_BYTES)
+        outcomes = set()
+        for start in range(0, len(content), 1000):
+            piece = np.frombuffer(bytes(content[start : start + 1000]), np.uint8)
+            if outcomes - {native.DONE}:
+                break
+            at, _ = run.part(1, 2)
+            taken = native.library.kv_take(
+                run.common, at, header.ctypes.data, verified, piece.ctypes.data, len(piece), start
+            )
+            outcomes.add(taken)
+        assert (outcomes == {native.DONE}) is right
+
+
+@pytest.mark.parametrize("size_bytes", [-1, 1], ids=["shorter", "longer"])
+def test_i1_a_file_of_another_size_is_neither_opened_nor_found(tmp_root: Path, size_bytes: int) -> None:
+    with filled(tmp_root, SMALL) as (_, run, _):
+        file = file_of(tmp_root, 2)
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] if size_bytes < 0 else content + b"\0")
+        native.library.kv_open(run.common, *run.part(0, COUNT))
+        assert (run.items["status"] == native.BLOCKED).tolist() == [True, True, False, True]
+        native.library.kv_close(*run.part(0, COUNT))
+        assert run.look(0, COUNT)[0].tolist() == [True, True, False, True]
+
+
+def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path) -> None:
+    """Where a thread has just read the same chunk, what is missing lies in its memory still."""
+    with filled(tmp_root, SMALL, 1) as (_, run, _):
+        for _ in range(2):
+            assert run.read(0, 1, Borrowed()).all()
+        native.library.kv_open(run.common, *run.part(0, 1))
+        file = file_of(tmp_root, 0)
+        with file.open("r+b") as cut:
+            cut.truncate(4096 + SMALL.section_bytes)
+        assert not run.read_open(0, 1, Borrowed()).any()
+
+
+def test_a_put_that_could_not_be_written_leaves_nothing(tmp_root: Path) -> None:
+    """As on a full disk: a file that is cut short is never published."""
+    tokens = np.arange(SMALL.chunk_tokens)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(KVStoreError):
+                cache.put(tokens, kv_of(SMALL, tokens))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert chunk_files(tmp_root) == [] and not list(tmp_root.glob("staging/*/*"))
+
+
+LONG_NAME = """
+import numpy as np
+from kvstore.native import library as native
+
+items = np.zeros(1, native.CHUNK)
+native.library.kv_look(native.Run(root=b"/" + b"a" * 4_060, shard_bits=8), items.ctypes.data, 1)
+print(int(items["status"][0]) == native.OTHER)
+"""
+
+
+def test_a_root_whose_name_is_too_long_is_left_to_python() -> None:
+    """In a process of its own: a name that does not fit would be written over whatever lies behind it."""
+    done = subprocess.run([sys.executable, "-c", LONG_NAME], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-500:]

@@ -1,0 +1,191 @@
+"""What a node announces, believes and lets go of: one rule of gc/PROTOCOL.md each, without threads or waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvstore.errors import HoldBroken, SessionLost
+from kvstore.meta.interface import Absent, Event, Put, ValueIs, WatchLost
+from kvstore.meta.keys import SweepId
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.node.follower import _Following
+from tests.gc.cluster import prompt
+from tests.node.test_follower import Alone, _nothing
+
+CHAIN = prompt(1, 4)
+LONG_S = 1e6
+
+
+class Silent:
+    """A watch that says nothing any more, as one on a store that was restored to an older revision."""
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    made = Alone()
+    made.follower._limits = replace(made.follower._limits, announce_s=1e-9)
+    yield made
+    made.node.close()
+
+
+def condemn(alone: Alone, number: int, before: int = 0) -> None:
+    """A sweep of the shard of the first chunk begins, as link ``number`` of the chain behind ``before``."""
+    victim, keys = CHAIN.addresses[0], alone.keys
+    record = Condemned.of_victims(SweepId(bytes([number]) * 16), b"c" * 16, [victim])
+    link = Seq(bytes([number]) * 16, bytes([before]) * 16 if before else NO_NONCE)
+    now = alone.meta.get(keys.gc_seq)
+    compare = Absent(keys.gc_seq) if now is None else ValueIs(keys.gc_seq, now.value)
+    shard = victim[0] if alone.node.gc_view._shard_bits == 8 else 0
+    alone.meta.txn((compare,), (Put(keys.condemned_in(shard), record.to_bytes()), Put(keys.gc_seq, link.to_json())))
+
+
+def following(alone: Alone) -> _Following:
+    found = alone.follower._following
+    assert found is not None
+    return found
+
+
+def test_a_node_that_holds_nothing_announces_a_sweep_that_it_has_seen(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert session.announced == alone.view.revision > 0
+
+
+def test_a1_what_the_view_has_not_applied_is_not_announced(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    before, seen = session.announced, alone.view.revision
+    following(alone).watch = Silent()
+    condemn(alone, 2, before=1)
+    for _ in range(3):
+        alone.follower.step(0.0)
+    assert session.announced == before == seen < alone.meta.list(alone.keys.gc).revision
+
+
+def test_a2_nothing_is_announced_that_an_older_hold_does_not_know_of(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert session.announced == 0 and alone.view.condemns(CHAIN.addresses[0])
+    alone.node.release(hold)
+    alone.follower.step(0.0)
+    assert session.announced == alone.view.revision
+
+
+def test_a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on(alone: Alone) -> None:
+    """The store may have been restored: what the view ends with is then nobody's history."""
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    following(alone).watch = Silent()
+    condemn(alone, 2, before=1)
+    alone.node.release(hold)
+    alone.follower.step(0.0)
+    assert session.announced == 0
+
+
+def test_v3_after_a_lost_watch_a_session_whose_last_write_is_lost_ends(alone: Alone) -> None:
+    """The watch was lost because the store was restored: the session's key is there, as it was before."""
+    session = alone.session()
+    alone.follower.begin(session)
+    old = alone.meta.get(session.key)
+    assert old is not None
+    session.txn((), announced=1)
+    alone.meta.put(session.key, old.value, old.lease)
+
+    def lost() -> None:
+        alone.meta.fetched = _nothing
+        raise WatchLost("compacted")
+
+    alone.meta.fetched = lost
+    with pytest.raises(SessionLost):
+        alone.follower.step(0.0)
+    assert not session.alive
+
+
+def test_v3_holds_of_before_a_lost_watch_are_older_than_everything(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN)
+    hold.born = int(LONG_S)  # revisions of before count for nothing in a store that was restored
+
+    def lost() -> None:
+        alone.meta.fetched = _nothing
+        raise WatchLost("compacted")
+
+    alone.meta.fetched = lost
+    alone.follower.step(0.0)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert session.alive and session.announced == 0
+    alone.node.holds.check(hold)
+
+
+def test_v3_a_watch_that_fell_silent_on_a_restored_store_ends_the_session(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    alone.follower.step(0.0)
+    following(alone).watch = Silent()
+    condemn(alone, 1)
+    following(alone).heard_s -= LONG_S
+    alone.follower.step(0.0)
+    assert session.alive, "what has just been written may be on its way"
+    following(alone).heard_s -= LONG_S
+    alone.follower.step(0.0)
+    assert not session.alive
+
+
+def test_h4_nothing_is_read_under_a_hold_once_the_session_is_over(alone: Alone) -> None:
+    """The end is told some moments later: a collector that saw the lease go does not wait for that."""
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN)
+    alone.node.holds.check(hold)
+    session.give_up("as if its ttl had passed")
+    with pytest.raises(HoldBroken):
+        alone.node.holds.check(hold)
+
+
+def test_h4_a_node_that_lags_sends_no_keepalive(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    assert alone.follower.keeps_up()
+    alone.follower._stepped_s -= LONG_S
+    before = session._acknowledged_s
+    session.beat()
+    assert not alone.follower.keeps_up() and session._acknowledged_s == before
+
+
+def test_v2_holds_end_with_their_session_and_do_not_come_back_with_the_next(alone: Alone) -> None:
+    old = alone.session()
+    alone.follower.begin(old)
+    hold = alone.node.holds.take(CHAIN)
+    alone.follower.end(old)
+    alone.follower.begin(alone.session())
+    assert alone.view.protects
+    with pytest.raises(HoldBroken):
+        alone.node.holds.check(hold)
+
+
+def test_v2_what_was_held_before_a_session_protects_nothing_and_ends_with_its_start(alone: Alone) -> None:
+    hold = alone.node.holds.take(CHAIN)
+    assert hold.born is None
+    alone.follower.begin(alone.session())
+    with pytest.raises(HoldBroken):
+        alone.node.holds.check(hold)
