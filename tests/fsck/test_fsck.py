@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from kvstore.fsck import Action, Finding, Kind, Progress, Report, fsck
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.namespaces import claim_key
 from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Rule
+from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import open_object_root
-from kvstore.root.posix import PosixRoot
+from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.tokens import token_array
 from tests.fsck.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
@@ -467,3 +469,22 @@ def test_a_link_to_somewhere_else_is_never_followed_out_of_the_root(tmp_path: Pa
     check(filled, repair=True, live_sessions=set())
     assert (tmp_path / "precious/file").read_text() == "mine"
     assert not (tmp_path / "root/.check-ab").exists()
+
+
+def test_a_header_whose_tokens_are_not_those_of_its_address_is_damage(memory: Filled) -> None:
+    """Each part of it is right by itself: somebody has put one chunk's tokens before another's bytes."""
+    forged = replace(memory.expected(5), identity=memory.expected(4).identity)
+    write(memory.root, memory.name(5), chunk_bytes(forged))
+    assert found(check(memory)) == [(Kind.DAMAGED, memory.name(5), Damage.IDENTITY.value, None)]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damage(tmp_root: Path) -> None:
+    filled = fill(PosixRoot(tmp_root))
+
+    class Cut(PosixRoot):
+        def open(self, name: Name) -> PosixReader | None:
+            reader = super().open(name)
+            (tmp_root / name).write_bytes((tmp_root / name).read_bytes()[:4100])
+            return reader
+
+    assert Inspector(Cut(tmp_root)).look(filled.name(5)) == Broken(Damage.SIZE)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kvstore.buffers import Borrowed
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
@@ -296,3 +297,21 @@ def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
 
         assert c.collector(Missing(c.root)).adopt().left_count == 1
         assert c.present(prompt(1, 8)) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
+
+
+def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:
+    """It would take another publication than the one that was condemned, or another chunk."""
+    left_in_grace(c)
+    for entry in list(c.root.list(places.PLANS)):
+        name = Name(f"{places.PLANS}/{entry.name}")
+        reader = c.root.open(name)
+        assert reader is not None
+        content = bytearray(reader.stat.size_bytes)
+        reader.read([memoryview(content)], 0, Borrowed())
+        content[-1] ^= 1
+        c.root.remove(name)
+        staged = places.staged(b"z" * 16, 0)
+        c.root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
+        assert c.root.publish(staged, name, durable=False)
+    assert c.collector().adopt().reaped_count == 0
+    assert c.present(prompt(1, 8)) == 8 and c.leftovers() == []

@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from tests.mutants.building import checks
+from tests.mutants.building import Libraries, checks
 from tests.mutants.mutant import Mutant
 from tests.mutants.planters import Native
 from tests.mutants.running import GOOD, RUN_S, Outcome, run_mutant, run_pytest
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"without mutants all tests pass ({time.monotonic() - began_s:.0f} s)", flush=True)
     outcomes = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for future in as_completed([pool.submit(run_mutant, each) for each in mutants]):
+    with TemporaryDirectory(prefix="kvstore-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        libraries = Libraries(Path(folder))
+        for future in as_completed([pool.submit(run_mutant, each, libraries) for each in mutants]):
             outcomes.append(future.result())
             print(f"{len(outcomes):3}/{len(mutants)} {line(outcomes[-1])}", flush=True)
     report(outcomes, time.monotonic() - began_s)

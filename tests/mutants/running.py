@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.building import build
+from tests.mutants.building import Libraries
 from tests.mutants.mutant import LIBRARY_VARIABLE, NAME_VARIABLE, NOTES_VARIABLE, Mutant
 from tests.mutants.planters import Native, Unplantable
 
@@ -101,7 +101,7 @@ def run_pytest(tests: Sequence[str], environment: Mapping[str, str], seconds: fl
     return Ran(code, [json.loads(line) for line in lines], text)
 
 
-def run_mutant(mutant: Mutant) -> Outcome:
+def run_mutant(mutant: Mutant, libraries: Libraries) -> Outcome:
     """Plants one mutant and runs its tests."""
     began_s = time.monotonic()
 
@@ -111,14 +111,12 @@ def run_mutant(mutant: Mutant) -> Outcome:
     environment = {NAME_VARIABLE: mutant.name}
     if not mutant.native:
         environment["KVSTORE_NATIVE"] = "0"
-    with tempfile.TemporaryDirectory(prefix="kvstore-mutant-") as folder:
-        if isinstance(mutant.planter, Native):
-            try:
-                environment[LIBRARY_VARIABLE] = str(build(mutant.planter, Path(folder)))
-            except Unplantable as error:
-                return outcome(Verdict.UNPLANTED, str(error))
-        ran = run_pytest(mutant.tests, environment, RUN_S)
-    return outcome(*judged(mutant, ran))
+    if isinstance(mutant.planter, Native):
+        try:
+            environment[LIBRARY_VARIABLE] = str(libraries.build(mutant.planter, mutant.name))
+        except Unplantable as error:
+            return outcome(Verdict.UNPLANTED, str(error))
+    return outcome(*judged(mutant, run_pytest(mutant.tests, environment, RUN_S)))
 
 
 def judged(mutant: Mutant, ran: Ran) -> tuple[Verdict, str]:

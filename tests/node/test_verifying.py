@@ -13,6 +13,7 @@ from kvstore.client import Store
 from kvstore.errors import HoldBroken
 from kvstore.format.places import Name
 from kvstore.node.chunks import VERIFY_BYTES
+from kvstore.root.posix import PosixReader
 from tests.native.modes import PlainRoot, opened
 from tests.node.stores import TINY, chunk_files, kv_of, same, store_on
 
@@ -85,3 +86,25 @@ def test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back(tmp_root
         assert cache.get(tokens)[0] == 0
         assert file.read_bytes() == whole["content"]
         assert (store.stats()["quarantine_restored"], store.stats()["quarantined"]) == (1, 0)
+
+
+def test_i1_a_file_that_is_cut_while_it_is_read_is_not_taken(tmp_root: Path) -> None:
+    """Where the caller's memory has what is missing, from a read before, its checksum is right."""
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cuts: list[int] = []
+
+    class Cut(PlainRoot):
+        def open(self, name: Name) -> PosixReader | None:
+            reader = super().open(name)
+            if cuts and name.startswith("chunks/"):
+                Path(self.path, name).write_bytes(Path(self.path, name).read_bytes()[: cuts[0]])
+            return reader
+
+    with store_on(Cut(tmp_root)) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv)
+        out = np.zeros_like(kv)
+        assert cache.get(tokens, out) == len(tokens) and same(out, kv)
+        cuts.append(4096 + TINY.section_bytes)
+        assert cache.get(tokens, out) == 0

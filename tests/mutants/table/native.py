@@ -42,7 +42,7 @@ HEADERS = [
         "FORMAT 4.3: tokens",
         f"{HERE}i1_an_image_whose_header_says_otherwise_is_not_taken[tokens]",
     ),
-    check("header_sum", "FORMAT 4.3: header checksum", f"{SAME}[get-byte 4088]", f"{IMAGE}[byte 4088-native]"),
+    check("header_sum", "FORMAT 4.3: header checksum", f"{SAME}[get-byte 4088]", f"{IMAGE}[native-byte 4088]"),
 ]
 
 READING = [
@@ -75,8 +75,8 @@ READING = [
 ]
 
 MEMORY = [
-    check("image_header", "MEMORY I1: header of an image", f"{IMAGE}[other tokens-native]"),
-    check("image_sum", "MEMORY I1: sections of an image", f"{IMAGE}[byte 4096-native]"),
+    check("image_header", "MEMORY I1: header of an image", f"{IMAGE}[native-other tokens]"),
+    check("image_sum", "MEMORY I1: sections of an image", f"{IMAGE}[native-byte 4096]"),
     check(
         "image_table_header",
         "MEMORY I1: header of an image before layers",

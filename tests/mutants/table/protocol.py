@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import Planter, before, edit, replace, simulated, skip
 

@@ -1,7 +1,493 @@
-"""Mutants: reading."""
+"""Mutants of what Python verifies: chunk files, images, encoded files, roots and what fsck says of them."""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import edit, replace, several, skip
 
-MUTANTS: list[Mutant] = []
+HEADER = "format/test_header.py::test_"
+REASONS = f"{HEADER}each_reason_is_told_apart"
+FIELDS = f"{HEADER}every_field_of_the_identity_counts"
+DAMAGE = "node/test_damage.py::test_"
+LARGE = "node/test_verifying.py::test_"
+IMAGES = "node/test_images.py::test_"
+CODEC = "encodings/test_codec.py::test_"
+ENCODED = "encodings/test_node.py::test_"
+DISK = "node/test_disk_tier.py::test_"
+TIERS = "tiers/test_reading.py::test_"
+PAST = "tiers/test_read_image.py::test_"
+FSCK = "fsck/test_fsck.py::test_"
+IDENTITY = "root/test_identity.py::test_"
+
+DECODE = "kvstore.format.header:decode"
+MATCHES = "kvstore.format.header:matches"
+
+
+def unmatched(field: str) -> Mutant:
+    """A header whose ``field`` may be any."""
+    return mutant(
+        f"header-{field}",
+        f"FORMAT 4.3: {field}",
+        edit(MATCHES, f"header.{field} == expected.{field}", "True"),
+        FIELDS,
+    )
+
+
+HEADERS = [
+    mutant("header-magic", "FORMAT 4.3: magic", edit(DECODE, "if magic != MAGIC:", "if False:"), REASONS),
+    mutant("header-version", "FORMAT 4.3: version", edit(DECODE, "if version != VERSION:", "if False:"), REASONS),
+    mutant(
+        "header-algorithms",
+        "FORMAT 4.3: algorithms",
+        edit(DECODE, "if (checksum_algorithm, address_algorithm) != (", "if (XXH3_64, BLAKE2B_128) != ("),
+        REASONS,
+    ),
+    mutant(
+        "header-geometry",
+        "FORMAT 4.3: geometry",
+        edit(DECODE, "if size != header_bytes(identity_bytes, section_count) or size > len(header):", "if False:"),
+        REASONS,
+    ),
+    mutant(
+        "header-bounded",
+        "FORMAT 4.3: a header is no larger than what was read",
+        edit(DECODE, "or size > len(header)", ""),
+        f"{HEADER}a_header_of_several_pages_truncated_at_any_page_is_damage",
+    ),
+    mutant(
+        "header-checksum",
+        "FORMAT 4.3: header checksum",
+        edit(DECODE, "!= checksum(view[: size - _SUM.size])", "is None"),
+        REASONS,
+    ),
+    *map(unmatched, ("kind", "address", "parent", "namespace", "depth", "identity")),
+    mutant(
+        "header-not-matched",
+        "FORMAT 4.3: the chunk that was asked for",
+        edit("kvstore.format.header:decode_as", "if not matches(found, expected):", "if False:"),
+        FIELDS,
+    ),
+]
+
+CHUNKS = [
+    mutant(
+        "chunks-section-checksum",
+        "FORMAT 4.3: section checksum",
+        skip("kvstore.node.chunks:_verify"),
+        f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read[4096]",
+        native=False,
+    ),
+    mutant(
+        "chunks-short-read",
+        "FORMAT 4.3: size",
+        edit(
+            "kvstore.node.chunks:_fill",
+            "if reader.read(pieces, offset, borrowed) != wanted:",
+            "if not reader.read(pieces, offset, borrowed):",
+        ),
+        "node/test_verifying.py::test_i1_a_file_that_is_cut_while_it_is_read_is_not_taken",
+        native=False,
+    ),
+    mutant(
+        "chunks-whole-first-run",
+        "FORMAT 4.3: every section of a chunk over 4 MiB",
+        edit(
+            "kvstore.node.chunks:_verify_whole",
+            "range(0, expected.section_count, run)",
+            "range(0, min(run, expected.section_count), run)",
+        ),
+        f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_in_no_view",
+    ),
+    mutant(
+        "chunks-read-first-run",
+        "FORMAT 4.3: every section of a chunk over 4 MiB",
+        edit("kvstore.node.chunks:_read_verified", "        _verify(part,", "        start or _verify(part,"),
+        f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read",
+    ),
+    mutant(
+        "chunks-range-unverified",
+        "FORMAT 4.3: checksum of ranges",
+        edit("kvstore.node.chunks:Chunks.read_range", "_verify(sections, ", "len((sections, "),
+        f"{LARGE}i1_a_bit_that_turned_in_a_late_layer_is_in_no_layer",
+    ),
+    mutant(
+        "chunks-view-unverified",
+        "FORMAT 4.3: views are verified first",
+        edit("kvstore.node.chunks:Chunks.map", "_verify_whole(reader, expected)", "pass"),
+        f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_in_no_view",
+    ),
+    mutant(
+        "chunks-size-ignored",
+        "FORMAT 4.3: size of what is found",
+        edit(
+            "kvstore.node.chunks:Chunks.look",
+            "stat.size_bytes != expected.file_bytes and not self._is_encoded(expected)",
+            "False",
+        ),
+        f"{DAMAGE}each_length_truncated_is_a_miss_and_repaired",
+        native=False,
+    ),
+    mutant(
+        "chunks-damage-stays",
+        "FORMAT 4.3: damage is set aside",
+        skip("kvstore.node.chunks:Chunks.set_aside"),
+        f"{DAMAGE}views_verify_before_they_are_handed_out",
+        f"{DAMAGE}damage_in_the_middle_ends_the_prefix_there",
+    ),
+    mutant(
+        "chunks-aside-always-intact",
+        "FORMAT 4.3: what was set aside is verified again",
+        replace("kvstore.node.chunks:Chunks._is_intact", lambda self, name, expected: True),
+        f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read[4096]",
+    ),
+    mutant(
+        "chunks-withdrawn-is-damage",
+        "FORMAT 4.3: memory that was taken back is no damage",
+        edit("kvstore.node.chunks:Chunks.read", "borrowed.check()  # or", "pass  # or"),
+        f"{DAMAGE}memory_that_was_taken_back_while_it_was_verified_is_no_damage",
+    ),
+    mutant(
+        "borrowed-writes-after-withdraw",
+        "FORMAT 4.3: no byte is written to memory that was taken back",
+        skip("kvstore.buffers:Borrowed.check"),
+        f"{IMAGES}memory_that_was_taken_back_is_not_written_to[python]",
+    ),
+]
+
+MEMORY = [
+    mutant(
+        "image-header",
+        "MEMORY I1: header of an image",
+        edit(
+            "kvstore.node.images:_header_of",
+            "return decode_as(bytes(image[: expected.header_bytes]), expected)",
+            "from kvstore.format.header import decode\n        return decode(bytes(image[: expected.header_bytes]))",
+        ),
+        f"{IMAGES}i1_another_chunks_image_is_not_taken[python]",
+    ),
+    mutant(
+        "image-size",
+        "MEMORY I1: size of an image",
+        edit("kvstore.node.images:_header_of", "if len(image) != expected.file_bytes:", "if False:"),
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-one byte long]",
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-one byte short]",
+    ),
+    mutant(
+        "image-taken-unverified",
+        "MEMORY I1: sections of an image",
+        edit("kvstore.node.images:_take_one", "return _sums(targets) == header.checksums", "return True"),
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-byte 4096]",
+    ),
+    mutant(
+        "image-said-right",
+        "MEMORY I1: an image is verified",
+        edit("kvstore.node.images:verify_images", "and _sums(_cut(images[at], header)) == header.checksums", ""),
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-byte 4096]",
+    ),
+    mutant(
+        "image-part-unverified",
+        "MEMORY I1: some sections of an image",
+        edit(
+            "kvstore.node.images:copy_sections",
+            "_sums(targets) == header.checksums[first : first + len(targets)]",
+            "True",
+        ),
+        f"{IMAGES}sections_of_one_image[python]",
+    ),
+    mutant(
+        "image-size-not-looked-at",
+        "MEMORY I1: native code looks at images of the right size alone",
+        edit(
+            "kvstore.node.images:_Batch.__init__",
+            "np.where(self.sizes_fit, addresses_of(images), 0)",
+            "addresses_of(images)",
+        ),
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[native-one byte long]",
+    ),
+    mutant(
+        "images-outside-the-memory",
+        "MEMORY A1: images lie in the arena",
+        edit("kvstore.node.images:ImagesIn.__init__", "raise InvalidRequest(", "str("),
+        f"{IMAGES}a1_images_out_of_the_memory_are_refused",
+    ),
+    mutant(
+        "memory-view-unverified",
+        "MEMORY I1: views of memory",
+        edit(
+            "kvstore.node.memory_tier:MemoryTier._verified",
+            "right = verify_images(slots.wanted, indexes, images_of(slots.memory, entries))",
+            "right = np.ones(len(indexes), np.bool_)",
+        ),
+        f"{TIERS}i1_damage_by_any_way_of_reading",
+        f"{TIERS}i1_damage_of_the_root_is_counted_once_and_not_as_damage_of_memory",
+    ),
+    mutant(
+        "memory-damage-stays",
+        "MEMORY I1: a wrong image is dropped",
+        skip("kvstore.node.memory_tier:MemoryTier._damaged"),
+        f"{TIERS}i1_damage_by_any_way_of_reading[posix-get]",
+    ),
+    mutant(
+        "past-memory-unverified",
+        "MEMORY I1: an image from memory for a move",
+        edit(
+            "kvstore.node.tiered:TieredReads.read_image",
+            "                image[:] = slots.images(index, index + 1)[0]\n                if verify_images(wanted, [index], [image]).all():",
+            "                image[:] = slots.images(index, index + 1)[0]\n                if True:",
+        ),
+        f"{PAST}i1_an_image_that_is_wrong_in_memory_comes_from_the_root",
+    ),
+    mutant(
+        "past-disk-unverified",
+        "MEMORY I1: an image from the disk for a move",
+        edit(
+            "kvstore.node.tiered:TieredReads.read_image",
+            "deadline)[0]:\n                if verify_images(wanted, [index], [image]).all():",
+            "deadline)[0]:\n                if True:",
+        ),
+        f"{PAST}i1_an_image_that_is_wrong_on_the_disk_comes_from_the_root",
+    ),
+    mutant(
+        "past-root-unverified",
+        "MEMORY I1: an image from the root for a move",
+        edit(
+            "kvstore.node.tiered:TieredReads.read_image", "and bool(verify_images(wanted, [index], [image]).all())", ""
+        ),
+        f"{PAST}i1_an_image_that_is_wrong_on_the_root_is_a_miss",
+    ),
+    mutant(
+        "write-behind-publishes-what-went-wrong",
+        "MEMORY I1: what is staged from memory is verified before it gets a name",
+        edit(
+            "kvstore.node.publish:Publication.__init__", "self._still_right = still_right", "self._still_right = always"
+        ),
+        "tiers/test_writing.py::test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name",
+    ),
+]
+
+DISKS = [
+    mutant(
+        "disk-adds-any-header",
+        "MEMORY D1: an image whose header is wrong is not written",
+        edit(
+            "kvstore.node.disk_tier:DiskTier._add",
+            "if header.address != place.address or header.file_bytes != len(image):",
+            "if False:",
+        ),
+        f"{DISK}an_image_whose_header_is_wrong_is_not_written",
+    ),
+    mutant(
+        "disk-damage-stays",
+        "MEMORY I1: a damaged file of the disk is removed",
+        skip("kvstore.node.disk_tier:DiskTier.damaged"),
+        f"{TIERS}i1_a_damaged_file_of_the_disk_is_removed_and_read_from_the_root[posix-get]",
+    ),
+    mutant(
+        "disk-short-file-is-whole",
+        "MEMORY I1: a short file of the disk is a miss",
+        edit(
+            "kvstore.node.disk_tier:DiskTier._read",
+            "if plain.read([image], 0, Borrowed()) != len(image):",
+            "if not plain.read([image], 0, Borrowed()):",
+        ),
+        f"{DISK}a_missing_or_short_file_is_a_miss_and_forgotten",
+    ),
+    mutant(
+        "disk-takes-any-folder",
+        "MEMORY D2: a folder that holds something else is refused",
+        edit(
+            "kvstore.node.disk_folder:DiskFolder._is_marked",
+            "if entry.name not in _OURS_BEFORE_FORMAT and entry.name != places.FORMAT:",
+            "if False:",
+        ),
+        f"{DISK}a_folder_that_holds_something_else_is_refused",
+    ),
+]
+
+ENCODINGS = [
+    mutant(
+        "encoded-header-checksum",
+        "FORMAT 4.5: header checksum",
+        edit("kvstore.format.encoded:decode_encoded", "!= checksum(view[: size - _SUM.size])", "is None"),
+        f"{CODEC}any_flipped_bit_is_found",
+    ),
+    mutant(
+        "encoded-identity",
+        "FORMAT 4.5: the chunk that was asked for",
+        edit("kvstore.encodings.codec:decode_header", "if names != (", "if False and names != ("),
+        f"{CODEC}a_file_under_another_name_or_namespace_is_found",
+    ),
+    mutant(
+        "encoded-stored-checksum",
+        "FORMAT 4.5: checksum of what is stored",
+        edit(
+            "kvstore.encodings.codec:Decoding.section",
+            "if checksum(stored) != self.header.stored[index].checksum:",
+            "if False:",
+        ),
+        f"{CODEC}any_flipped_bit_is_found",
+    ),
+    mutant(
+        "seal-tag",
+        "FORMAT 4.5: tags",
+        several(
+            edit("kvstore.encodings.sealing:Seal", '("_cipher", "_fixed")', '("_cipher", "_fixed", "_key")'),
+            edit("kvstore.encodings.sealing:Seal", "self._fixed = fixed", "self._fixed, self._key = fixed, key"),
+            edit(
+                "kvstore.encodings.sealing:Seal",
+                'return self._cipher.decrypt(part.to_bytes(12, "little"), sealed, self._fixed)',
+                "from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes\n"
+                '            counter = part.to_bytes(12, "little") + (2).to_bytes(4, "big")\n'
+                "            opened = Cipher(algorithms.AES(self._key), modes.CTR(counter)).decryptor()\n"
+                "            return opened.update(bytes(sealed)[:-16])",
+            ),
+        ),
+        f"{CODEC}what_somebody_changes_who_has_no_key_is_found",
+    ),
+    mutant(
+        "seal-place",
+        "FORMAT 4.5: a part is tied to its place",
+        several(
+            edit("kvstore.encodings.sealing:Seal.close", 'part.to_bytes(12, "little")', "bytes(12)"),
+            edit("kvstore.encodings.sealing:Seal.open", 'part.to_bytes(12, "little")', "bytes(12)"),
+        ),
+        f"{CODEC}a_section_moved_to_another_place_is_found",
+    ),
+    mutant(
+        "seal-file",
+        "FORMAT 4.5: a part is tied to its file",
+        several(
+            edit("kvstore.encodings.sealing:Seal.close", "plain, self._fixed", "plain, b''"),
+            edit("kvstore.encodings.sealing:Seal.open", "sealed, self._fixed", "sealed, b''"),
+        ),
+        f"{CODEC}what_somebody_changes_who_has_no_key_is_found",
+        f"{CODEC}a_file_under_another_name_or_namespace_is_found",
+    ),
+    mutant(
+        "frame-size-believed",
+        "FORMAT 4.5: what is decompressed has the section's size",
+        edit(
+            "kvstore.encodings.squeezing:_decompressed",
+            "if zstandard.frame_content_size(stored) != size_bytes:",
+            "if False:",
+        ),
+        f"{CODEC}a_frame_that_claims_more_than_a_section_is_not_decompressed",
+    ),
+    mutant(
+        "missing-key-is-damage",
+        "FORMAT 4.5: a key that is not there is no damage",
+        edit("kvstore.node.encoded:Encodings._key_for", 'raise NotDecodable("miss_key")', "raise Damaged(Damage.SEAL)"),
+        f"{ENCODED}a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside",
+    ),
+    mutant(
+        "encrypted-files-are-mapped",
+        "FORMAT 4.5: files of an encrypted tenant are nobody else's",
+        replace("kvstore.node.encoded:Encodings.encrypts", lambda self, tenant: False),
+        f"{ENCODED}files_of_an_encrypted_tenant_are_never_mapped",
+        f"{ENCODED}an_encrypted_tenant_reads_all_and_its_files_show_nothing",
+    ),
+    mutant(
+        "disk-writes-plain-text",
+        "FORMAT 4.5: the local disk has no plain text",
+        replace("kvstore.node.encoded:Encodings.pieces_of_image", lambda self, header, image: [image]),
+        f"{ENCODED}the_local_disk_has_no_plain_text_and_gives_it_back_after_a_restart",
+    ),
+]
+
+INSPECTING = [
+    mutant(
+        "inspect-payload",
+        "fsck: checksums of the payload",
+        edit("kvstore.root.inspect:Inspector._payload", "if state.intdigest() != expected.checksum:", "if False:"),
+        f"{FSCK}a_damaged_chunk_is_found_with_its_reason_and_set_aside",
+    ),
+    mutant(
+        "inspect-size",
+        "fsck: size of a file",
+        edit(
+            "kvstore.root.inspect:Inspector._look_once", "if header.file_bytes != reader.stat.size_bytes:", "if False:"
+        ),
+        f"{FSCK}a_damaged_chunk_is_found_with_its_reason_and_set_aside",
+    ),
+    mutant(
+        "inspect-consistent",
+        "fsck: address, namespace and tokens belong together",
+        replace("kvstore.format.header:is_self_consistent", lambda header: True),
+        "fsck/test_fsck.py::test_a_header_whose_tokens_are_not_those_of_its_address_is_damage",
+    ),
+    mutant(
+        "inspect-short-file",
+        "fsck: a file that ends early",
+        edit("kvstore.root.inspect:Inspector._payload", "raise Damaged(Damage.SIZE)", "return"),
+        "fsck/test_fsck.py::test_a_file_that_is_cut_while_it_is_read_is_damage",
+    ),
+    mutant(
+        "fsck-follows-links",
+        "fsck: a link is never followed out of the root",
+        edit("kvstore.root.posix:PosixRoot.list", "if folder and os.path.islink(path):", "if False:"),
+        f"{FSCK}a_link_to_somewhere_else_is_never_followed_out_of_the_root",
+    ),
+    mutant(
+        "quarantine-restores-damage",
+        "PROTOCOL W3: a damaged file gets no name",
+        edit("kvstore_gc.orphans:Orphans._put_back", "if not isinstance(verdict, Whole):", "if verdict is None:"),
+        "gc/test_orphans.py::test_a_damaged_file_is_kept_for_a_day",
+    ),
+]
+
+ROOTS = [
+    mutant(
+        "format-version",
+        "FORMAT 2: version of a root",
+        edit("kvstore.root.identity:RootIdentity.from_json", "if version != VERSION:", "if False:"),
+        f"{IDENTITY}another_version_is_refused_and_named",
+    ),
+    mutant(
+        "format-name",
+        "FORMAT 2: format of a root",
+        edit(
+            "kvstore.root.identity:RootIdentity.from_json",
+            "if name != FORMAT_NAME or type(version) is not int:",
+            "if type(version) is not int:",
+        ),
+        f"{IDENTITY}a_wrong_field_is_refused",
+    ),
+    mutant(
+        "format-fields",
+        "FORMAT 2: fields in range",
+        edit("kvstore.root.identity:RootIdentity.from_json", "if not sound:", "if False:"),
+        f"{IDENTITY}a_wrong_field_is_refused",
+    ),
+    mutant(
+        "root-any-id",
+        "FORMAT 2: the root that was expected",
+        edit("kvstore.root.identity:create_or_open", "if expect is not None and found.root != expect:", "if False:"),
+        f"{IDENTITY}the_expected_root_is_opened_and_another_is_refused",
+    ),
+    mutant(
+        "root-empty-mount-point",
+        "FORMAT 2: an empty mount point is no place for a new root",
+        edit("kvstore.root.identity:create_or_open", "if found is None and expect is not None:", "if False:"),
+        f"{IDENTITY}an_empty_mount_point_is_refused_where_a_root_is_expected_and_nothing_is_made",
+    ),
+    mutant(
+        "root-over-other-things",
+        "FORMAT 2: a folder with other things is no root",
+        replace("kvstore.root.identity:_foreign_entry", lambda root: None),
+        f"{IDENTITY}a_folder_with_other_things_is_no_place_for_a_root",
+    ),
+    mutant(
+        "namespace-two-layouts",
+        "FORMAT 3: one layout under a name",
+        replace("kvstore.node.namespaces:NamespaceRecords.check", lambda self, namespace: None),
+        "node/test_put.py::test_another_layout_under_the_same_name_is_refused_with_both_named",
+    ),
+    mutant(
+        "pin-checksum",
+        "PROTOCOL C5: a damaged pin is refused",
+        edit("kvstore.meta.pins:PinRecord.from_bytes", 'raise ValueError("its checksum is wrong")', "pass"),
+        "meta/test_pins.py::test_a_record_that_lost_or_changed_an_address_is_refused",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*HEADERS, *CHUNKS, *MEMORY, *DISKS, *ENCODINGS, *INSPECTING, *ROOTS]

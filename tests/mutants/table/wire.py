@@ -1,7 +1,307 @@
-"""Mutants: wire."""
+"""Mutants of what comes over a connection: frames, checksums, grants, arenas, answers of workers and of peers."""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import edit, replace, skip
 
-MUTANTS: list[Mutant] = []
+WIRE = "worker/test_wire.py::test_"
+HOSTILE = "bulk/test_hostile.py::test_"
+BLOCKS = "bulk/test_blocks_hostile.py::test_"
+MEMORY = "bulk/test_memory_hostile.py::test_"
+BOUNDS = "bulk/test_bounds.py::test_"
+LAYERS = "bulk/test_layers.py::test_"
+SEALS = "worker/test_seals.py::test_"
+PEERS = "peers_memory/test_fetch.py::test_"
+SUMS = "bulk/test_sums.py::test_"
+
+PARTS = [
+    mutant(
+        "parts-one-frame",
+        "wire: checksum of a part in one message",
+        edit(
+            "kvstore.wire.parts:Incoming._completed",
+            "if self._partial is None and checksum(piece) == expected:",
+            "if self._partial is None:",
+        ),
+        f"{WIRE}a_flipped_bit_is_never_taken",
+    ),
+    mutant(
+        "parts-many-frames",
+        "wire: checksum of a part in several messages",
+        edit("kvstore.wire.parts:Incoming._completed", "if checksum(part) != expected:", "if False:"),
+        f"{WIRE}a_flipped_bit_is_never_taken",
+    ),
+    mutant(
+        "parts-bytes-behind",
+        "wire: bytes behind the last part",
+        edit(
+            "kvstore.wire.parts:Incoming.feed",
+            "if self.complete == len(self._sizes):\n                raise",
+            "if self.complete == len(self._sizes):\n                return\n                raise",
+        ),
+        f"{WIRE}bytes_behind_the_last_part",
+    ),
+    mutant(
+        "parts-more-checksums",
+        "wire: as many checksums as parts",
+        edit("kvstore.wire.parts:Incoming.feed", "if used != len(sums):", "if False:"),
+        f"{WIRE}another_number_of_checksums",
+    ),
+    mutant(
+        "frame-seal",
+        "wire: seal of a message of a stream",
+        edit("kvstore.wire.frames:decode_frame", 'if sealed and sealed != seal(bytes(start or b"")):', "if False:"),
+        f"{SEALS}a_request_is_what_was_sent_or_refused_whichever_bit_flips",
+        f"{SEALS}which_blocks_are_hits_cannot_change_on_the_way",
+    ),
+    mutant(
+        "frame-size",
+        "limits: bytes of a message",
+        edit("kvstore.wire.frames:decode_frame", "if size > MESSAGE_BYTES_MAX:", "if False:"),
+        f"{WIRE}a_message_over_the_limit",
+    ),
+    mutant(
+        "frame-field-length",
+        "wire: a field is no longer than its message",
+        edit("kvstore.wire.frames:decode_frame", "if size > end - at:", "if False:"),
+        f"{WIRE}what_is_no_message_is_a_wrong_request",
+    ),
+    mutant(
+        "message-seal",
+        "wire: seal of a request",
+        replace("kvstore.wire.seals:is_whole", lambda message: None),
+        f"{SEALS}a_request_is_what_was_sent_or_refused_whichever_bit_flips",
+    ),
+]
+
+PUTTING = [
+    mutant(
+        "bulk-put-first-plane",
+        "wire: checksum of every plane of a run",
+        edit(
+            "kvstore.worker.bulk.putting:_verified",
+            "run.sums != plane_sums(planes, run.first, run.count):",
+            "run.sums[0] != plane_sums(planes, run.first, run.count)[0]:",
+        ),
+        f"{SUMS}i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored",
+    ),
+    mutant(
+        "bulk-put-unverified",
+        "wire: checksums of a run of chunks",
+        edit("kvstore.worker.bulk.putting:_verified", "if run.sums and", "if False and"),
+        f"{HOSTILE}bytes_that_do_not_match_their_checksums_are_refused[tcp]",
+    ),
+    mutant(
+        "bulk-blocks-first-block",
+        "wire: checksum of every block of a run",
+        edit(
+            "kvstore.worker.bulk.putting_blocks:_verified",
+            "run.sums != block_sums(buffers):",
+            "run.sums[0] != block_sums(buffers)[0]:",
+        ),
+        f"{SUMS}i1_blocks_with_a_bit_turned_in_any_are_not_stored",
+    ),
+    mutant(
+        "bulk-blocks-unverified",
+        "wire: checksums of a run of blocks",
+        edit("kvstore.worker.bulk.putting_blocks:_verified", "if run.sums and", "if False and"),
+        f"{BLOCKS}bytes_that_do_not_match_their_checksums_are_not_stored",
+    ),
+    mutant(
+        "bulk-run-anywhere",
+        "wire: runs come in order",
+        edit(
+            "kvstore.worker.bulk.arriving:Arriving.runs",
+            "if start != index or not 1 <= count <= cargo.count - index:",
+            "if False:",
+        ),
+        f"{HOSTILE}chunks_that_are_not_as_announced_store_nothing",
+    ),
+    mutant(
+        "bulk-run-length",
+        "wire: a run has the length that it says",
+        edit(
+            "kvstore.worker.bulk.arriving:Arriving.runs",
+            "if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):",
+            "if False:",
+        ),
+        f"{HOSTILE}chunks_that_are_not_as_announced_store_nothing",
+        hangs=True,
+    ),
+]
+
+ARENAS = [
+    mutant(
+        "arena-size",
+        "limits: bytes of an arena",
+        edit(
+            "kvstore.worker.bulk.connection:Connection.adopt_arena",
+            "if not 0 < size_bytes <= arena_bytes_max:",
+            "if False:",
+        ),
+        f"{BOUNDS}memory_for_runs_is_that_of_the_largest_whatever_the_first_is",
+        f"{HOSTILE}an_arena_that_could_kill_the_worker_is_refused[huge]",
+        f"{SUMS}an_arena_over_the_limit_is_refused",
+    ),
+    mutant(
+        "arena-unsealed",
+        "wire: an arena cannot shrink",
+        edit(
+            "kvstore.worker.bulk.connection:Connection.adopt_arena",
+            "if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size_bytes:",
+            "if os.fstat(fd).st_size < size_bytes:",
+        ),
+        f"{HOSTILE}an_arena_that_could_kill_the_worker_is_refused[unsealed]",
+    ),
+    mutant(
+        "arena-short",
+        "wire: an arena has its size",
+        edit("kvstore.worker.bulk.connection:Connection.adopt_arena", " or os.fstat(fd).st_size < size_bytes:", ":"),
+        f"{HOSTILE}an_arena_that_could_kill_the_worker_is_refused[shorter]",
+    ),
+    mutant(
+        "arena-huge-pages",
+        "wire: an arena is of ordinary pages",
+        edit(
+            "kvstore.worker.bulk.connection:Connection.adopt_arena",
+            "if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:",
+            "if False:",
+        ),
+        f"{BOUNDS}an_arena_of_huge_pages_is_refused",
+    ),
+    mutant(
+        "arena-placed-outside",
+        "wire: bytes lie in the arena",
+        edit("kvstore.worker.bulk.connection:Connection.placed", "if end > len(self._arena):", "if False:"),
+        f"{HOSTILE}chunks_placed_outside_the_arena_are_refused",
+        f"{BLOCKS}blocks_placed_outside_the_arena_are_refused",
+    ),
+]
+
+FRAMES = [
+    mutant(
+        "head-magic",
+        "wire: a head is one of ours",
+        edit("kvstore.wire.bulk.frames:decode_head", "if magic != MAGIC or", "if"),
+        f"{HOSTILE}a_head_is_checked_before_its_length_is_believed",
+    ),
+    mutant(
+        "head-length",
+        "limits: length of a frame",
+        edit("kvstore.wire.bulk.frames:decode_head", "if kind not in BULKY and length > most:", "if False:"),
+        f"{HOSTILE}a_head_is_checked_before_its_length_is_believed",
+    ),
+    mutant(
+        "request-timeout",
+        "deadlines: a request has a timeout",
+        edit("kvstore.wire.bulk.frames:decode_request", "if not timeout_s > 0:", "if False:"),
+        f"{HOSTILE}a_frame_that_makes_no_sense_ends_the_connection",
+        f"{SUMS}a_request_without_a_timeout_is_refused",
+    ),
+    mutant(
+        "files-unasked",
+        "wire: files that nobody asked for",
+        edit(
+            "kvstore.wire.bulk.channel:Channel._receive_small",
+            'raise self._broken("more files came than a frame may have")',
+            "pass",
+        ),
+        f"{BOUNDS}files_that_nobody_asked_for_end_the_connection",
+    ),
+    mutant(
+        "grant-proof",
+        "access: a grant is proven",
+        replace("kvstore.wire.bulk.grants:Grant.is_hello", lambda self, nonce, proof: True),
+        f"{HOSTILE}whoever_proves_no_grant_is_cut_off",
+        f"{HOSTILE}a_wrong_proof_uses_the_grant_up",
+    ),
+]
+
+GETTING = [
+    mutant(
+        "fill-unverified",
+        "wire: checksums of a received file",
+        edit(
+            "kvstore.client.bulk.receiving:fill_verified",
+            "if tuple(map(checksum, part[verified:whole])) != sums[start + verified : start + whole]:",
+            "if False:",
+        ),
+        f"{SUMS}i1_a_file_with_a_bit_turned_is_not_received",
+    ),
+    mutant(
+        "fill-any-header",
+        "wire: header of a received file",
+        edit(
+            "kvstore.client.bulk.receiving:fill_verified",
+            "decode_as(raw, expected).checksums",
+            "decode_as(raw, expected.__class__(**{**{name: getattr(expected, name) for name in expected.__slots__}})).checksums",
+        ),
+        f"{SUMS}i1_another_chunks_file_is_not_received",
+    ),
+    mutant(
+        "layer-unverified",
+        "wire: checksums of a layer",
+        replace(
+            "kvstore.wire.bulk.runs:receive_planes",
+            lambda channel, planes: channel.receive_into(planes) or bool(channel.receive(8 * len(planes))),
+        ),
+        f"{LAYERS}i1_bytes_that_change_on_the_way_are_never_a_layer",
+        "native/test_sockets.py::test_planes_are_received_with_their_sums[5000-False]",
+    ),
+    mutant(
+        "layer-of-another-request",
+        "wire: a layer belongs to its request",
+        edit("kvstore.client.bulk.layers:receive_layers", "if head.request != number:", "if False:"),
+        f"{LAYERS}a_layer_of_another_request_is_not_taken",
+    ),
+    mutant(
+        "block-not-asked-for",
+        "wire: a block was asked for, once",
+        edit("kvstore.client.bulk.reading_blocks:BlockReading._check", "if at not in left:", "if False:"),
+        f"{BLOCKS}a_worker_that_lies_about_what_it_gives_is_left",
+    ),
+    mutant(
+        "view-unverified",
+        "wire: a view is verified",
+        edit(
+            "kvstore.client.bulk.viewing:_verified",
+            "return verify_images(chain, range(first + start, first + stop), images[start:stop])",
+            "return np.ones(stop - start, np.bool_)",
+        ),
+        "bulk/test_memory.py::test_a_damaged_image_is_never_used",
+    ),
+    mutant(
+        "slots-outside",
+        "wire: slots lie in the worker's memory",
+        edit("kvstore.node.images:ImagesIn.__init__", "raise InvalidRequest(", "str("),
+        f"{MEMORY}slots_outside_the_memory_are_not_looked_at",
+    ),
+]
+
+PEERING = [
+    mutant(
+        "peer-wrong-stays",
+        "peers: one whose chunks prove wrong is left alone",
+        skip("kvstore.peers.peers:Peers.damaged"),
+        f"{PEERS}a_peer_whose_chunks_prove_wrong_is_left_alone",
+    ),
+    mutant(
+        "peer-any-image",
+        "peers: images of what was asked for",
+        edit(
+            "kvstore.peers.asking:_received",
+            "or decode_index(channel.receive(INDEX_BYTES)) != index",
+            "or decode_index(channel.receive(INDEX_BYTES)) < 0",
+        ),
+        f"{PEERS}a_lying_peer_is_a_miss_and_is_left_alone",
+    ),
+    mutant(
+        "digest-lies",
+        "peers: a digest that lies is refused",
+        edit("kvstore.peers.digest:decode", "if len(planes) != 4 * count:", "if False:"),
+        "peers_memory/test_digest.py::test_a_lying_digest_is_refused",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*PARTS, *PUTTING, *ARENAS, *FRAMES, *GETTING, *PEERING]

@@ -1,0 +1,123 @@
+"""What comes over a bulk connection is compared with its checksums, wherever a bit turned, and with its limits."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain, block_address
+from kvstore.buffers import Pieces
+from kvstore.client.bulk.receiving import fill_verified
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import Damaged, expected_chunk
+from kvstore.namespace import Namespace
+from kvstore.node.wanted import Keyed
+from kvstore.planes import Planes
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import Kind, decode_request, encode_arena
+from kvstore.wire.bulk.sums import block_sums, plane_sums
+from kvstore.wire.statuses import BrokenTransfer
+from kvstore.worker.bulk import putting, putting_blocks
+from kvstore.worker.bulk.arriving import Arrived
+from kvstore.worker.bulk.connection import Connection
+from tests.bulk.test_hostile import memory
+from tests.node.stores import SMALL, kv_of
+from tests.node.test_images import chain_of, made
+
+COUNT = 3
+CHAIN = chain_of(SMALL, COUNT)
+
+
+@pytest.mark.parametrize("plane", range(2 * SMALL.layers))
+def test_i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored(plane: int) -> None:
+    content = bytearray(kv_of(SMALL, CHAIN.tokens).tobytes())
+    planes = Planes(np.frombuffer(content, np.uint8).reshape(SMALL.layers, 2, -1), SMALL.section_bytes, 0)
+    run = Arrived(0, COUNT, memoryview(content), plane_sums(planes, 0, COUNT))
+    putting._verified(CHAIN, run)
+    content[plane * COUNT * SMALL.section_bytes + 5] ^= 1
+    with pytest.raises(BrokenTransfer):
+        putting._verified(CHAIN, run)
+
+
+@pytest.mark.parametrize("block", range(COUNT))
+def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored(block: int) -> None:
+    namespace, sizes = Namespace.of("m", SMALL), [10, 200, 3]
+    keys = [bytes([at]) * 16 for at in range(COUNT)]
+    wanted = Keyed(namespace, keys, [block_address(namespace, key) for key in keys], sizes)
+    content = bytearray(range(213))
+    ends = np.cumsum([0, *sizes]).tolist()
+    buffers = [memoryview(content)[start:stop] for start, stop in pairwise(ends)]
+    run = Arrived(0, COUNT, memoryview(content), block_sums(buffers))
+    putting_blocks._verified(wanted, run)
+    content[ends[block]] ^= 1
+    with pytest.raises(BrokenTransfer):
+        putting_blocks._verified(wanted, run)
+
+
+def given(content: bytes) -> Callable[[Pieces], int]:
+    """Fills pieces with what comes, 1,000 bytes at a time."""
+    at = 0
+
+    def fill(pieces: Pieces) -> int:
+        nonlocal at
+        piece = pieces[0][:1000]
+        piece[:] = content[at : at + len(piece)]
+        at += len(piece)
+        return len(piece)
+
+    return fill
+
+
+def received(chain: Chain, index: int, content: bytes) -> bytes:
+    sections = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(SMALL.section_count)]
+    fill_verified(given(content), expected_chunk(chain, index), sections)
+    return b"".join(sections)
+
+
+@pytest.mark.parametrize("place", [60, 4090, 4096, 4096 + SMALL.section_bytes, -1])
+def test_i1_a_file_with_a_bit_turned_is_not_received(place: int) -> None:
+    kv = kv_of(SMALL, CHAIN.tokens)
+    content = bytearray(made(CHAIN, kv)[1])
+    assert received(CHAIN, 1, bytes(content)) == bytes(content[4096:])
+    content[place] ^= 1
+    with pytest.raises(Damaged):
+        received(CHAIN, 1, bytes(content))
+
+
+def test_i1_another_chunks_file_is_not_received() -> None:
+    with pytest.raises(Damaged):
+        received(CHAIN, 1, bytes(made(CHAIN, kv_of(SMALL, CHAIN.tokens))[2]))
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_request_without_a_timeout_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="more than 0 seconds"):
+        decode_request(struct.pack("<dB7x", timeout_s, 0) + b"message")
+
+
+def test_an_arena_over_the_limit_is_refused() -> None:
+    ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
+    size_bytes = 1 << 20
+    fd = memory(size_bytes, fcntl.F_SEAL_SHRINK)
+    connection = Connection(ours)
+    try:
+        for most, fits in ((size_bytes - 1, False), (size_bytes, True)):
+            theirs.send(Kind.ARENA, 0, [encode_arena(size_bytes)], [fd])
+            ours.receive_frame(Kind.ARENA)
+            if fits:
+                connection.adopt_arena(size_bytes, most)
+            else:
+                with pytest.raises(InvalidRequest, match="expected 1 to"):
+                    connection.adopt_arena(size_bytes, most)
+            assert connection.has_arena is fits
+    finally:
+        os.close(fd)
+        connection.close()
+        theirs.close()
