@@ -6,7 +6,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -20,13 +21,17 @@ from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import Keyed
 from kvstore.planes import Planes
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind, decode_request, encode_arena
+from kvstore.sources import RandomIds
+from kvstore.wire.bulk.channel import Channel, LinkBroken
+from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
+from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.bulk import putting, putting_blocks
-from kvstore.worker.bulk.arriving import Arrived
+from kvstore.worker.bulk.arriving import Arrived, Arriving, Cargo
 from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.calls import Calls
 from tests.bulk.test_hostile import memory
 from tests.node.stores import SMALL, kv_of
 from tests.node.test_images import chain_of, made
@@ -120,4 +125,57 @@ def test_an_arena_over_the_limit_is_refused() -> None:
     finally:
         os.close(fd)
         connection.close()
+        theirs.close()
+
+
+def test_a_head_of_another_protocol_is_refused() -> None:
+    head = bytearray(encode_head(Kind.GET, 1, 8))
+    assert decode_head(head).length == 8
+    head[0] ^= 1
+    with pytest.raises(InvalidRequest, match="no frame"):
+        decode_head(head)
+
+
+@contextmanager
+def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arrived]]:
+    """The runs of a put of three chunks, of which one has come: with this span, and so many bytes too many."""
+    ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
+    calls = Calls(Gate(1), RandomIds())
+    arriving = Arriving(BytesInFlight(1 << 20), calls, Buffers(1 << 20), 1 << 20)
+    cargo = Cargo(COUNT, lambda _, count: 10 * count, lambda _: 1, 1 << 10)
+    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(10 * span[1] + 8 + more_bytes)])
+    with ExitStack() as reserved:
+        yield arriving.runs(Connection(ours), cargo, 0, reserved)
+    ours.close()
+    theirs.close()
+
+
+def test_runs_come_in_order_and_in_their_bounds() -> None:
+    with runs_of((0, 2)) as runs:
+        assert next(runs).count == 2
+    for span in ((1, 1), (0, 0), (0, COUNT + 1), (COUNT, 1)):
+        with runs_of(span) as runs, pytest.raises(LinkBroken, match="expected 0 and following"):
+            next(runs)
+
+
+@pytest.mark.parametrize("more_bytes", [1, 8, -8])
+def test_a_run_has_the_length_that_it_says(more_bytes: int) -> None:
+    with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="that is not, or too large a run"):
+        next(runs)
+
+
+def test_a_frame_brings_no_more_files_than_it_may() -> None:
+    one, other = socket.socketpair()
+    ours, theirs = Channel(one, 10.0, files_max=1), Channel(other, 10.0)
+    try:
+        with open(os.devnull, "rb") as file:
+            theirs.send(Kind.ARENA, 0, [encode_arena(1)], [file.fileno()])
+            ours.receive_frame(Kind.ARENA)
+            for fd in ours.take_files(1):
+                os.close(fd)
+            theirs.send(Kind.ARENA, 0, [encode_arena(1)], [file.fileno()] * 2)
+        with pytest.raises(LinkBroken, match="more files came"):
+            ours.receive_frame(Kind.ARENA)
+    finally:
+        ours.close()
         theirs.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -180,3 +181,42 @@ def test_a_frame_that_claims_more_than_a_section_is_not_decompressed() -> None:
     assert caught.value.damage is Damage.ENCODING
     with pytest.raises(Damaged):
         stretch(b"no frame", memoryview(bytearray(1000)), 1)
+
+
+def test_a_frame_that_claims_more_than_a_section_takes_no_memory() -> None:
+    import zstandard
+
+    from kvstore.encodings.squeezing import stretch
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Damaged):
+            stretch(bomb, memoryview(bytearray(1000)), 1)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=10)
+@given(chunk_files(), wishes, salts)
+def test_the_header_of_another_chunk_is_not_taken_whatever_its_key(file: ChunkFile, wish: Wish, salt: bytes) -> None:
+    content, wanted = encoded(file, wish, salt), file.expected
+    flipped = type(wanted.address)(bytes([wanted.address[0] ^ 1]) + wanted.address[1:])
+    for other in (replace(wanted, address=flipped), replace(wanted, parent=flipped), replace(wanted, depth=7**7)):
+        with pytest.raises(Damaged) as caught:
+            decode_header(content, other)
+        assert caught.value.damage is Damage.IDENTITY
+
+
+@settings(max_examples=10)
+@given(chunk_files(), salts)
+def test_what_is_stored_is_known_to_be_damaged_without_its_key(file: ChunkFile, salt: bytes) -> None:
+    """By its checksum: who cannot open a file tells all the same whether it is whole."""
+    content = encoded(file, Wish(key=KEY), salt)
+    decoding = Decoding(content, decode_header(content, file.expected), KEY)
+    offset, size = decoding.where(0)
+    content[offset] ^= 1
+    with pytest.raises(Damaged) as caught:
+        decoding.section(0, memoryview(content)[offset : offset + size], memoryview(bytearray(size)))
+    assert caught.value.damage is Damage.SECTION_CHECKSUM

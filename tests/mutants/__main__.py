@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from tests.mutants.building import Libraries, checks
 from tests.mutants.mutant import Mutant
-from tests.mutants.planters import Native
-from tests.mutants.running import GOOD, RUN_S, Outcome, run_mutant, run_pytest
+from tests.mutants.planters import Native, Unplantable
+from tests.mutants.running import GOOD, ROOT, RUN_S, Outcome, run_mutant, run_pytest
 from tests.mutants.table import all_mutants
 
 
@@ -32,6 +32,27 @@ def uncovered(mutants: Sequence[Mutant]) -> list[str]:
     """Checks of the C library that no mutant turns blind."""
     blind = {each.planter.check for each in mutants if isinstance(each.planter, Native)}
     return [name for name in checks() if name not in blind]
+
+
+def outdated(mutants: Sequence[Mutant]) -> list[str]:
+    """What does not fit the code any more: functions and texts that are gone, tests that have no file."""
+    found = []
+    for each in mutants:
+        for module in sorted({*each.planter.modules}):
+            try:
+                each.planter.fits(module, _file_of(module).read_text())
+            except (OSError, SyntaxError, Unplantable) as error:
+                found.append(f"{each.name}: {error}")
+        for test in each.tests:
+            file = test.partition("::")[0]
+            if file.endswith(".py") and not (ROOT / "tests" / file).exists():
+                found.append(f"{each.name}: there is no {file}")
+    return found
+
+
+def _file_of(module: str) -> Path:
+    path = (ROOT / "gc" if module.startswith("kvstore_gc") else ROOT) / module.replace(".", "/")
+    return path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
 
 
 def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
@@ -65,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the table and end")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
+    parser.add_argument("--check", action="store_true", help="only look whether all still fit the code: some seconds")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without mutants first")
     options = parser.parse_args(arguments)
     table = all_mutants()
@@ -75,9 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in mutants:
             print(f"{each.name:34} {each.rule}\n{'':34} {' '.join(each.tests)}")
         return 0
-    missed = uncovered(table)
+    missed = [f"kvstore/native: the check {name} has no mutant" for name in uncovered(table)]
+    missed += outdated(mutants)
     if missed:
-        print(f"kvstore/native has checks without a mutant: {', '.join(missed)}")
+        print("\n".join(missed), flush=True)
+    if options.check:
+        return 1 if missed else 0
     began_s = time.monotonic()
     wrong = [] if options.no_baseline else failing_without(mutants, options.jobs)
     if wrong:

@@ -36,6 +36,10 @@ class Planter(Protocol):
         """Changes a module right after it was executed."""
         ...
 
+    def fits(self, module: str, text: str) -> None:
+        """Whether it still fits the source of a module, as far as that shows. Raises Unplantable."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -76,6 +80,9 @@ class Edit:
 
     def plant(self, module: ModuleType) -> None: ...
 
+    def fits(self, module: str, text: str) -> None:
+        compile(self.source(module, text), module, "exec")
+
 
 @dataclass(frozen=True, slots=True)
 class Wrap:
@@ -106,6 +113,9 @@ class Wrap:
             inner: Any = found.fget if isinstance(found, property) else found.__func__
             setattr(owner, name, kind(self.make(inner)))
 
+    def fits(self, module: str, text: str) -> None:
+        _defined(ast.parse(text), self.target)
+
 
 @dataclass(frozen=True, slots=True)
 class Several:
@@ -127,6 +137,9 @@ class Several:
         for part in self.parts:
             if module.__name__ in part.modules:
                 part.plant(module)
+
+    def fits(self, module: str, text: str) -> None:
+        compile(self.source(module, text), module, "exec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,8 @@ class Native:
         if loaded.library is None:
             raise Unplantable(f"the blind library was not loaded: {loaded._reason}")
 
+    def fits(self, module: str, text: str) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
@@ -170,6 +185,8 @@ class Simulated:
         return text
 
     def plant(self, module: ModuleType) -> None: ...
+
+    def fits(self, module: str, text: str) -> None: ...
 
 
 def edit(target: str, old: str, new: str) -> Edit:

@@ -176,7 +176,7 @@ def test_i1_a_file_that_comes_in_pieces_is_verified_as_it_comes(tmp_root: Path, 
         if place is not None:
             content[place] ^= 1
         header, verified = np.empty(4096, np.uint8), ctypes.create_string_buffer(native.VERIFIED_BYTES)
-        outcomes = set()
+        outcomes: set[int] = set()
         for start in range(0, len(content), 1000):
             piece = np.frombuffer(bytes(content[start : start + 1000]), np.uint8)
             if outcomes - {native.DONE}:

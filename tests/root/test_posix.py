@@ -59,7 +59,7 @@ def test_a_cold_file_is_not_read_into_memory_that_was_taken_back(tmp_path: Path)
     assert memory.count(0xEE) == len(memory)
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link", "link to a folder"])
+@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link", "link to a folder", "link to a file"])
 def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_path: Path, kind: str) -> None:
     path = tmp_path / A
     path.parent.mkdir(parents=True)
@@ -69,6 +69,9 @@ def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_pat
         os.mkfifo(path)
     elif kind == "dangling link":
         path.symlink_to(tmp_path / "nowhere")
+    elif kind == "link to a file":
+        (tmp_path / "another's").write_bytes(b"whole")
+        path.symlink_to(tmp_path / "another's")
     else:
         path.symlink_to(tmp_path)
     root = PosixRoot(tmp_path)

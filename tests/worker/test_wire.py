@@ -62,6 +62,12 @@ def test_unknown_fields_are_passed_over() -> None:
     assert (frame.start, bytes(frame.data)) == (None, b"data")
 
 
+@pytest.mark.parametrize("missing", range(1, 5))
+def test_a_message_that_was_cut_is_a_wrong_request(missing: int) -> None:
+    with pytest.raises(InvalidRequest, match="longer than the message"):
+        decode_frame(encode_frame([memoryview(b"data")])[:-missing])
+
+
 @given(st.binary(max_size=64))
 def test_what_is_no_message_is_a_wrong_request(garbage: bytes) -> None:
     try:

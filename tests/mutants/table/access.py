@@ -211,9 +211,19 @@ IDENTITIES = [
         f"{RULES}a_token_that_is_not_ours_is_not_valid",
     ),
     access(
-        "client-ca",
-        "mutual TLS: a certificate that the CA signed",
+        "client-ca-bulk",
+        "mutual TLS: a bulk connection needs a certificate that the CA signed",
         edit("kvstore.security.tls:_context", "context.verify_mode = ssl.CERT_REQUIRED", "pass"),
+        "security/test_mutual_tls.py::test_a_client_needs_a_certificate_that_the_authority_signed[none]",
+    ),
+    access(
+        "client-ca-grpc",
+        "mutual TLS: a call needs a certificate that the CA signed",
+        edit(
+            "kvstore.wire.credentials:server_credentials",
+            "require_client_authentication=asks_certificates",
+            "require_client_authentication=False",
+        ),
         f"{HOSTILE}wrong_handshakes_are_refused_and_change_nothing",
     ),
 ]

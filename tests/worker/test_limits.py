@@ -1,0 +1,111 @@
+"""What a worker and a node count, each by itself: how many at once, and until when."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.meta.keys import Keys
+from kvstore.namespace import Namespace
+from kvstore.node.counters import Counters
+from kvstore.node.holds import Hold, Holds
+from kvstore.node.known import Known
+from kvstore.node.view import View
+from kvstore.sources import RandomIds
+from kvstore.wire.statuses import Busy, Draining
+from kvstore.worker.admission import BytesInFlight, Gate
+from kvstore.worker.holds import ClientHolds
+from kvstore_gc.safety import Timings
+from tests.meta.fakes import FakeClock
+from tests.node.stores import SMALL
+
+CHAIN = Chain.of(Namespace.of("m", SMALL), np.arange(2 * SMALL.chunk_tokens, dtype=np.uint32))
+
+
+def test_no_more_calls_at_once_than_allowed() -> None:
+    gate = Gate(2)
+    with ExitStack() as inside:
+        for _ in range(2):
+            inside.enter_context(gate.passing(light=False))
+        with pytest.raises(Busy), gate.passing(light=False):
+            pass
+        with gate.passing(light=True):
+            assert gate.inside_count == 2
+    with gate.passing(light=False):
+        pass
+
+
+def test_a_closed_worker_takes_no_calls() -> None:
+    gate = Gate(2)
+    gate.close()
+    with pytest.raises(Draining), gate.passing(light=False):
+        pass
+
+
+def test_no_more_bytes_in_flight_than_allowed() -> None:
+    in_flight = BytesInFlight(100)
+    with in_flight.reserved(60):
+        with pytest.raises(Busy), in_flight.reserved(41):
+            pass
+        with in_flight.reserved(40):
+            pass
+    with in_flight.reserved(1000):
+        pass
+
+
+def client_holds(released: list[Hold], clock: FakeClock, most: int = 2, tokens: int = 1 << 20) -> ClientHolds:
+    return ClientHolds(most, tokens, released.append, clock)
+
+
+def hold(number: int, ends_s: float) -> Hold:
+    return Hold(bytes([number]), CHAIN, 1, ends_s, None)
+
+
+def test_no_more_holds_than_allowed() -> None:
+    released: list[Hold] = []
+    clock = FakeClock()
+    for holds in (client_holds(released, clock), client_holds(released, clock, 100, 2 * len(CHAIN.tokens))):
+        for number in range(2):
+            holds.add(hold(number, clock.monotonic_s() + 60))
+        with pytest.raises(Overloaded):
+            holds.add(hold(3, clock.monotonic_s() + 60))
+        assert holds.release(b"\0")
+        holds.add(hold(4, clock.monotonic_s() + 60))
+    assert [each.id for each in released].count(b"\3") == 2, "what is refused is released"
+
+
+def test_a_hold_past_its_time_is_not_found() -> None:
+    clock = FakeClock()
+    holds = client_holds([], clock)
+    holds.add(hold(1, clock.monotonic_s() + 60))
+    assert holds.find(b"\1").id == b"\1"
+    clock.advance(61)
+    with pytest.raises(HoldBroken):
+        holds.find(b"\1")
+
+
+def test_a_node_has_no_more_holds_than_allowed() -> None:
+    clock, counters = FakeClock(), Counters()
+    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60), counters), 2, 60.0, counters, clock, RandomIds())
+    first = holds.take(CHAIN)
+    holds.take(CHAIN, 30.0)
+    with pytest.raises(Overloaded):
+        holds.take(CHAIN)
+    clock.advance(31)
+    holds.take(CHAIN)
+    assert len(holds) == 2, "what is past its time makes room"
+    with pytest.raises(Overloaded):
+        holds.take(CHAIN)
+    holds.release(first)
+    holds.take(CHAIN)
+
+
+def test_timings_of_a_collector_agree() -> None:
+    with pytest.raises(InvalidRequest, match="must outlast"):
+        Timings(announce_lag_max_s=400.0, grace_max_s=400.0)
+    with pytest.raises(InvalidRequest):
+        Timings(poll_s_min=2.0, poll_s_max=1.0)
