@@ -241,7 +241,7 @@ DEADLINES = [
     mutant(
         "deadline-answer-revives",
         "PROTOCOL V2: an answer after the end does not revive",
-        edit("kvstore.meta.session:Session.alive", "if self._lost is None and self", "if self"),
+        edit("kvstore.meta.session:Session.beat", "if self.alive:", "if True:"),
         f"{SESSION}v2_an_answer_that_comes_after_the_end_does_not_revive",
     ),
 ]

@@ -360,6 +360,12 @@ FENCING = [
         ),
         f"{RULES}f3_a_folder_that_a_key_names_by_now_is_left_alone",
     ),
+    rule(
+        "F4",
+        "broken-fence-unsaid",
+        edit("kvstore.root.check_posix:_PosixTries.fence", "ok = not late and not risen", "ok = not risen"),
+        "root/test_check.py::test_a_fence_that_does_not_hold_is_told_in_the_words_of_the_weak_guarantee",
+    ),
 ]
 
 RESTORED = [

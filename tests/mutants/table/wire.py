@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import edit, replace, several, skip
+from tests.mutants.planters import edit, replace, skip
 
 WIRE = "worker/test_wire.py::test_"
 HOSTILE = "bulk/test_hostile.py::test_"
@@ -248,15 +248,6 @@ GETTING = [
         "wire: a layer belongs to its request",
         edit("kvstore.client.bulk.layers:receive_layers", "if head.request != number:", "if False:"),
         f"{LAYERS}a_layer_of_another_request_is_not_taken",
-    ),
-    mutant(
-        "block-not-asked-for",
-        "wire: a block was asked for, once",
-        several(
-            edit("kvstore.client.bulk.reading_blocks:BlockReading._check", "if at not in left:", "if False:"),
-            edit("kvstore.client.bulk.reading_blocks:BlockReading._check", "left.remove(at)", "left.discard(at)"),
-        ),
-        f"{BLOCKS}a_worker_that_lies_about_what_it_gives_is_left",
     ),
     mutant(
         "view-unverified",
