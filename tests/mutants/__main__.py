@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -140,7 +141,9 @@ def report(outcomes: Sequence[Outcome], seconds: float) -> None:
         print(f"{line(each)}\n{'':32}by {each.why}")
     for each in bad:
         print(f"{line(each)}\n{'':32}{each.why}")
-    print(f"\n{len(good)} of {len(outcomes)} mutants caught, {len(bad)} not, in {seconds:.0f} s")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = f"{seconds:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processor time"
+    print(f"\n{len(good)} of {len(outcomes)} mutants caught, {len(bad)} not, in {spent}")
 
 
 if __name__ == "__main__":
