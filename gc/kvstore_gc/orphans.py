@@ -60,6 +60,9 @@ class Orphans:
         """Sessions of the round before."""
         self._gone_s: dict[bytes, float] = {}
         """Sessions that have ended and left a folder, with the time (monotonic) at which we saw that."""
+        self._noticed_before_s: dict[Name, float] = {}
+        self._noticed_s: dict[Name, float] = {}
+        """Files without an owner, with the time (monotonic) at which we noticed them; in the round before, and now."""
         self._empty: set[Name] = set()
         self._ends_s: dict[Name, float] = {}
 
@@ -72,6 +75,7 @@ class Orphans:
         """
         done: Counter[str] = Counter()
         now_s = self._clock.now_s()
+        self._noticed_before_s, self._noticed_s = self._noticed_s, {}
         for kind, remove in (
             ("staging", self._staging),
             ("quarantine", self._quarantine.clear),
@@ -100,7 +104,7 @@ class Orphans:
           stages under another id.  So its files belong to puts that began before; ``dead_session_s`` later these have
           passed their deadline.
         - Of an id that we never saw alive (we have just begun, or it is that of a node without a session) a file goes
-          once it is older than any put takes to publish it.
+          once it is older than any put takes to publish it, by its time, or by ours since we noticed it.
         - What recoding replaced has nothing to do with puts: it stays until the time in its name.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
@@ -115,7 +119,7 @@ class Orphans:
                 continue
             folder = Name(f"{places.STAGING}/{folder_name}")
             files = list(self._root.list(folder))
-            old = [each for each in files if self._is_left(each, now_s, is_dead=session in dead)]
+            old = [each for each in files if self._is_left(folder, each, now_s, is_dead=session in dead)]
             for each in old:
                 check()
                 done["staging"] += self._root.remove(Name(f"{folder}/{each.name}"))
@@ -140,30 +144,45 @@ class Orphans:
         self._seen_alive = set(itertools.islice(live, REMEMBERED_MAX))
         return {session for session, gone_s in self._gone_s.items() if now_s - gone_s >= self._timings.dead_session_s}
 
-    def _is_left(self, entry: Entry, now_s: float, *, is_dead: bool) -> bool:
+    def _is_left(self, folder: Name, entry: Entry, now_s: float, *, is_dead: bool) -> bool:
         """Whether nobody will come back for a staged file of a session that is not alive."""
         if entry.stat is None:
             return False
         stays = places.replaced_stays(entry.name, now_s, self._timings.clock_margin_s)
-        return not stays and (stays is False or is_dead or _is_old(entry, now_s, self._timings.staging_age_s))
+        if stays is not None:
+            return not stays
+        noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
+        return is_dead or noticed or _is_old(entry, now_s, self._timings.staging_age_s)
+
+    def _since_noticed_s(self, name: Name) -> float:
+        """For how long we have known of a file that has no owner."""
+        now_s = self._clock.monotonic_s()
+        noticed_s = self._noticed_before_s.get(name, now_s)
+        if len(self._noticed_s) < REMEMBERED_MAX:
+            self._noticed_s[name] = noticed_s
+        return now_s - noticed_s
 
     def _plans(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Plans of sweeps that have closed, or never began.
 
-        Plans first, keys afterwards.  A plan is written before its key is put: so it must also be old.  A collector
-        that took longer than ``condemn_s_max`` in between gives the sweep up.  One that was paused after it had looked
-        at the time puts a key without a plan: whoever adopts that one has nothing to delete, and closes it.
+        Plans first, keys afterwards.  A plan is written before its key is put: so it must also be old, by its time, or
+        by ours since we noticed that no key names it.  A collector that took longer than ``condemn_s_max`` in between
+        gives the sweep up.  One that was paused after it had looked at the time puts a key without a plan: whoever
+        adopts that one has nothing to delete, and closes it.
         """
-        old = [entry for entry in self._root.list(places.PLANS) if _is_old(entry, now_s, self._timings.plan_age_s)]
-        if not old:
+        plans = list(self._root.list(places.PLANS))
+        if not plans:
             return
         sweeps = self._meta.list(self._keys.condemned, self._timings.meta_timeout_s)
         named = {bytes(Condemned.from_bytes(kv.value).sweep) for kv in sweeps.items}
-        for entry in old:
-            sweep = places.parse_plan(entry.name)
-            if sweep is not None and sweep not in named:
+        for entry in plans:
+            sweep, name = places.parse_plan(entry.name), Name(f"{places.PLANS}/{entry.name}")
+            if entry.stat is None or sweep is None or sweep in named:
+                continue
+            noticed = self._since_noticed_s(name) >= self._timings.condemn_s_max + self._timings.meta_timeout_s
+            if noticed or _is_old(entry, now_s, self._timings.plan_age_s):
                 check()
-                done["plans"] += self._root.remove(Name(f"{places.PLANS}/{entry.name}"))
+                done["plans"] += self._root.remove(name)
 
     def _twins(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Twins of pins that ended without anybody to remove them: their owner died, their lease expired.

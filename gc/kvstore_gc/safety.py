@@ -42,12 +42,16 @@ class Timings:
     its quantum, 60 s before it was written at most, and a put has 30 s by default. One that takes longer, without a
     session that is alive, finds its file gone and fails."""
     staging_age_s: float = 180.0
-    """Staged files of sessions that this collector never saw alive are deleted at this age."""
+    """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""
+    noticed_s: float = 60.0
+    """They are deleted also this long after this collector noticed them: its own clock needs no margin, and a put has
+    30 s by default from staging a file to publishing it."""
     condemn_s_max: float = 60.0
     """From writing the first plan of a transaction to sending that transaction; a collector that took longer gives the
     sweeps up, because others may take the plans for left behind."""
     plan_age_s: float = 150.0
-    """Plans that no sweep names are deleted at this age."""
+    """Plans that no sweep names are deleted at this age, by their time; or once this collector noticed them
+    ``condemn_s_max`` and a call to etcd ago."""
     quarantine_age_s: float = 86_400.0
     """Damaged files whose chunk was last used longer ago are deleted."""
     quarantine_share: float = 0.01

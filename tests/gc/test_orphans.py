@@ -136,6 +136,19 @@ def test_leftovers_of_those_who_were_killed_go_within_minutes_without_any_memory
     assert scene.names(places.STAGING) == [] and scene.names(places.PLANS) == []
 
 
+def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noticed_them(scene: Scene) -> None:
+    """Whatever time they carry: that of a file's writer may be wrong."""
+    scene.write(places.staged(DEAD, 1), age_s=-10_000)
+    scene.write(plan_of(2)[1], age_s=-10_000)
+    assert not scene.orphans.remove()
+    scene.clock.time_s += 59
+    assert not scene.orphans.remove()
+    scene.write(places.staged(DEAD, 2), age_s=-10_000)
+    scene.clock.time_s += 6
+    assert scene.orphans.remove() == {"staging": 1, "plans": 1}
+    assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
+
+
 def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
     scene.write(places.staged(DEAD, 1), age_s=TIMINGS.staging_age_s - 60)
     scene.write(places.staged(DEAD, 2), age_s=TIMINGS.staging_age_s + 60)
