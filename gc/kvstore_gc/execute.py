@@ -169,9 +169,13 @@ class Sweeper:
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
         records: dict[int, Condemned] = {}
+        late_s = self._timings.condemn_s_max
         # All looks first: a folder that no key names yet is lifted by any node that joins meanwhile.
         seen = [(plan.shard, victims) for plan in plans if (victims := self._look(plan.victims, report))]
+        began_s = self._clock.monotonic_s()
         for shard, victims in seen:
+            if self._clock.monotonic_s() - began_s > late_s / 2 and records:
+                break  # on a slow root: those of which the plan is there, while others still take it for young
             try:
                 records[shard] = self._prepare(victims)
             except Overloaded:
@@ -180,16 +184,19 @@ class Sweeper:
                         break  # what there was room for makes room
                     raise
                 records[shard] = self._prepare(victims)
-        begun = self._ledger.condemn(records) if records else []
+        # A plan that no key names goes by its age: whoever took so long must not name it any more. One that was paused
+        # between this look and the transaction names a plan that may be gone, and its sweep takes nothing.
+        in_time = partial(self._is_within, began_s, late_s)
+        begun = self._ledger.condemn(records, in_time) if records else []
         report.sweeps_count += len(begun)
         sizes_bytes = {shard: sum(one.size_bytes for one in victims) for shard, victims in seen}
         for one in begun:
             report.condemned_count += one.record.victims_count
             report.condemned_bytes += sizes_bytes[one.shard]
         for shard in records.keys() - {one.shard for one in begun}:
-            # Another collector sweeps this shard. Nobody knows of our folder, so it only has to go.
+            # Another collector sweeps this shard, or it took too long. Nobody knows of our folder: it only has to go.
             record = records[shard]
-            report.kept["swept by another collector"] += record.victims_count
+            report.kept["swept by another collector" if in_time() else "condemned too slowly"] += record.victims_count
             self._drop(record)
         return begun
 
@@ -348,6 +355,9 @@ class Sweeper:
         if self._root.traits.fenced:
             self._root.remove_folder(places.trash_folder(record.sweep), durable=True)
         self._root.remove(places.plan(record.sweep, record.plan_checksum))
+
+    def _is_within(self, since_s: float, seconds: float) -> bool:
+        return self._clock.monotonic_s() - since_s <= seconds
 
     def _is_named(self, sweep: bytes) -> bool:
         return any(one.sweep == sweep for one in self._ledger.in_flight().values())

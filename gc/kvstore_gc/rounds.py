@@ -31,6 +31,7 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.goals import Goals
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
+from kvstore_gc.quarantine import Room
 from kvstore_gc.safety import Timings
 from kvstore_gc.summary import Example, Explained, Summary
 from kvstore_gc.survey import survey
@@ -85,7 +86,9 @@ class Rounds:
         self._ids = ids
         self._timings = timings
         self._listed = listed
-        self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings)
+        self._orphans = Orphans(
+            root, identity, meta, clock=clock, timings=timings, room=Room(watermarks, config.max_bytes)
+        )
         self._sweeper = Sweeper(
             root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause, check=self._join
         )

@@ -259,6 +259,7 @@ class Blocks:
             address, epoch = addresses[known + index], self._chunks.known.epoch
             if self._reads.has(Keyed(namespace, (keys[known + index],), (address,), ()))[0]:
                 return True
+            self._chunks.settle(address, self._chunks.name(address, namespace.id))
             present = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
             if present:
                 self._chunks.known.add(address, quantum, renewed=False, epoch=epoch)
@@ -283,6 +284,7 @@ class Blocks:
             address, epoch = addresses[unknown[at]], known.epoch
             if self._view.condemns(address):
                 return False
+            self._chunks.settle(address, self._chunks.name(address, namespace.id))
             found = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
             if found:
                 known.add(address, quantum, renewed=False, epoch=epoch)

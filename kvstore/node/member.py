@@ -238,7 +238,7 @@ class Member:
             return
         if self._follower is not None:
             self._follower.close(CLOSE_S)
-        self.node.close()
+        self.node.close(keep_replaced=self.shared)
         self.presence.close()
         self.meta.close()
 

@@ -7,6 +7,7 @@ it, and it stays where it can be read until every hold that may know of it has e
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -171,8 +172,7 @@ class Recoder:
         return self._replaced(name, seen, pieces)
 
     def sweep(self, *, even_held: bool = False) -> bool:
-        """Removes the replaced files that nobody can be reading any more; or all, at the end: with the session its
-        staging folder is a collector's to clear. True. Never raises KVStoreError."""
+        """Removes the replaced files that nobody can be reading any more, or all. True. Never raises KVStoreError."""
         while True:
             with self._lock:
                 if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
@@ -234,7 +234,9 @@ class Recoder:
         moved_on()
         self._check_room(before_bytes)
         session = self._session()
-        staged, aside = places.staged(session, next(self._numbers)), places.staged(session, next(self._numbers))
+        until_s = math.ceil(self._clock.now_s() + self._hold_max_s)
+        staged = places.staged(session, next(self._numbers))
+        aside = places.replaced(session, next(self._numbers), until_s)
         try:
             # With the time of the old one: it was used no later and no more than that.
             self._root.stage(staged, pieces, stamp_ns=seen.stat.mtime_ns, durable=self._durable)

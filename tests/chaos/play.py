@@ -133,15 +133,25 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
 
 
 def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
-    """What collectors do in an hour or a day, at once: nobody is left who could still be using it."""
-    at_once = Timings(staging_age_s=0.001, orphan_age_s=0.001, quarantine_age_s=0.001)
-    orphans = Orphans(root, identity, meta, clock=SystemClock(), timings=at_once)
+    """What collectors do in minutes or a day, at once: nobody is left who could still be using it."""
+    timings = Timings()
+    orphans = Orphans(root, identity, meta, clock=_Later(2 * timings.quarantine_age_s), timings=timings)
     for _ in range(2):  # an empty folder must have been empty in the round before
         orphans.remove()
     sweeper = Sweeper(
-        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=at_once, each=inline, pause=time.sleep
+        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=timings, each=inline, pause=time.sleep
     )
     assert not sweeper.lift_unnamed()
+
+
+class _Later(SystemClock):
+    """The system's clock, ahead."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def now_s(self) -> float:
+        return super().now_s() + self._ahead_s
 
 
 def _said(players: Cast) -> str:

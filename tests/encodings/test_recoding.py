@@ -15,6 +15,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.encodings.keys import Key, KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.format import places
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any
 from kvstore.format.header import incarnation_at
@@ -108,6 +109,25 @@ def test_who_has_the_old_file_open_or_mapped_goes_on(tmp_root: Path) -> None:
         member.node.recoder.sweep()
         assert all(path.exists() for path in kept)
         reader.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_node_that_ends_leaves_in_a_cluster_what_others_may_hold_and_else_nothing(
+    tmp_root: Path, shared: bool
+) -> None:
+    with opened(tmp_root) as (member, store):
+        put_all(store, "other")
+        for name in names_of(tmp_root):
+            recode(member.node, name, Recoding.COMPRESS)
+        member.shared = shared
+        staged = places.staged(member.node._session(), 1 << 40)
+        member.node.root.stage(staged, [memoryview(b"of a put that was cut off")], stamp_ns=0, durable=False)
+        older = places.staged(bytes(16), 1)
+        member.node.root.stage(older, [memoryview(b"of a session before")], stamp_ns=0, durable=False)
+        member.node.staging.leave(bytes(16))
+    left = [path.name for path in (tmp_root / "staging").rglob("*")]
+    assert bool(left) is shared
+    assert all(places.parse_replaced(path.name) for path in (tmp_root / "staging").rglob("*") if path.is_file())
 
 
 def test_a_replaced_file_that_could_not_be_removed_is_removed_later() -> None:

@@ -11,20 +11,23 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
-from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
+from kvstore.meta import faulty as meta_faulty
 from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.interface import LeaseId
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.node.member import Member
-from kvstore.root.faulty import FaultyRoot
+from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.threads import inline
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
 
 
@@ -96,6 +99,50 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     report = c.collector().adopt()
     assert report.adopted_count > 0 and report.reaped_count == 8
     assert c.leftovers() == [] and c.present(chain) == 0
+
+
+def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -> None:
+    """What lies in the folder of a session that ended belongs to puts that began in it: a collector may clear it."""
+    meta = FaultyMeta(MemoryMeta(c.store))
+    node, chain = c.node(meta=meta), prompt(1, 8)
+    session = node.presence.current()
+    assert node.node._session() == session.id
+    meta.add(meta_faulty.Rule(meta_faulty.Fault.NOT_SENT, ("grant",)))
+    c.store.revoke(session.lease)
+    with pytest.raises(SessionLost):
+        session.check_chain()
+    session.beat()
+    eventually(lambda: node.node._session() != session.id, 60)
+    alone = node.node._session()
+    assert put(node, chain) == 8 and node.node._session() == alone
+    assert c.store.get(Keys(c.identity.root).session(SessionId(alone))) is None
+
+
+def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: Cluster) -> None:
+    """Others may have taken the plan for left behind by then."""
+
+    class Slow(SystemClock):
+        ahead_s = 0.0
+
+        def monotonic_s(self) -> float:
+            return super().monotonic_s() + self.ahead_s
+
+    node, chain, clock = c.node(), prompt(1, 8), Slow()
+    put(node, chain)
+
+    def sleep(seconds: float) -> None:
+        clock.ahead_s += seconds
+
+    slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
+    sweeper = Sweeper(
+        slow, c.identity, MemoryMeta(c.store), clock=clock, ids=RandomIds(), timings=TIMINGS, each=inline,
+        pause=lambda _: None,
+    )  # fmt: skip
+    report = sweeper.sweep(c.plans(chain))
+    assert report.sweeps_count == 0 and report.kept["condemned too slowly"] > 0
+    assert c.leftovers() == [] and c.present(chain) == 8
+    slow.set_rules([])
+    assert sweeper.sweep(c.plans(chain)).reaped_count == 8
 
 
 def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
