@@ -366,6 +366,8 @@ class RemotePort:
         }
 
     def close(self) -> None:
+        if not self.endpoints.owner.is_here:
+            return  # a forked child: threads and connections are its parent's
         if self._discovery is not None:
             self._discovery.close()  # first: the thread of the endpoints may be waiting for it
         self.endpoints.close()
