@@ -20,6 +20,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.owner import Owner
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Endpoints:
         self._counters = counters
         self._clock = clock
         self._discover = discover
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""

@@ -20,6 +20,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class WriteBehind:
         self.bytes_max = bytes_max
         """May change at any time: what waits stays."""
         self._give_up_s = give_up_s
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
