@@ -267,7 +267,8 @@ class WriteBehind:
         self._counters.add("behind_lost", job.count)
         with self._changed:
             self._lost_chunks += job.count
-        log.info("behind.lost chunks=%d why=%s", job.count, why)
+        if not self._closed:  # then they are all said together
+            log.info("behind.lost chunks=%d why=%s", job.count, why)
 
     def _done(self, job: Job) -> None:
         with self._changed:
