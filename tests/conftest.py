@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import kvstore  # noqa: F401  # before any test imports gRPC, which asks once whether forks are its business
+
 SHM = Path("/dev/shm")
 SHM_FREE_MIN_BYTES = 512 << 20
 LEFTOVER_GRACE_S = 10.0

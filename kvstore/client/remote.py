@@ -85,7 +85,8 @@ def remote_port(
 
     ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
     ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
-    is asked for and not there raises InvalidRequest.  With ``deferred`` a put that does not say how it is to be
+    is asked for and not there raises InvalidRequest; where a worker offers it and does not answer on it, that worker
+    does not answer.  With ``deferred`` a put that does not say how it is to be
     acknowledged returns once the worker has its bytes, where they go past gRPC, else as one ``behind``: what the worker
     cannot store then is lost, and a miss.  ``tls`` and ``token_file`` prove who we are, and who the workers are.
     """
@@ -365,6 +366,8 @@ class RemotePort:
         }
 
     def close(self) -> None:
+        if not self.endpoints.owner.is_here:
+            return  # a forked child: threads and connections are its parent's
         if self._discovery is not None:
             self._discovery.close()  # first: the thread of the endpoints may be waiting for it
         self.endpoints.close()

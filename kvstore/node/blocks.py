@@ -6,7 +6,6 @@ nothing when they are written.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, payload_of
 from kvstore.root.interface import Stat
+from kvstore.waiting import Flag
 from kvstore.writes import WriteMode
 
 AllStillRight = Callable[[Sequence[int]], Sequence[bool] | npt.NDArray[np.bool_]]
@@ -156,7 +156,7 @@ class Blocks:
     ) -> list[bool]:
         """``origins``: of the images that the blocks are from, if they are; as for ``Chunks.stage``."""
         stored = [False] * len(keys)
-        given_up = threading.Event()
+        given_up = Flag()
         lacking: set[int] = set()
 
         def found_there(index: int, found: Stat) -> bool:

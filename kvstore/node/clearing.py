@@ -28,6 +28,7 @@ from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.lineages import read_writers
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Clearing:
         if lease == NO_LEASE:
             yield
             return
-        ended = threading.Event()
+        ended = Flag()
 
         def renew() -> None:
             while not ended.wait(RENEW_S):

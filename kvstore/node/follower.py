@@ -7,7 +7,6 @@ so that a simulation can take them in any order; ``run`` is the loop that a thre
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from kvstore.node.view import ChainBroken, View
 from kvstore.root.fence import lift
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Follower:
         self._on_root = on_root
         self._standing = standing
         self._following: _Following | None = None
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._stepped_s = clock.monotonic_s()
 
     def begin(self, session: Session) -> None:

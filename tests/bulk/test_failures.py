@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,12 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.address import Chain
-from kvstore.client.bulk.links import Links
+from kvstore.client.bulk import links
+from kvstore.client.bulk.links import Bulk, Links, NoAnswer, NoBulkPath
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
@@ -24,11 +29,14 @@ from kvstore.format import places
 from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.folder import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.node.stores import member_on
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+from tests.security.secured import secured
+from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -159,6 +167,90 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
         worker.send(signal.SIGCONT)
         eventually(lambda: _stored(cache), "the client comes back to the worker")
         eventually(lambda: same(cache.get(TOKENS)[1], KV), "a miss where a second was too short")
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["offered", "connected"])
+def test_a_worker_that_is_killed_before_it_greets_is_a_miss(
+    tmp_root: Path, way: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Links._offer if when == "offered" else Links._greeted
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+        cache = store.namespace("m", MEDIUM)
+
+        def dies(links: Links, *arguments: object) -> object:
+            if when == "connected":
+                worker.kill()
+            answer = real(links, *arguments)  # type: ignore[arg-type]
+            worker.kill()
+            return answer
+
+        monkeypatch.setattr(Links, real.__name__, dies)
+        assert cache.get(TOKENS)[0] == 0
+        with pytest.raises(Unavailable):
+            cache.put(TOKENS, KV)
+
+
+class Silent:
+    """A port that takes every connection and says nothing, and what a worker behind it would offer."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.offered = pb.OpenBulkResponse(
+            tcp_port=self._socket.getsockname()[1], grant=bytes(GRANT_BYTES), secret=bytes(SECRET_BYTES)
+        )
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with secured(tmp_path, {"cert:engine": {"acme": "write"}}) as served, Silent() as silent:
+        tls = served.authority.client("engine")
+        monkeypatch.setattr(Links, "_offer", lambda *_: silent.offered)
+        with kvstore.connect(served.address, tls=tls, bulk="tcp", limits=HASTY) as store:
+            cache = store.namespace("m", MEDIUM, tenant="acme")
+            assert cache.get(TOKENS)[0] == 0
+            with pytest.raises(Unavailable):
+                cache.put(TOKENS, KV)
+
+
+def test_a_silent_worker_is_said_once_and_what_follows_it_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that takes its place and offers no way is no silent one: then the request is wrong."""
+    monkeypatch.setattr(links, "RETRY_S", 0.0)
+    caplog.set_level(logging.INFO, links.log.name)
+    limits = ClientLimits(probe_s=0.05)
+    with Silent() as silent:
+        offered = silent.offered.SerializeToString()
+        asked = Links("127.0.0.1:1", Bulk.TCP, limits, lambda *_: offered)
+        for _ in range(3):
+            with pytest.raises(NoAnswer), asked.link(1.0):
+                raise AssertionError("a connection was had")
+        offered = pb.OpenBulkResponse().SerializeToString()
+        with pytest.raises(NoBulkPath), asked.link(1.0):
+            raise AssertionError("a connection was had")
+    levels = [record.levelname for record in caplog.records if record.message.startswith("client.no_bulk")]
+    assert levels == ["WARNING", "INFO", "INFO", "INFO"]
+
+
+def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "RETRY_S", 0.0)
+    with Silent() as silent, serving() as served:
+        asked = Links(
+            served.address, Bulk.TCP, ClientLimits(probe_s=0.05), lambda *_: silent.offered.SerializeToString()
+        )
+        with pytest.raises(NoAnswer), asked.link(1.0):
+            raise AssertionError("a connection was had")
+        with raw_channel(served) as channel:
+            unknown: Any = channel.unary_unary("/kvstore.v1.KVStore/Unknown")
+            asked._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
+            with pytest.raises(NoBulkPath, match="older version"), asked.link(WAIT_S):
+                raise AssertionError("a connection was had")
 
 
 def _stored(cache: Cache) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -386,17 +385,3 @@ def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, str]
 def test_client_limits_that_make_no_sense(limits: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(limits))):
         ClientLimits(**limits)  # type: ignore[arg-type]
-
-
-def test_a_forked_child_is_told_to_connect_itself() -> None:
-    with serving() as served, connected(served) as store:
-        cache = store.namespace("m", SMALL)
-        child = os.fork()
-        if not child:
-            try:
-                cache.match(TOKENS)
-            except InvalidRequest as error:
-                os._exit(0 if "connect in the child" in str(error) else 2)
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0

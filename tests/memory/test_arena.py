@@ -19,6 +19,7 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory import host
 from kvstore.memory.arena import Arena, follow, map_arena
+from kvstore.waiting import Flag
 
 SIZE = 64 * 4096
 
@@ -220,7 +221,7 @@ def _open_count(name: str) -> int:
 def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
     """Whoever takes a page pays for it in its cgroup: a client follows what the worker took, and takes nothing."""
     fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
-    closing = threading.Event()
+    closing = Flag()
     try:
         os.ftruncate(fd, SIZE)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
@@ -244,7 +245,7 @@ def test_pages_that_are_all_there_are_followed_at_once() -> None:
     try:
         os.pwrite(fd, bytes(SIZE), 0)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
-        follow(mapped, fd, threading.Event())
+        follow(mapped, fd, Flag())
         for each in threading.enumerate():
             if each.name == "kvstore-pages":
                 each.join(30)

@@ -16,7 +16,7 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
 from tests.tiers.acting import (
@@ -203,6 +203,21 @@ def test_w3_what_cannot_be_flushed_in_time_is_lost_counted_and_logged(caplog: py
             assert timed(node.close) < 2 * IN_TIME_S
         assert any("behind.lost" in record.message for record in caplog.records)
     eventually(lambda: node.node.counters.snapshot().get("behind_lost", 0) == 12)
+
+
+def test_w3_a_root_that_refuses_is_not_waited_for_until_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that is full: what only memory has is lost, counted, and said once. It takes seconds, not ``flush_s``."""
+    root = faulty()
+    node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
+    root.set_rules([Rule("stage", ENOSPC)])
+    node.put(1, 6)
+    node.put(2, 6)
+    with caplog.at_level(logging.INFO, "kvstore"):
+        node.close()
+    said = [record.message for record in caplog.records if record.message.startswith("behind.")]
+    assert said == ["behind.lost_at_close chunks=12"]
+    assert node.node.counters.snapshot()["behind_lost"] == 12
+    assert not any(node.on_root(1, 6))
 
 
 def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:

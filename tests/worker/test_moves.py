@@ -127,10 +127,10 @@ def test_ctrl_c_while_a_move_begins_ends_it_and_gives_its_place_back_once(monkey
     ended.set()
     move.wait(WAIT_S)
     assert move.done and move.error is None
-    for _ in range(MOVES_MAX):
-        slots.take()
+    for number in range(MOVES_MAX):
+        slots.take(number)
     with pytest.raises(Overloaded):
-        slots.take()
+        slots.take(MOVES_MAX)
 
 
 def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:

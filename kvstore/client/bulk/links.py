@@ -54,6 +54,10 @@ class NoAnswer(Unavailable):
     """The way that was asked for is there, and the worker does not answer on it. Nothing was sent: turn to another."""
 
 
+class _NotOffered(Unavailable):
+    """The worker offers no such way, or not to this client."""
+
+
 class BulkRefused(Exception):
     """A worker refused a request on a bulk connection; carries what that means."""
 
@@ -177,7 +181,10 @@ class Links:
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
-        self._was_late = False
+        """A connection was made in a way that the worker still offered when it was asked last."""
+        self._is_silent = False
+        """The last dial met a worker that offers a way and does not answer on it."""
+        self._warned = False
         self._closed = False
 
     @contextmanager
@@ -259,7 +266,7 @@ class Links:
 
     def _check_auto(self) -> None:
         """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it is and nobody answers."""
-        if self._bulk is not Bulk.AUTO and (self._worked or self._was_late):
+        if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
             raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
@@ -280,25 +287,47 @@ class Links:
         link.close()
 
     def _dial(self, timeout_s: float) -> Link | None:
-        """A new connection by the shortest way that works."""
+        """A new connection by the shortest way that works; None, and why, where none does."""
+        ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
+        if self._bulk is not Bulk.AUTO:
+            # Twice: a worker that died after it had offered the way is found out by asking it again.
+            ways = [each for each in ways if each[0] is self._bulk] * 2
         answer: pb.OpenBulkResponse | None = None
-        reasons: list[str] = []
-        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
-            if self._bulk not in (Bulk.AUTO, way):
-                continue
+        reasons: dict[Bulk, str] = {}
+        silent = False
+        for way, dial in ways:
             if answer is None and (answer := self._offer(timeout_s)) is None:
-                self._why_not = "the worker is of an older version"
+                self._worked = False
+                self._no_link("the worker is of an older version", silent=False)
                 return None
             try:
-                return dial(answer)
+                link = dial(answer)
+            except _NotOffered as error:
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    self._worked = False
+                    break
+            except (LinkBroken, LinkLate, TimeoutError) as error:
+                reasons[way] = str(error)
+                silent, answer = True, None  # its grant is used up
+                if self._bulk is not Bulk.AUTO:
+                    break
             except (OSError, KVStoreError, ValueError) as error:
-                reasons.append(f"{way.value}: {error}")
-                self._was_late = isinstance(error, LinkLate)  # somebody took the connection, and is slow or stopped
-                if isinstance(error, (LinkBroken, LinkLate)):
-                    answer = None  # its grant is used up
-        self._why_not = "; ".join(reasons)
-        log.info("client.no_bulk worker=%s why=%s", self._address, self._why_not)
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    answer = None
+            else:
+                self._warned = False
+                return link
+        self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
         return None
+
+    def _no_link(self, why: str, *, silent: bool) -> None:
+        """Notes and logs why there is none; that a worker is silent as a warning, once until it answers again."""
+        self._why_not, self._is_silent = why, silent
+        level = logging.WARNING if silent and not self._warned else logging.INFO
+        self._warned |= silent
+        log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
 
     def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
         """What the worker offers, with a fresh grant; None where it knows nothing of this."""
@@ -312,15 +341,15 @@ class Links:
 
     def _dial_shared(self, answer: pb.OpenBulkResponse) -> Link:
         if not answer.unix_path:
-            raise Unavailable("the worker offers no unix socket")
+            raise _NotOffered("the worker offers no unix socket")
         if answer.boot_id != boot_id() or not answer.boot_id:
-            raise Unavailable("it is on another host")
+            raise _NotOffered("it is on another host")
         channel = Channel(dial_unix(answer.unix_path, self._limits.probe_s), self._limits.probe_s)
         return self._greeted(channel, answer)
 
     def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Link:
         if not answer.tcp_port or self._address.startswith("unix:"):
-            raise Unavailable("the worker offers no port")
+            raise _NotOffered("the worker offers no port")
         host = self._address.rpartition(":")[0]
         sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._address)
         return self._greeted(Channel(sock, self._limits.probe_s), answer)
@@ -334,7 +363,7 @@ class Links:
             channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
             head, proof = channel.receive_frame(Kind.WELCOME)
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise channel.break_off("whoever listens there is not the worker")
+                raise _NotOffered("whoever listens there is not the worker")
             ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
             memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:
