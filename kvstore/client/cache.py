@@ -210,7 +210,8 @@ class Hold:
         """Reads what is held into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
 
         Returns the leading tokens read and verified; fewer than held only where a chunk was lost.
-        Raises HoldBroken where the hold has ended.
+        Raises HoldBroken where the hold has ended, or its worker does not answer: what is in ``array`` then is good for
+        its ``tokens_valid`` leading tokens.
         """
         self._owner.check()
         target = target_array(array, self._layout)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
@@ -46,6 +47,7 @@ class Endpoints:
         self._credentials = credentials
         self._connection_version = credentials.connection_version
         self._bulk = bulk
+        self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
         self._clock = clock
@@ -154,7 +156,8 @@ class Endpoints:
             }
             gone = [endpoint for address, endpoint in self._live.items() if address not in kept]
             self._live = {
-                address: kept.get(address) or Endpoint(address, self._bulk, self._limits, self._credentials)
+                address: kept.get(address)
+                or Endpoint(address, self._bulk, self._limits, self._credentials, self._shortage)
                 for address in wanted
             }
         for endpoint in gone:

@@ -31,6 +31,7 @@ from kvstore.client.port import Sections
 from kvstore.client.remote_blocks import RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
+from kvstore.client.renewing import Renewing
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import FileLanes, Tools
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
@@ -132,7 +133,7 @@ class RemotePort:
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
         self._watch = Watch(clock, "kvstore-client-watch")
-        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), deferred)
+        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), deferred)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
 
@@ -175,7 +176,7 @@ class RemotePort:
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
-        nothing = RemoteHold(namespace, b"", 0, b"", None, self._tools)
+        nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
         if not len(tokens):
             return nothing
         packed = pack_tokens(tokens)
@@ -186,7 +187,7 @@ class RemotePort:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
             if not answer.chunks:
                 return nothing
-            return RemoteHold(namespace, packed, answer.chunks, answer.hold, endpoint, self._tools)
+            return RemoteHold(namespace, packed, answer, endpoint, self._tools)
 
         def take() -> RemoteHold:
             return self._caller.anywhere(send, self.limits.match_s, _affinity(namespace, tokens))
@@ -370,6 +371,7 @@ class RemotePort:
             return  # a forked child: threads and connections are its parent's
         if self._discovery is not None:
             self._discovery.close()  # first: the thread of the endpoints may be waiting for it
+        self._tools.renewing.close()
         self.endpoints.close()
         self._watch.close()
         self._tools.lanes.close()

@@ -16,6 +16,7 @@
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
     /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
@@ -180,6 +181,15 @@ class Keys:
     def clear_order(self, order: bytes) -> str:
         """One order to clear."""
         return f"{self.clears}{order.hex()}"
+
+    @property
+    def barriers(self) -> str:
+        """Prefix of the barriers of clears that are deleting."""
+        return f"{self.prefix}clearing/"
+
+    def barrier(self, order: bytes) -> str:
+        """The barrier of one clear."""
+        return f"{self.barriers}{order.hex()}"
 
     def clear_answers(self, order: bytes) -> str:
         """Prefix of the answers of nodes to one order."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.buffers import Pieces
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
@@ -395,7 +395,7 @@ class Node:
             self.tiers.drop_namespace(digest)
         self.known.clear()
 
-    def remove(self, namespace: Namespace, keep: Callable[[bytes], bool], deadline_s: float) -> Cleared:
+    def remove(self, namespace: Namespace, keep: Callable[[Address], bool], deadline_s: float) -> Cleared:
         """Deletes the chunks of a namespace but those that ``keep`` names.
 
         Whoever reads one of them at that moment has a miss.

@@ -316,14 +316,14 @@ def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytes
 
 
 def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_afterwards() -> None:
-    def cut() -> Cleared:
+    def cut(*_: object) -> Cleared:
         raise Cancelled("by its operator, before anything was deleted")
 
     alone = Acting(MemoryRoot(MemoryFiles()))
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = Clearing(alone.node, None, ())
+        clearing = Clearing(alone.node, None, alone.member._barriers, tuple)
         with pytest.raises(Cancelled):
             clearing.around(clearing.resolve(Selection(tenant="")), cut, lambda: None)
         assert not any(alone.in_memory(1, 2))

@@ -253,17 +253,39 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
         assert (stats["client_retries"], stats["client_misses_unreachable"]) == (1, 0)
 
 
-def test_a_hold_on_a_dead_worker_is_a_miss(pair: tuple[Served, Served]) -> None:
-    with connected(pair[0]) as store:
+def test_a_hold_says_that_it_is_gone_with_its_worker(tmp_root: Path) -> None:
+    """Also where another worker of the same root goes on: it knows nothing of this hold."""
+    with (
+        worker_process(tmp_root) as doomed,
+        worker_process(tmp_root) as other,
+        connected(doomed.address) as store,
+    ):
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        hold = cache.hold(TOKENS)
+        assert hold.read_into(np.empty_like(KV)) == hold.tokens == len(TOKENS)
+        port = store._port
+        assert isinstance(port, RemotePort)
+        port.endpoints._list([doomed.address, other.address])
+        doomed.kill()
+        for read in (lambda: hold.read_into(np.empty_like(KV)), hold.view, lambda: list(hold.layers())):
+            with pytest.raises(HoldBroken) as broken:
+                read()
+            assert broken.value.tokens_valid == 0
+            assert hold.tokens == len(TOKENS)
+        hold.release()
+        assert cache.get(TOKENS)[0] == len(TOKENS), "the other worker serves the same chunks"
+
+
+def test_a_chunk_lost_under_a_live_hold_is_a_miss(tmp_root: Path) -> None:
+    with serving(tmp_root) as served, connected(served) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
-            pair[0].worker.stop()
+            for chunk in tmp_root.glob("chunks/*/*"):
+                chunk.unlink()
             assert hold.read_into(np.empty_like(KV)) == 0
             assert hold.view() == []
-            with pytest.raises(HoldBroken) as broken:
-                list(hold.layers())
-            assert broken.value.tokens_valid == 0
 
 
 def test_no_worker_at_all_is_a_miss_for_reads_and_an_error_for_the_rest() -> None:

@@ -15,13 +15,15 @@ import grpc
 
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
 from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.shortage import Shortage, links_max
+from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import VERSION, Head, Kind, decode_arena, encode_arena
+from kvstore.wire.bulk.frames import VERSION, Head, Kind, Mode, decode_arena, encode_arena
 from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse
@@ -70,9 +72,16 @@ class Link:
     """One connection, and the arena that goes with it. Used by one call at a time."""
 
     def __init__(
-        self, channel: Channel, hands_files: bool, ledger: Ledger | None, memory: WorkerMemory | None, address: str
+        self,
+        channel: Channel,
+        hands_files: bool,
+        ledger: Ledger | None,
+        memory: WorkerMemory | None,
+        address: str,
+        shortage: Shortage | None = None,
     ) -> None:
         self.channel = channel
+        self.shortage = shortage or Shortage(ClientCounters())
         self.hands_files = hands_files
         self.memory = memory
         """The worker's, mapped; None where it has none, or is on another host."""
@@ -90,6 +99,13 @@ class Link:
     def is_shared(self) -> bool:
         """Whether the worker is on this host, and memory and files are shared with it."""
         return self.channel.is_unix
+
+    @property
+    def mode(self) -> Mode:
+        """How reads are best answered here: in another way than as a stream they need descriptors of this process."""
+        if self.shortage.is_on or (self.memory is None and not self.hands_files):
+            return Mode.STREAM
+        return Mode.FILES if self.memory is None else Mode.SLOTS
 
     @property
     def is_usable(self) -> bool:
@@ -131,7 +147,8 @@ class Link:
             return
         try:
             new = Arena(wanted, ledger)
-        except (OSError, MemoryError):
+        except (OSError, MemoryError) as error:
+            self.shortage.note(error)
             reserve(size)
             return
         if arena is not None:
@@ -166,8 +183,11 @@ class Links:
         limits: ClientLimits,
         ask: Callable[[bytes, float], bytes],
         credentials: Credentials = PLAIN,
+        shortage: Shortage | None = None,
     ) -> None:
         self._address = address
+        self._shortage = shortage or Shortage(ClientCounters())
+        self._links_max = links_max(limits.bulk_links_max)
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
@@ -196,9 +216,10 @@ class Links:
         link = self._take(timeout_s)
         try:
             yield link
-        except BaseException:
+        except BaseException as error:
             if link is not None:
                 link.channel.alive = False  # in the middle of a request
+            self._shortage.note(error)
             raise
         finally:
             if link is not None:
@@ -240,7 +261,7 @@ class Links:
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
-                is_full = link is None and len(self._open) + self._dialling >= self._limits.bulk_links_max
+                is_full = link is None and len(self._open) + self._dialling >= self._links_max
                 dials = not (link or is_full or self._closed) and time.monotonic() >= self._retry_at_s
                 self._dialling += dials
             if link is None:
@@ -266,6 +287,8 @@ class Links:
 
     def _check_auto(self) -> None:
         """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it is and nobody answers."""
+        if self._shortage.is_on:
+            return  # it is not the worker that cannot be reached in this way
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
             raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
@@ -309,10 +332,11 @@ class Links:
                     break
             except (LinkBroken, LinkLate, TimeoutError) as error:
                 reasons[way] = str(error)
-                silent, answer = True, None  # its grant is used up
+                silent, answer = not self._shortage.note(error), None  # its grant is used up
                 if self._bulk is not Bulk.AUTO:
                     break
             except (OSError, KVStoreError, ValueError) as error:
+                self._shortage.note(error)
                 reasons[way] = str(error)
                 if self._bulk is not Bulk.AUTO:
                     answer = None
@@ -369,7 +393,7 @@ class Links:
         except BaseException:
             channel.close()
             raise
-        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address)
+        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address, self._shortage)
         link.credentials_version = version
         return link
 
@@ -384,6 +408,7 @@ class Links:
         try:
             memory = WorkerMemory(fd, size_bytes, answer.memory)
         except Unavailable as error:
+            self._shortage.note(error)
             log.info("client.no_memory worker=%s why=%s", self._address, error)
             return None
         with self._lock:
