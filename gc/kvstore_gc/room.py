@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REPORTS_PER_S = 100
 """What all nodes together are asked not to exceed."""
-PACE_S_MIN = 0.25
+PACE_S_MIN = 0.1
 STEP_SHARE = 1 / 4
 """Of a node's share of the room between the high watermark and the stop mark: it reports when it wrote so much."""
 CHANGE_SHARE = 1 / 8
@@ -30,6 +30,8 @@ CHANGE_SHARE = 1 / 8
 SPARE_SHARE = 1 / 8
 """For nodes that join before the next word: one more for so many, at least one."""
 WORDS_PER_PACE = 10
+COUNTED_S = 0.25
+"""How old the number of nodes may be."""
 
 
 class RoomSign:
@@ -62,7 +64,7 @@ class RoomSign:
             self._said = None  # what was put under an older lease ends with it
         if self._said is not None and now_s - self._said_s < self._said.pace_s / WORDS_PER_PACE:
             return
-        if now_s - self._counted_s >= PACE_S_MIN:
+        if now_s - self._counted_s >= COUNTED_S:
             self._nodes_count, self._counted_s = self._meta.count(self._keys.sessions, self._timeout_s), now_s
         room = room_of(watermarks, self._nodes_count, self._reports.revision)
         watermarks.late_s = LATE_S_MIN + 2 * room.pace_s

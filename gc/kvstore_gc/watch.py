@@ -6,6 +6,7 @@ well: then the collector's lease ends, others take its shards, and its sign is g
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from kvstore_gc.threads import Stop, Stopped
 from kvstore_gc.troubles import Trouble
 
 TICK_S = 0.25
-"""Between two ticks where nobody reports; a report begins one at once."""
-REST_S = 0.05
+"""Between two looks at the free space, and between two ticks where nobody reports; a report begins one at once."""
+REST_S = 0.02
 """Between two ticks at least."""
 
 
@@ -50,6 +51,7 @@ class Watch:
         self._clock = clock
         self._duties = duties
         self._ticked_s = clock.monotonic_s()
+        self._looked_s = -math.inf
         self._meta_trouble = Trouble("place", clock)
         self._root_trouble = Trouble("space", clock)
         self._thread: threading.Thread | None = None
@@ -66,11 +68,8 @@ class Watch:
 
     def tick(self) -> None:
         """Once. What fails is said once, and tried again at the next tick."""
-        try:
-            self._watermarks.followed(self._root.space())
-            self._root_trouble.went_well()
-        except KVStoreError as error:
-            self._root_trouble.failed(error)
+        if self._clock.monotonic_s() - self._looked_s >= TICK_S:
+            self._look()
         try:
             if self._duties is not None:
                 self._do(self._duties)
@@ -110,6 +109,14 @@ class Watch:
             self._duties.reports.follow(wait_s)
         except KVStoreError as error:
             self._meta_trouble.failed(error)
+
+    def _look(self) -> None:
+        try:
+            self._watermarks.followed(self._root.space())
+            self._root_trouble.went_well()
+        except KVStoreError as error:
+            self._root_trouble.failed(error)
+        self._looked_s = self._clock.monotonic_s()
 
     def _do(self, duties: Duties) -> None:
         duties.collectors.beat()

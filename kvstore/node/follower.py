@@ -132,7 +132,7 @@ class Follower:
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
-                self._step(following, self._limits.follow_s)
+                self._step(following, min(self._limits.follow_s, self._view.usage.owes_s))
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)

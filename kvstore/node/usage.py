@@ -6,6 +6,7 @@ every put asks, under a lock of its own that is held for no I/O.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 
@@ -109,6 +110,14 @@ class NodeUsage:
             self._told, self._told_s, self._answered = usage, now_s, answered
             self._written_told = self._written_before + usage.written_bytes
             self._reports.append((revision, usage.written_bytes))
+
+    @property
+    def owes_s(self) -> float:
+        """How soon a report may be due; infinity where nothing was written that collectors ask for."""
+        with self._lock:
+            room = self._room
+            is_told = self._written - self._written_before == self._told.written_bytes
+            return math.inf if room is None or is_told else room.pace_s
 
     @property
     def asked_by(self) -> int:

@@ -38,7 +38,7 @@ from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector, Opened
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
-from kvstore_gc.watch import Duties, Watch
+from kvstore_gc.watch import TICK_S, Duties, Watch
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.meta.fakes import CountingIds, FakeClock
 
@@ -322,6 +322,29 @@ def test_each_shard_is_one_live_collector_s() -> None:
     assert one.shards(16) == list(range(16)), "under a new id"
 
 
+def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock, ids = FakeClock(), CountingIds()
+    store = MemoryStore(clock)
+    one, two, three = (
+        Collectors(MemoryMeta(store), Keys(bytes(16)), clock=clock, ids=ids, max_bytes=max_bytes)
+        for max_bytes in (100, None, 50)
+    )
+    one.beat()
+    two.beat()
+    assert (one.smallest_bytes, two.smallest_bytes) == (None, 100)
+    three.beat()
+    for _ in range(3):
+        clock.advance(TTL_S / 3)
+        for each in (one, two, three):
+            each.beat()
+    assert (one.smallest_bytes, two.smallest_bytes, three.smallest_bytes) == (50, 50, 100)
+    said = [record.message for record in caplog.records if record.message.startswith("gc.smaller_limit")]
+    assert len(said) == 3, "two of it, when one was there, and one and two of three"
+    three.close()
+    one.look()
+    assert one.smallest_bytes is None
+
+
 def test_a_collector_costs_a_keepalive_and_a_look_at_the_others_in_a_third_of_its_ttl() -> None:
     clock = FakeClock()
     meta = MemoryMeta(MemoryStore(clock))
@@ -457,6 +480,7 @@ def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
     assert collectors.me is not None and not marks.is_urgent
     marks.surveyed(0, marks.mark())
     root.stage(places.staged(bytes(16), 0), [memoryview(bytes(980))], stamp_ns=0, durable=False)
+    clock.advance(TICK_S)
     watch.tick()
     assert marks.is_urgent and meta.get(keys.gc_full) is None, "it may be somebody else's: a survey tells"
     lease = meta.grant(60)
@@ -483,6 +507,7 @@ def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:
     meta = MemoryMeta(MemoryStore(clock))
     watch, collectors = watched(root, meta, clock, Watermarks(None, 0.9))
     watch.tick()
+    clock.advance(TICK_S)
     thread = threading.Thread(target=watch.tick)
     thread.start()
     assert hang.reached.wait(10)
