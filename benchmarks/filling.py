@@ -75,29 +75,36 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--writers", type=int, default=2)
     parser.add_argument("--rates-mib", type=float, nargs="+", default=[50, 0], help="0: as fast as they can")
+    parser.add_argument("--others", nargs="+", choices=OTHERS, default=OTHERS)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", nargs=4, metavar=("ROOT", "ETCD", "RATE", "SECONDS"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.write:
         return write(given.write[0], given.write[1], float(given.write[2]), float(given.write[3]))
-    cases = [Case(others, rate * MIB) for rate in given.rates_mib for others in OTHERS]
-    found = [measured(case, given.cap_mib * MIB, given.writers, given.seconds) for case in cases]
     bound = given.cap_mib + given.writers * PROMPT_BYTES / MIB
+    if not given.json:
+        puts = f"{given.writers} writers, puts of {PROMPT_BYTES / MIB:g} MiB"
+        print(f"cap {given.cap_mib} MiB, {puts}, bound {bound:g} MiB")
+        print("| others | asked MiB/s | written MiB/s | puts shed | others' MiB | peak MiB | peak / cap |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+    found = []
+    for rate in given.rates_mib:
+        for others in given.others:
+            found.append(measured(Case(others, rate * MIB), given.cap_mib * MIB, given.writers, given.seconds))
+            if not given.json:
+                print(row(found[-1]), flush=True)
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=1))
-    else:
-        print(
-            f"cap {given.cap_mib} MiB, {given.writers} writers, puts of {PROMPT_BYTES / MIB:g} MiB, bound {bound:g} MiB"
-        )
-        print("| others | asked MiB/s | written MiB/s | puts shed | others' MiB | peak MiB | peak / cap |")
-        print("|---|---|---|---|---|---|---|")
-        for each in found:
-            asked = f"{each.asked_mib_s:.0f}" if each.asked_mib_s else "all they can"
-            print(
-                f"| {each.others} | {asked} | {each.written_mib_s:.0f} | {each.shed_puts} | {each.others_mib:.0f} "
-                f"| {each.peak_mib:.0f} | {each.peak_ratio:.3f} |"
-            )
     return int(any(each.peak_mib > bound for each in found))
+
+
+def row(figures: Figures) -> str:
+    """As the table has it."""
+    asked = f"{figures.asked_mib_s:.0f}" if figures.asked_mib_s else "all they can"
+    return (
+        f"| {figures.others} | {asked} | {figures.written_mib_s:.0f} | {figures.shed_puts} | {figures.others_mib:.0f} "
+        f"| {figures.peak_mib:.0f} | {figures.peak_ratio:.3f} |"
+    )
 
 
 def measured(case: Case, cap_bytes: int, writers_count: int, seconds: float) -> Figures:
@@ -115,16 +122,7 @@ def measured(case: Case, cap_bytes: int, writers_count: int, seconds: float) -> 
         undo.callback(_end, collector)
         assert collector.stdout is not None and collector.stdout.readline(), "the collector ended by itself"
         rate = str(case.rate / writers_count)
-        myself = [
-            sys.executable,
-            "-m",
-            "benchmarks.filling",
-            "--write",
-            str(root),
-            server.endpoints,
-            rate,
-            str(seconds),
-        ]
+        myself = [sys.executable, "-m", "benchmarks.filling", "--write", str(root), server.endpoints]
         gauge = undo.enter_context(_repeated(_Gauge(root), GAUGE_S))
         undo.enter_context(_repeated(others, OTHERS_S))
         writers = [
