@@ -98,7 +98,7 @@ class View:
             self._counters.add("put_refused_full")
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
         if self.usage.is_spent:
-            self._counters.add("put_refused_full")
+            self._counters.add("put_refused_uncounted")
             raise Overloaded(
                 "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "
                 "and put again in a moment"

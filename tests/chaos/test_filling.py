@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 import kvstore
 from tests.chaos.cast import SHARD_BITS, Part, cast
 from tests.chaos.gauge import Gauge, used_bytes
-from tests.chaos.writer import PROMPT_BYTES
+from tests.chaos.writer import LAYOUT, PROMPT_BYTES
 from tests.etcd_fixture import eventually
 
 pytestmark = [
@@ -27,9 +26,10 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs a file system of its own, and mounting needs root"),
 ]
 
-MAX_BYTES = 200 << 20
+MAX_BYTES = 64 << 20
 HIGH, LOW = 0.9, 0.8
-SECONDS = 15.0
+REAPED_CHUNKS = MAX_BYTES // 2 // LAYOUT.chunk_bytes
+WAIT_S = 60.0
 SAMPLE_S = 0.05
 RATE_BYTES = 100_000_000
 """Of each writer in a second: as fast as they can would need memory that not every machine has."""
@@ -56,19 +56,19 @@ def test_writers_pass_the_limit_by_one_put_each_at_most(own_tmpfs: Path, tmp_pat
     with cast([root], tmp_path) as players:
         limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH), "--low", str(LOW)]
         collector = players.collector("gc", "--interval", "2s", *limits)
-        eventually(lambda: players.rounds()["rounds"] > 0)
+        eventually(lambda: players.rounds()["rounds"] > 0, WAIT_S)
         gauge, others = Gauge(root, SAMPLE_S), own_tmpfs / "others"
         with others.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, OTHERS_BYTES)
         writers = [
             players.part(f"writer{number}", "tests.chaos.writer", "--rate", str(RATE_BYTES)) for number in range(2)
         ]
-        time.sleep(SECONDS / 3)
+        eventually(lambda: gauge.most > HIGH * MAX_BYTES, WAIT_S)
         others.unlink()
-        time.sleep(2 * SECONDS / 3)
+        eventually(lambda: players.rounds()["reaped"] > REAPED_CHUNKS, WAIT_S)
         for writer in writers:
             writer.end()
-        eventually(lambda: used_bytes(root) <= HIGH * MAX_BYTES)
+        eventually(lambda: used_bytes(root) <= HIGH * MAX_BYTES, WAIT_S)
         gauge.close()
         collector.end()
         assert [writer.codes for writer in writers] == [[0], [0]]

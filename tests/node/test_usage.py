@@ -161,6 +161,7 @@ def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(a
     alone.follower.step(0.0)
     with pytest.raises(Overloaded, match="no collector has counted"):
         alone.view.check_room()
+    assert alone.node.stats()["put_refused_uncounted"] == 1
     assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
     alone.meta.put(alone.keys.gc_room, b"nonsense")
     alone.follower.step(0.0)
