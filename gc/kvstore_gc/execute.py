@@ -75,6 +75,7 @@ class Sweeper:
 
     ``pause`` waits, and raises Stopped where the collector is to end.  ``check`` raises where root and etcd no longer
     belong together (rule C6); asked once more before anything is taken, because an adoption may come at any time.
+    ``deleted`` hears the bytes of each chunk that was deleted, on the thread that did it.
 
     Raises InvalidRequest where the root can neither be fenced nor delete conditionally: no collector is safe there.
     """
@@ -91,6 +92,7 @@ class Sweeper:
         each: Each,
         pause: Callable[[float], object],
         check: Callable[[], object] = lambda: None,
+        deleted: Callable[[int], object] = lambda size_bytes: None,
     ) -> None:
         if not (root.traits.fenced or root.traits.conditional_remove):
             raise InvalidRequest(
@@ -105,6 +107,7 @@ class Sweeper:
         self._each = each
         self._pause = pause
         self._check = check
+        self._deleted = deleted
         keys = Keys(identity.root)
         self._ledger = Ledger(meta, keys, ids, timings.meta_timeout_s)
         self._grace = Grace(meta, keys, self._ledger, self._twins, timings.meta_timeout_s, timings.refs_timeout_s)
@@ -296,7 +299,7 @@ class Sweeper:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             spared = [one for one in victims or () if one.address in pinned]
             report.kept["pinned"] += len(spared)
-            taken = Taken()
+            taken = Taken(self._deleted)
             try:
                 if self._root.traits.fenced:
                     ended = self._trash.reap(sweep, victims or (), pinned, taken)

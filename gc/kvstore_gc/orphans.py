@@ -26,7 +26,8 @@ from kvstore.root.inspect import Inspector
 from kvstore.root.interface import Entry, Root
 from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import Clock
-from kvstore_gc.quarantine import Quarantine, Room
+from kvstore_gc.capacity import Watermarks
+from kvstore_gc.quarantine import Quarantine
 from kvstore_gc.safety import Timings
 
 log = logging.getLogger(__name__)
@@ -46,16 +47,16 @@ class Orphans:
         *,
         clock: Clock,
         timings: Timings,
-        room: Room | None = None,
+        watermarks: Watermarks | None = None,
     ) -> None:
-        """``room``: how much quarantine may take; None: as much as there is."""
+        """``watermarks`` say how much quarantine may take; None: as much as there is."""
         self._root = root
         self._keys = Keys(identity.root)
         self._meta = meta
         self._clock = clock
         self._timings = timings
         inspector = Inspector(root, monotonic_s=clock.monotonic_s)
-        self._quarantine = Quarantine(root, identity.shard_bits, inspector, timings, room)
+        self._quarantine = Quarantine(root, identity.shard_bits, inspector, timings, watermarks)
         self._seen_alive: set[bytes] = set()
         """Sessions of the round before."""
         self._gone_s: dict[bytes, float] = {}

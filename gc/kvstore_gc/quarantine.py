@@ -27,32 +27,6 @@ REMEMBERED_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The room of a root, as a collector knows it; ``max_bytes`` is what chunks may take at most, None for all."""
-
-    watermarks: Watermarks
-    max_bytes: int | None
-
-    def level(self, root: Root) -> Level | None:
-        """How full the root is: as of the last survey, or before the first one as its file system says.
-
-        None where nobody knows. Raises the root's errors.
-        """
-        level = self.watermarks.level
-        if level is not None:
-            return level
-        space = root.space()
-        if space.total_bytes is None or space.free_bytes is None:
-            return None if self.max_bytes is None else Level(0, self.max_bytes)
-        used_bytes = space.total_bytes - space.free_bytes
-        if self.max_bytes is None or self.max_bytes >= space.total_bytes:
-            return Level(used_bytes, space.total_bytes)
-        # What chunks take nobody has counted yet, unless the file system itself is nearly full.
-        is_full = used_bytes > self.watermarks.high * space.total_bytes
-        return Level(self.max_bytes if is_full else 0, self.max_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Damaged:
     """A damaged file, and whether it may go."""
 
@@ -65,13 +39,13 @@ class Quarantine:
     """The quarantine folder of one root. One thread at a time. Remembers what it need not read again."""
 
     def __init__(
-        self, root: Root, shard_bits: int, inspector: Inspector, timings: Timings, room: Room | None = None
+        self, root: Root, shard_bits: int, inspector: Inspector, timings: Timings, watermarks: Watermarks | None = None
     ) -> None:
         self._root = root
         self._shard_bits = shard_bits
         self._inspector = inspector
         self._timings = timings
-        self._room = room
+        self._watermarks = watermarks
         self._damaged: set[Name] = set()
         self._unreadable: set[Name] = set()
 
@@ -129,12 +103,24 @@ class Quarantine:
         self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
 
     def _allowed_bytes(self) -> float | None:
-        """What damaged files may take; None where nobody knows the capacity."""
-        level = self._room.level(self._root) if self._room is not None else None
-        if level is None or self._room is None:
+        """What damaged files may take; None where nobody knows the capacity. Raises the root's errors."""
+        marks = self._watermarks
+        level = None if marks is None else marks.level or _level_before_survey(self._root, marks)
+        if marks is None or level is None:
             return None
-        is_full = level.over(self._room.watermarks.high)
-        return 0.0 if is_full else self._timings.quarantine_share * level.capacity_bytes
+        return 0.0 if level.over(marks.high) else self._timings.quarantine_share * level.capacity_bytes
+
+
+def _level_before_survey(root: Root, marks: Watermarks) -> Level | None:
+    """How full the root is as its file system says; None where nobody knows. Raises the root's errors."""
+    space, limit_bytes = root.space(), marks.limit_bytes
+    if space.total_bytes is None or space.free_bytes is None:
+        return None if limit_bytes is None else Level(0, limit_bytes)
+    used_bytes = space.total_bytes - space.free_bytes
+    if limit_bytes is None or limit_bytes >= space.total_bytes:
+        return Level(used_bytes, space.total_bytes)
+    # What chunks take nobody has counted yet, unless the file system itself is nearly full.
+    return Level(limit_bytes if used_bytes > marks.high * space.total_bytes else 0, limit_bytes)
 
 
 def _is_set_aside(file_name: str) -> bool:

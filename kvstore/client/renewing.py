@@ -17,6 +17,7 @@ import grpc
 from kvstore.client.endpoint import Endpoint
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.waiting import Monitor
 from kvstore.wire.messages import sealed
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Renewing:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._live: WeakSet[LeasedHold] = WeakSet()
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -11,6 +11,8 @@
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
     /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
+    /kv/<root>/gc/room                           how much a node may write unheard, under the lease of a collector
+    /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
@@ -128,6 +130,20 @@ class Keys:
         return f"{self.gc}full"
 
     @property
+    def gc_room(self) -> str:
+        """How much each node may write before collectors have heard of it; see ``usage.py``."""
+        return f"{self.gc}room"
+
+    @property
+    def usage(self) -> str:
+        """Prefix of what nodes and collectors report of the room that they take."""
+        return f"{self.prefix}usage/"
+
+    def usage_of(self, session: SessionId) -> str:
+        """The report of one node or collector."""
+        return f"{self.usage}{session.hex()}"
+
+    @property
     def condemned(self) -> str:
         """Prefix of all sweeps in flight."""
         return f"{self.gc}condemned/"
@@ -208,8 +224,8 @@ class Keys:
         return unquote(owner), PinId(session)
 
     def parse_session(self, key: str) -> SessionId | None:
-        """The session of a session's, worker's or collector's key; None for another key."""
-        for prefix in (self.sessions, self.workers, self.collectors):
+        """The session of a session's, worker's, collector's or report's key; None for another key."""
+        for prefix in (self.sessions, self.workers, self.collectors, self.usage):
             if key.startswith(prefix):
                 found = parse_id(key.removeprefix(prefix))
                 return None if found is None else SessionId(found)

@@ -199,7 +199,8 @@ class Blocks:
             run.origins = dict(enumerate(origins))
 
         def alone(put: SharedPut, index: int) -> Staged:
-            return Staged(put.name(index), expected_block(namespace, keys[index], len(buffers[index])))
+            expected = expected_block(namespace, keys[index], len(buffers[index]))
+            return Staged(put.name(index), expected, expected.file_bytes)
 
         def work_on_turns(put: SharedPut, _: int) -> bool:
             more = True

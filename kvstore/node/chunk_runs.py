@@ -30,6 +30,7 @@ from kvstore.node.layer_run import LayerRun
 from kvstore.node.runs import Run, block_run, chain_run
 from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
 from kvstore.node.unreadable import Unreadable
+from kvstore.node.usage import NodeUsage
 from kvstore.planes import Planes
 from kvstore.recency import stamps_ns
 from kvstore.root.interface import Root, local_files
@@ -76,9 +77,11 @@ class ChunkRuns:
         numbers: Iterator[int],
         encodings: Encodings,
         unreadable: Unreadable,
+        usage: NodeUsage,
     ) -> None:
         self._encodings = encodings
         self._unreadable = unreadable
+        self._usage = usage
         self._files = local_files(root) if is_available() else None
         self._shard_bits = shard_bits
         self._session = session
@@ -234,6 +237,8 @@ class ChunkRuns:
         at = put.run.part(put.run.first, put.run.first)[0]
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
+            published = places[put.run.items["status"][places] == native.PUBLISHED]
+            self._usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
             self._counters.add("chunks_written", chunks)
             self._counters.add("bytes_written", size_bytes)
         return chunks, size_bytes

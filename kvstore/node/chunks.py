@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.checksum import checksum
@@ -35,6 +35,7 @@ from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.unreadable import FAILED, Unreadable
+from kvstore.node.usage import NodeUsage
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix import PosixReader
@@ -50,6 +51,8 @@ class Staged:
 
     name: Name
     expected: Expected
+    size_bytes: int
+    """Of its file, which is another one than expected where it is encoded."""
 
 
 class Chunks:
@@ -67,6 +70,7 @@ class Chunks:
         incarnations: Incarnations,
         numbers: Iterator[int],
         encodings: Encodings,
+        usage: NodeUsage,
     ) -> None:
         self.root = root
         self.known = known
@@ -78,9 +82,20 @@ class Chunks:
         self._incarnations = incarnations
         self._numbers = numbers
         self._encodings = encodings
+        self._usage = usage
         self.unreadable = Unreadable(root, clock)
         self.runs = ChunkRuns(
-            root, shard_bits, session, known, counters, self.quantum, incarnations, numbers, encodings, self.unreadable
+            root,
+            shard_bits,
+            session,
+            known,
+            counters,
+            self.quantum,
+            incarnations,
+            numbers,
+            encodings,
+            self.unreadable,
+            usage,
         )
 
     def quantum(self) -> int:
@@ -242,13 +257,14 @@ class Chunks:
         except KVStoreError:
             self._discard(name)  # a full disk must not stay full of our torn files
             raise
-        return Staged(name, expected)
+        return Staged(name, expected, byte_length(pieces))
 
     def publish(self, staged: Staged, durable: bool) -> bool:
         """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
+            self._usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
             self._counters.add("chunks_written")
             self._counters.add("bytes_written", expected.payload_bytes)

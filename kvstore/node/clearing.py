@@ -234,6 +234,7 @@ class _Sweep:
                 self._node.known.forget(found.address)
                 if not self._node.root.remove(found.name):
                     return
+                self._node.gc_view.usage.removed(found.size_bytes)
             self._add(chunks=1, size_bytes=found.size_bytes)
         except KVStoreError:
             self._add(failed=1)

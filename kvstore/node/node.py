@@ -108,7 +108,7 @@ class Node:
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
             root, identity.shard_bits, session, self.known, self.counters, limits.quantum_s, clock, self.incarnations,
-            numbers, self.encodings,
+            numbers, self.encodings, self.gc_view.usage,
         )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)
         self.recoder = Recoder(
@@ -417,6 +417,7 @@ class Node:
                 self.known.forget(parsed[0])
                 if self.root.remove(places.Name(f"{folder}/{entry.name}")):
                     removed.append(entry.stat.size_bytes)
+                    self.gc_view.usage.removed(entry.stat.size_bytes)
                 if deadline.passed:
                     return False
             return True

@@ -142,7 +142,7 @@ class Recoder:
             raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
         if act is Recoding.COMPRESS:
             squeezing.check_available()
-        elif self._view.is_full:
+        elif self._view.is_full or self._view.usage.is_spent:
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
         if self._view.condemns(parsed[0]):
@@ -180,7 +180,8 @@ class Recoder:
                 until_s, name, size_bytes = self._asides.popleft()
                 self._aside_bytes -= size_bytes
             try:
-                self._root.remove(name)
+                if self._root.remove(name):
+                    self._view.usage.removed(size_bytes)
             except KVStoreError:
                 with self._lock:  # the next one tries again: else it would stay as long as the session lives
                     self._asides.appendleft((until_s, name, size_bytes))
@@ -248,6 +249,7 @@ class Recoder:
         if not replaced:
             self._discard(staged)
             return Recoded(Outcome.CHANGED, before_bytes, before_bytes)
+        self._view.usage.wrote(after_bytes)  # the old file takes its room until ``sweep`` removes it
         with self._lock:
             self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
             self._aside_bytes += before_bytes

@@ -162,7 +162,7 @@ def test_what_cannot_be_finished_is_exit_code_1(up: Running, at: tuple[str, ...]
         pin = store.namespace("model", LAYOUT).pin(list(range(500_000, 500_040)), ttl=600)
         done = ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES))
         assert done.returncode == 1, done.stderr
-        assert "unfinished: chunks still take" in done.stderr and "kept: 10 chunks" in done.stdout
+        assert "unfinished: the root's files still take" in done.stderr and "kept: 10 chunks" in done.stdout
         pin.release()
     assert ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES)).returncode == 0
 

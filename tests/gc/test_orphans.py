@@ -19,7 +19,6 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.orphans import Orphans
-from kvstore_gc.quarantine import Room
 from kvstore_gc.safety import Timings
 from tests.fsck.damage import NOW_S, Filled, fill, read, write
 from tests.meta.fakes import CountingIds
@@ -54,9 +53,9 @@ class Scene:
         self.ids = CountingIds()
         self.orphans = self.again()
 
-    def again(self, room: Room | None = None) -> Orphans:
+    def again(self, marks: Watermarks | None = None) -> Orphans:
         """Another collector, which remembers nothing."""
-        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS, room=room)
+        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS, watermarks=marks)
 
     def write(self, name: Name, content: bytes = b"x", age_s: float = NEW_S) -> Name:
         write(self.root, name, content, age_s=age_s)
@@ -236,7 +235,8 @@ def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
 
 def marks(used_bytes: int, free_bytes: int) -> Watermarks:
     watermarks = Watermarks(None, 0.9)
-    watermarks.surveyed(used_bytes, Space(None, free_bytes))
+    watermarks.followed(Space(None, free_bytes))
+    watermarks.surveyed(used_bytes, watermarks.mark())
     return watermarks
 
 
@@ -246,8 +246,8 @@ def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
 
 def test_damaged_files_take_a_hundredth_of_the_capacity_at_most_and_the_oldest_go(scene: Scene) -> None:
     oldest, old, new = (set_aside(scene, number, 4, 300.0 - number) for number in range(3))
-    assert not scene.again(Room(marks(100, 1100), None)).remove(), "12 bytes of 1,200 are as much as they may take"
-    assert scene.again(Room(marks(100, 900), None)).remove() == {"quarantine": 1}
+    assert not scene.again(marks(100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
+    assert scene.again(marks(100, 900)).remove() == {"quarantine": 1}
     assert [read(scene.root, name) is None for name in (oldest, old, new)] == [True, False, False]
 
 
@@ -256,7 +256,7 @@ def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: S
     assert scene.root.move(scene.filled.name(2), aside)
     for number in range(3):
         set_aside(scene, number, 4, 0.0)
-    assert scene.again(Room(marks(950, 50), None)).remove() == {"quarantine": 3, "restored": 1}
+    assert scene.again(marks(950, 50)).remove() == {"quarantine": 3, "restored": 1}
     assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
 
 
@@ -274,7 +274,7 @@ def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
     scene = Scene(Sized(MemoryRoot()))
     for number in range(3):
         set_aside(scene, number, 4, 0.0)
-    removed = scene.again(Room(Watermarks(max_bytes, 0.9), max_bytes)).remove()
+    removed = scene.again(Watermarks(max_bytes, 0.9)).remove()
     assert removed == {"quarantine": gone}
 
 
