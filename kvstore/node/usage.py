@@ -7,20 +7,22 @@ every put asks, under a lock of its own that is held for no I/O.
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 
 from kvstore.meta.usage import Room, Usage
+from kvstore.waiting import Monitor
 
 AGAIN_S = 1.0
 """A node that waits for the collectors' word reports again after this: a restored etcd may have lost its report."""
+COUNTED_S = 1.0
+"""A put waits so long until collectors have counted what was written before; they do so some times a second."""
 
 
 class NodeUsage:
     """Counts of one node. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Monitor()
         self._written = self._removed = 0
         self._written_before = self._removed_before = 0
         """As the session began: its report counts from here."""
@@ -56,6 +58,12 @@ class NodeUsage:
         with self._lock:
             return self._is_spent()
 
+    def wait_for_room(self) -> bool:
+        """Whether this node may write; where it may not yet, waits for the collectors' word, COUNTED_S at most."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_spent() or self._is_full(), COUNTED_S)
+            return not self._is_spent()
+
     # By the view, under its lock
 
     def begin(self) -> None:
@@ -78,11 +86,13 @@ class NodeUsage:
             self._is_asked = room is not None
             while room is not None and len(self._reports) > 1 and self._reports[1][0] <= room.revision:
                 self._reports.popleft()
+            self._lock.notify_all()
 
     def end(self) -> None:
         """The session is over: nobody hears reports, and nobody's word is heard."""
         with self._lock:
             self._is_heeded = False
+            self._lock.notify_all()
 
     # By the follower
 
@@ -124,6 +134,10 @@ class NodeUsage:
         """The create_revision of the word that is in force."""
         with self._lock:
             return self._room_created
+
+    def _is_full(self) -> bool:
+        """Whether nobody may write, so that waiting is of no use."""
+        return self._room is not None and self._room.allowance_bytes == 0
 
     def _is_spent(self) -> bool:
         room = self._room

@@ -93,11 +93,14 @@ class View:
         return self._full
 
     def check_room(self) -> None:
-        """Raises Overloaded while a collector says that the root is full, or has not heard of what we wrote."""
+        """Raises Overloaded while a collector says that the root is full, or has not heard of what we wrote.
+
+        Waits for the latter, ``usage.COUNTED_S`` at most: collectors count some times a second.
+        """
         if self._full:
             self._counters.add("put_refused_full")
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
-        if self.usage.is_spent:
+        if not self.usage.wait_for_room():
             self._counters.add("put_refused_uncounted")
             raise Overloaded(
                 "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "

@@ -24,7 +24,12 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.errors import Overloaded
-from tests.etcd_fixture import running_etcd
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.keys import Keys
+from kvstore.meta.usage import Room
+from kvstore.root.identity import read_identity
+from kvstore.root.posix import PosixRoot
+from tests.etcd_fixture import eventually, running_etcd
 
 MIB = 1 << 20
 LAYOUT = Layout(layers=4, kv_heads=4, head_dim=128, dtype="int8", chunk_tokens=64)
@@ -98,6 +103,22 @@ def collector(root: Path, etcd: str, max_bytes: int, log: Path) -> Iterator[list
             thread.join()
 
 
+def wait_for_word(root: Path, etcd: str) -> None:
+    """Until nodes are told what they may write: the bound begins there, a moment after the first survey."""
+    identity = read_identity(PosixRoot(root))
+    assert identity is not None
+    meta = EtcdMeta(etcd)
+    try:
+
+        def is_said() -> bool:
+            found = meta.get(Keys(identity.root).gc_room)
+            return found is not None and Room.from_json(found.value).allowance_bytes is not None
+
+        eventually(is_said)
+    finally:
+        meta.close()
+
+
 def write(root: Path, etcd: str, name: str, gauge: Gauge, ends_s: float) -> int:
     """Stores PUTS new prompts, and puts again where it is told to; how many it stored."""
     tokens = np.zeros(CHUNKS * LAYOUT.chunk_tokens, np.uint32)
@@ -137,6 +158,7 @@ def test_room_that_others_free_hides_no_growth(volume: Path, tmp_path: Path) -> 
         os.posix_fallocate(file.fileno(), 0, OTHERS_BYTES)
     gauge = Gauge(root)
     with running_etcd(tmp_path / "etcd") as etcd, collector(root, etcd.endpoints, CAP_BYTES, tmp_path / "log") as said:
+        wait_for_word(root, etcd.endpoints)
         others.unlink()
         stored = fill(root, etcd.endpoints, gauge)
         assert stored == [PUTS] * WRITERS, (stored, said[-1], (tmp_path / "log").read_text()[-2000:])
@@ -151,6 +173,7 @@ def test_collectors_with_different_limits_keep_to_the_smallest_and_puts_go_on(tm
     with running_etcd(tmp_path / "etcd") as etcd, ExitStack() as undo:
         undo.enter_context(collector(root, etcd.endpoints, small, tmp_path / "small"))
         said = undo.enter_context(collector(root, etcd.endpoints, large, tmp_path / "large"))
+        wait_for_word(root, etcd.endpoints)
         stored = fill(root, etcd.endpoints, gauge)
         assert stored == [PUTS] * WRITERS, (stored, said[-1], (tmp_path / "large").read_text()[-2000:])
         log = (tmp_path / "large").read_text()

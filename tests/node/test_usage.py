@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvstore.node.usage import AGAIN_S, NodeUsage
 from kvstore.root.posix import PosixRoot
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.test_follower import SWEEP, Alone
+from tests.patience import NEVER_S, PATIENCE_S
 
 STEP, ALLOWED, PACE_S = 10, 100, 0.25
 
@@ -145,6 +147,23 @@ def test_records_come_back_as_they_were() -> None:
 
 
 # With a follower
+
+
+def test_a_put_waits_for_the_count_and_not_for_a_full_root(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    node.usage.hear(word(0), created=7)
+    node.usage.wrote(ALLOWED)
+    revision = node.report()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(node.usage.wait_for_room)
+        node.usage.hear(word(revision), created=7)
+        assert waits.result(PATIENCE_S)
+    node.usage.hear(word(revision, 0), created=7)
+    assert not node.usage.wait_for_room()
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.0)
+    node.usage.hear(word(0), created=7)
+    node.usage.wrote(ALLOWED)
+    assert not node.usage.wait_for_room()
 
 
 @pytest.fixture
