@@ -33,7 +33,6 @@ PROMPTS = 400
 MAX_BYTES = 6 * MIB
 """All prompts together take about three times as much, so that there is something to collect all the time."""
 HIGH = 0.9
-SESSION_S = 20.0
 CALM_S = 3.0
 
 
@@ -100,7 +99,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
     assert identity is not None
     keys, meta = Keys(identity.root), EtcdMeta(players.etcd.endpoints)
     try:
-        eventually(lambda: not meta.count(keys.sessions), SESSION_S)
+        eventually(lambda: not meta.count(keys.sessions), "the sessions end")
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
         assert last.process is not None
         code = last.process.wait(60.0)
