@@ -125,9 +125,9 @@ def _only_etcd_fails(sources: Document) -> bool:
     return sources["etcd"]["error"] is not None and sources["root"]["error"] is None
 
 
-def _damaged(found: Document) -> float:
+def _damaged(found: Document) -> int:
     """Misses that all workers have counted: those before the miss say 0."""
-    return sum(found["counts"].get("miss_damaged", {}).values())
+    return int(sum(found["counts"].get("miss_damaged", {}).values()))
 
 
 def test_rates_appear_once_there_was_a_second_look(board: Shown) -> None:
