@@ -16,6 +16,7 @@ from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest
 from benchmarks.peers.workload import Memory, Workload
 from tests.benchmarks import saboteurs
+from tests.patience import PATIENCE_S
 
 SMALL = Workload("small", layers=2, tensor_bytes=512, chunk_tokens=16, chunk_count=4)
 FILES = ENTRIES["files"]
@@ -79,7 +80,7 @@ def test_who_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.
 def test_what_a_contender_started_ends_with_it(tmp_path: Path) -> None:
     play(tmp_path, [saboteur("Leaver")])
     pid = int((tmp_path / saboteurs.STARTED).read_text())
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while _runs(pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not _runs(pid)

@@ -68,7 +68,7 @@ def interrupted(child: subprocess.Popen[str]) -> str:
     while time.monotonic() < ends_s:
         child.send_signal(signal.SIGINT)
         try:
-            return child.communicate(timeout=30.0)[1]  # ending takes seconds on a busy machine
+            return child.communicate(timeout=PATIENCE_S)[1]  # ending takes seconds on a busy machine
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("it goes on")

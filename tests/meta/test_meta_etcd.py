@@ -474,7 +474,9 @@ try:
 except InvalidRequest as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert re.search("pip install etcd-sdk-python", done.stdout), done.stderr
 
 

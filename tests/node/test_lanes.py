@@ -10,6 +10,7 @@ import pytest
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes, moved_on
 from kvstore.sources import SystemClock
+from tests.patience import PATIENCE_S
 
 
 def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
@@ -41,7 +42,7 @@ def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
     lanes = Lanes(1, 2, 8, 5, clock)
     goes_on = threading.Event()
     try:
-        busy = lanes.start(1, lambda _: goes_on.wait(30))
+        busy = lanes.start(1, lambda _: goes_on.wait(PATIENCE_S))
         done: list[tuple[int, threading.Thread]] = []
 
         def work(number: int) -> bool:

@@ -322,7 +322,9 @@ def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp
 
     def etcdctl(*arguments: str) -> None:
         binary = Path(find_etcd()).with_name("etcdctl")
-        subprocess.run([binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=PATIENCE_S
+        )
 
     with (
         EmbeddedEtcd(folder, peer_port=peer_port) as etcd,

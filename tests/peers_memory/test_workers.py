@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.meta.server import EmbeddedEtcd
 from tests.etcd_fixture import eventually, frozen, running_etcd
+from tests.patience import PATIENCE_S
 from tests.peers_memory.acting import META_S
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ class Actor:
             assert self.process.stdin is not None
             self.process.stdin.close()
             try:
-                self.process.wait(20)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.kill()
 
