@@ -26,7 +26,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.census.nodes import SIZE, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, slowness
 from tests.tiers.acting import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")
@@ -237,7 +237,7 @@ def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple
 
 
 def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5)
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5 * slowness())
     store = MemoryStore()
     good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
     with closing(good, bad):

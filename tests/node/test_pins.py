@@ -248,7 +248,7 @@ def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_sessi
         for kv in cluster.etcd.list(cluster.keys.sessions).items:
             cluster.etcd.revoke(kv.lease)
         _beat(store)
-        eventually(lambda: store.stats()["sessions_lost"] == 1 and store.stats()["session_alive"] == 1)
+        eventually(lambda: store.stats()["sessions_lost"] >= 1 and store.stats()["session_alive"] == 1)
         with pytest.raises(Unavailable):
             cache.pin(TOKENS, ttl=60)
 
@@ -283,7 +283,7 @@ def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
         etcd.stop()
         shutil.rmtree(tmp_path / "etcd")
         etcd.start()
-        eventually(lambda: store.stats()["sessions_lost"] == 1 and _refuses(cache))
+        eventually(lambda: store.stats()["sessions_lost"] >= 1 and _refuses(cache))
         assert same(cache.get(TOKENS)[1], KV), "served all the same"
         code, said = command("ls", "--pins", *at)
         assert code == 0 and "job/1" not in said
