@@ -146,7 +146,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     hold = node.node.hold(chain)
     meta.cut_watches()
     eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
-    collector = c.collector(timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=0.4))
+    collector = c.collector()
     late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
     thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
     thread.start()
