@@ -314,14 +314,22 @@ def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: 
         connected(served, bulk="shared", deferred=True, limits=ClientLimits()) as store,
     ):
         cache = store.namespace("m", MEDIUM)
-        got = 0
-        for seed in range(3):
-            tokens, kv = tokens_and_kv(300, seed=70 + seed)
+        prompts = [tokens_and_kv(300, seed=70 + seed) for seed in range(3)]
+
+        def got() -> int:
+            """Tokens of all of them that are there by now, every byte right."""
+            total = 0
+            for tokens, kv in prompts:
+                count, array = cache.get(tokens)
+                assert same(array, kv[:, :, :count])
+                total += count
+            return total
+
+        for tokens, kv in prompts:
             assert cache.put(tokens, kv).tokens_present == len(tokens)
-            count, array = cache.get(tokens)
-            assert same(array, kv[:, :, :count])
-            got += count
-        assert got == 900 * SIZE or store.stats()["puts_deferred_lost"]
+            got()
+        # Not at once on a busy machine: the last ones may wait for room.
+        eventually(lambda: got() == 900 * SIZE or store.stats()["puts_deferred_lost"], "they are stored")
 
 
 def test_one_mapping_serves_all_connections(served: Served) -> None:

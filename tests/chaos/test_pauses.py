@@ -62,7 +62,7 @@ def test_a_frozen_etcd_stops_collectors_without_harm_and_they_go_on_afterwards(p
     auditor = players.auditor()
     eventually(lambda: players.rounds()["reaped"] > 0 and players.counts()["pins acknowledged"] > 2)
     with frozen(players.etcd.pid):
-        eventually(lambda: "gc.round_failed" in players.tail("gc"))
+        eventually(lambda: "gc.round_failed" in players.tail("gc", 10_000), "a round fails")
         before, verified = players.rounds()["rounds"], players.counts()["chunks verified"]
         time.sleep(FREEZE_S)
         assert players.rounds()["rounds"] == before, "nobody knows what may be taken"
