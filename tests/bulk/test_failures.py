@@ -33,10 +33,13 @@ from tests.worker.serving import WAIT_S, Served, connected, eventually, serving,
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
-HASTY = stretched(
-    ClientLimits(read_s=1.0, write_s=1.0, match_s=1.0, probe_s=0.5), "read_s", "write_s", "match_s", "probe_s"
-)
 TOKENS, KV = tokens_and_kv(100)
+
+
+def hasty() -> ClientLimits:
+    """For calls to a worker that does not answer, beside some that it answers."""
+    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
+    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(
 def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
     tmp_root: Path, way: str, number: signal.Signals
 ) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         out = np.zeros_like(KV)
@@ -146,7 +149,7 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
 ) -> None:
     """It has offered the way that was asked for: that it does not answer there is no mistake in what was asked."""
     offered = Links._offer
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
         def freezes(links: Links, timeout_s: float) -> object:
@@ -175,7 +178,7 @@ def test_a_worker_that_is_started_again_is_found_again(tmp_root: Path, way: str)
     member = member_on(PosixRoot(tmp_root))
     first = Worker(member, "127.0.0.1:0")
     address = first.start()
-    with connected(address, bulk=way, limits=HASTY) as store:
+    with connected(address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         first.stop()
@@ -265,7 +268,7 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     hang = Hang(after_bytes=5000)
     with serving(root) as served:
-        with connected(served, bulk=way, limits=HASTY) as store:
+        with connected(served, bulk=way, limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM)
             cache.put(TOKENS, KV)
             out = np.zeros_like(KV)

@@ -19,6 +19,7 @@ from kvstore.hints import Hints
 from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
+from tests.patience import slowness
 from tests.tiers.acting import (
     ASKING,
     IN_TIME_S,
@@ -164,15 +165,15 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
 def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-    release = threading.Event()
+    release, longer = threading.Event(), slowness()
 
     def source(index: int) -> list[memoryview]:
         asked[index] += 1
         if node.on_root(1, 24)[23]:
-            release.wait(0.3)
+            release.wait(0.3 * longer)
         return payload
 
-    result = node.node.put(chain, 0, source, deadline_s=0.5, write=WriteMode.THROUGH)
+    result = node.node.put(chain, 0, source, deadline_s=0.5 * longer, write=WriteMode.THROUGH)
     assert result.tokens_present == len(chain.tokens) and max(asked.values()) == 2
     node.assert_settled()
 
