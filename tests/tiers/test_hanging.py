@@ -148,15 +148,15 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
 def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
     chain = node.chain(1, 24)  # so many that lanes copy them
-    began, release = threading.Event(), threading.Event()
+    began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
         began.set()
-        release.wait(0.5)
+        release.wait(0.5 * longer)
         return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
 
     with pytest.raises(KVStoreError):
-        node.node.put(chain, 0, source, deadline_s=0.3)
+        node.node.put(chain, 0, source, deadline_s=0.3 * longer)
     assert began.is_set()
     node.assert_settled()
     assert node.stat("memory_chunks") == 0
