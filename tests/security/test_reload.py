@@ -19,7 +19,7 @@ from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthent
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
 from tests.etcd_fixture import Certificates, tls_etcd
 from tests.node.stores import SMALL, kv_of, same
-from tests.patience import stretched
+from tests.patience import slowness, stretched
 from tests.security.secured import Secured, secured
 from tests.worker.serving import WAIT_S, eventually
 
@@ -172,7 +172,7 @@ def test_a_node_of_its_own_reaches_etcd_by_mutual_tls_and_renews_its_certificate
     install(other)
     tls = EtcdTls(ca, cert, key)
     with tls_etcd(tmp_path, good) as endpoint:
-        meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=1.0)
+        meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=slowness())
         try:
             assert error_of(lambda: meta.get("a")) is Unavailable
             install(good)
