@@ -44,7 +44,8 @@ class Reader:
         ids, root = RandomIds(), MemoryRoot(MemoryFiles())
         self.member: Member = join(
             root, create_or_open(root, ids), MemoryMeta(self.store), durable=False,
-            limits=Limits(read_deadline_s=PATIENCE_S), clock=CLOCK, ids=ids, settings=TierSettings(32 << 20, sync_interval_s=0.05),
+            limits=Limits(read_deadline_s=PATIENCE_S), clock=CLOCK, ids=ids,
+            settings=TierSettings(32 << 20, sync_interval_s=0.05),
         )  # fmt: skip
         peers = join_peers(self.member)
         assert peers is not None
