@@ -33,7 +33,7 @@ from tests.node.stores import TINY, kv_of
 from tests.patience import eventually as eventually
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
-TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=5.0, grace_max_s=10.0)
+TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)
 SPACE = Namespace.of("m", TINY)
 
 

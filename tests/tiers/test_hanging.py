@@ -151,8 +151,9 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
-        began.set()
-        release.wait(0.5 * longer)
+        if not began.is_set():
+            began.set()
+            release.wait(0.5 * longer)
         return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
 
     with pytest.raises(KVStoreError):
@@ -165,12 +166,13 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
 def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-    release, longer = threading.Event(), slowness()
+    late, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(index: int) -> list[memoryview]:
         asked[index] += 1
-        if node.on_root(1, 24)[23]:
-            release.wait(0.3 * longer)
+        if node.on_root(1, 24)[23] and not late.is_set():
+            late.set()
+            release.wait(0.6 * longer)
         return payload
 
     result = node.node.put(chain, 0, source, deadline_s=0.5 * longer, write=WriteMode.THROUGH)
