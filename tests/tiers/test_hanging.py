@@ -16,10 +16,11 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
+from kvstore.node import memory_puts
 from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
-from tests.patience import slowness
+from tests.patience import PATIENCE_S, slowness
 from tests.tiers.acting import (
     ASKING,
     IN_TIME_S,
@@ -145,15 +146,15 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
         node.assert_settled()
 
 
-def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
+def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
+    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)  # here copying is not short
     chain = node.chain(1, 24)  # so many that lanes copy them
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
-        if not began.is_set():
-            began.set()
-            release.wait(0.5 * longer)
+        began.set()
+        release.wait(0.5 * longer)
         return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
 
     with pytest.raises(KVStoreError):
@@ -163,16 +164,18 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
     assert node.stat("memory_chunks") == 0
 
 
-def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
+def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
+    node: Acting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-    late, release, longer = threading.Event(), threading.Event(), slowness()
+    release, longer = threading.Event(), slowness()
 
     def source(index: int) -> list[memoryview]:
         asked[index] += 1
-        if node.on_root(1, 24)[23] and not late.is_set():
-            late.set()
-            release.wait(0.6 * longer)
+        if node.on_root(1, 24)[23]:
+            release.wait(0.3 * longer)
         return payload
 
     result = node.node.put(chain, 0, source, deadline_s=0.5 * longer, write=WriteMode.THROUGH)
