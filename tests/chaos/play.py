@@ -26,6 +26,7 @@ from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
 from tests.chaos.saboteur import Saboteur
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
 NODES = 3
@@ -33,7 +34,6 @@ PROMPTS = 400
 MAX_BYTES = 6 * MIB
 """All prompts together take about three times as much, so that there is something to collect all the time."""
 HIGH = 0.9
-SESSION_S = 20.0
 CALM_S = 3.0
 
 
@@ -100,10 +100,10 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
     assert identity is not None
     keys, meta = Keys(identity.root), EtcdMeta(players.etcd.endpoints)
     try:
-        eventually(lambda: not meta.count(keys.sessions), SESSION_S)
+        eventually(lambda: not meta.count(keys.sessions), "the sessions end")
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
         assert last.process is not None
-        code = last.process.wait(60.0)
+        code = last.process.wait(PATIENCE_S)
         pins = LivePins(roots[-1], identity.shard_bits, players.folder)
         in_force = pins.in_force()
         broken = [found for pin in in_force if (found := pins.broken(pin))]

@@ -56,19 +56,19 @@ def test_writers_pass_the_limit_by_one_put_each_at_most(own_tmpfs: Path, tmp_pat
     with cast([root], tmp_path) as players:
         limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH), "--low", str(LOW)]
         collector = players.collector("gc", "--interval", "2s", *limits)
-        eventually(lambda: players.rounds()["rounds"] > 0, WAIT_S)
+        eventually(lambda: players.rounds()["rounds"] > 0, patience_s=WAIT_S)
         gauge, others = Gauge(root, SAMPLE_S), own_tmpfs / "others"
         with others.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, OTHERS_BYTES)
         writers = [
             players.part(f"writer{number}", "tests.chaos.writer", "--rate", str(RATE_BYTES)) for number in range(2)
         ]
-        eventually(lambda: gauge.most > HIGH * MAX_BYTES, WAIT_S)
+        eventually(lambda: gauge.most > HIGH * MAX_BYTES, patience_s=WAIT_S)
         others.unlink()
-        eventually(lambda: players.rounds()["reaped"] > REAPED_CHUNKS, WAIT_S)
+        eventually(lambda: players.rounds()["reaped"] > REAPED_CHUNKS, patience_s=WAIT_S)
         for writer in writers:
             writer.end()
-        eventually(lambda: used_bytes(root) <= HIGH * MAX_BYTES, WAIT_S)
+        eventually(lambda: used_bytes(root) <= HIGH * MAX_BYTES, patience_s=WAIT_S)
         gauge.close()
         collector.end()
         assert [writer.codes for writer in writers] == [[0], [0]]

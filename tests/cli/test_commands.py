@@ -18,6 +18,7 @@ from kvstore.cli import bench
 from kvstore.cli.app import COMMANDS
 from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
+from tests.patience import PATIENCE_S
 
 Run = Callable[..., Result]
 
@@ -65,7 +66,9 @@ def test_the_list_of_commands_has_a_line_for_each(run: Run) -> None:
 @pytest.mark.parametrize("package", ["click", "rich"])
 def test_a_missing_package_is_a_sentence(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore[server]'\n"
 

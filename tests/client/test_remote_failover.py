@@ -26,6 +26,7 @@ from kvstore.format import places
 from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.node.stores import SMALL, kv_of, same
+from tests.patience import stretched
 from tests.worker.serving import (
     WAIT_S,
     Served,
@@ -206,6 +207,7 @@ def test_a_worker_killed_in_the_middle(tmp_root: Path) -> None:
 @pytest.mark.slow
 def test_a_frozen_worker_costs_one_deadline_not_every_one(tmp_root: Path) -> None:
     limits = ClientLimits(match_s=1.0, pin_s=5.0, probe_s=0.5, refresh_s=0.5)
+    limits = stretched(limits, "match_s", "pin_s", "probe_s")
     with worker_process(tmp_root) as first, worker_process(tmp_root) as second:
         with kvstore.connect(first.address, second.address, limits=limits) as store:
             cache = store.namespace("m", SMALL)

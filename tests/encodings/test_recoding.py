@@ -33,6 +33,7 @@ from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, 
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
 from tests.gc.cluster import SPACE, cluster, eventually, put
 from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
 
 C, E = Encoding.COMPRESSED, Encoding.ENCRYPTED
 
@@ -356,7 +357,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
             assert {decode_any(path.read_bytes()).key_id for path in chunk_files(tmp_root)} == {wanted.id}
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert troubles == [] and min(rounds) > 20
         for each in (store, other):
             stats = each.stats()

@@ -29,6 +29,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.threads import inline
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
     sweep.join(0.3)
     assert sweep.is_alive() and c.present(chain) == 8
     node.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     assert not sweep.is_alive() and c.present(chain) == 0
 
 
@@ -70,7 +71,7 @@ def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     assert node.node.match(chain) == 0 and node.node.hold(chain).count == 0
     assert put(node, chain) == 0, "what is being swept cannot be put again before the sweep has ended"
     other.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     eventually(lambda: put(node, chain) == 8)
     assert node.node.match(chain) == 8
 
@@ -112,7 +113,7 @@ def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -
     with pytest.raises(SessionLost):
         session.check_chain()
     session.beat()
-    eventually(lambda: node.node._session() != session.id, 60)
+    eventually(lambda: node.node._session() != session.id)
     alone = node.node._session()
     assert put(node, chain) == 8 and node.node._session() == alone
     assert c.store.get(Keys(c.identity.root).session(SessionId(alone))) is None
@@ -167,7 +168,7 @@ def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) 
     young = c.node()
     assert young.node.hold(chain).count == 0
     old.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     assert c.present(chain) == 0 and c.leftovers() == []
 
 
@@ -192,7 +193,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     hold = node.node.hold(chain)
     meta.cut_watches()
     eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
-    collector = c.collector(timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=0.4))
+    collector = c.collector()
     late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
     thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
     thread.start()
@@ -201,7 +202,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     assert c.present(chain) == 8
     node.node.release(late)
     node.node.release(hold)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert c.leftovers() == []
 
 
@@ -214,7 +215,7 @@ def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(reports) == 3 and sum(report.reaped_count for report in reports) == 30
     assert c.present(chain) == 0 and c.leftovers() == []
 

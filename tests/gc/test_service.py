@@ -41,6 +41,7 @@ from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
 from kvstore_gc.watch import TICK_S, Duties, Watch
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.patience import PATIENCE_S
 
 LONG_S = 3600.0
 
@@ -225,11 +226,11 @@ def test_a_round_stopped_in_its_middle_is_finished_by_the_next(place: Place) -> 
     rounds = first.rounds(config, root=root)
     crashed = threading.Thread(target=lambda: _quietly(rounds.run), daemon=True)
     crashed.start()
-    assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(10)
+    assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(PATIENCE_S)
     summary = place.rounds(config).run()
     assert summary.sweeps["adopted"] > 0 and summary.unfinished == []
     striking.fault.release.set()
-    crashed.join(10)
+    crashed.join(PATIENCE_S)
     assert place.cluster.present(chain) == 0
     place.rounds(config).run()
     assert place.cluster.leftovers() == []
@@ -259,7 +260,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
     thread.start()
     eventually(lambda: node.node.gc_view.leading(chain.addresses) < 4)
     place.stop.ask()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert ended == [Stopped] and place.cluster.present(chain) == 4
     node.node.release(hold)
     assert place.cluster.leftovers() == []
@@ -382,7 +383,7 @@ def test_two_collectors_empty_a_root_together(place: Place) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert sum(summary.reaped.count for summary in summaries) == 36
     assert all(summary.reaped.count for summary in summaries)
     assert place.cluster.leftovers() == []
@@ -510,12 +511,12 @@ def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:
     clock.advance(TICK_S)
     thread = threading.Thread(target=watch.tick)
     thread.start()
-    assert hang.reached.wait(10)
+    assert hang.reached.wait(PATIENCE_S)
     clock.advance(TTL_S + 1)
     assert watch.silent_s > TTL_S and collectors.me is None
     assert not meta.list(Keys(bytes(16)).collectors).items, "others take its shards"
     hang.release.set()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert watch.silent_s == 0 and collectors.me is not None
 
 
@@ -554,7 +555,7 @@ sys.exit("it did not end")
 @pytest.mark.slow
 def test_a_signal_ends_a_collector_whose_root_hangs() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -588,7 +589,7 @@ def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
         release.wait()
 
     def ask() -> None:
-        reached.wait(10)
+        reached.wait(PATIENCE_S)
         stop.ask()
 
     asking = threading.Thread(target=ask)
@@ -596,7 +597,7 @@ def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
     with pytest.raises(Stopped):
         Threads(2, stop).each(2, hang)
     release.set()
-    asking.join(10)
+    asking.join(PATIENCE_S)
 
 
 def test_a_call_that_does_not_return_in_time_is_unavailable() -> None:
