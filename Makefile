@@ -80,7 +80,7 @@ cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseF
 browser-test: $(READY) ## every view of the dashboard in a headless Chromium, with its screenshots (apt install chromium-driver)
 	@$(BIN)/python -m pytest -q -m browser tests/dashboard $(ARGS)
 
-model: $(READY) ## every world and mutation of the protocol's model: about ten minutes (ARGS="--trace hold/no_grace" for some)
+model: $(READY) ## every world and mutation of the protocol's model: half an hour (ARGS=--quick: two minutes)
 	@$(BIN)/python -m tests.model $(ARGS)
 
 # ARGS chooses some: make mutants ARGS="native-*".

@@ -273,7 +273,7 @@ class Sweeping:
     """Ours: knows of each block what its mtime tells, and evicts by the rank of ``kvstore_gc.policy``.
 
     With ``every_s`` it sweeps at that interval if more than ``high`` is taken, down to ``low``; without, as soon as it
-    is, because the collector follows the free space.  What finds no room in between is not stored.
+    is, because the collector follows what nodes write.  What finds no room in between is not stored.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ here, on the real code, a real etcd and a real folder; only their number and the
 each node takes holds and announces as a real one does, each sweep waits for the last of them.
 
     python -m benchmarks.scale [--nodes 1000] [--chunks 1e9] [--shards 65536] [--round-h 6] [--exact] [--json]
+        [--capacity 1e15] [--fill 1e11]
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
+from kvstore_gc.room import WORDS_PER_PACE, room_of
 from kvstore_gc.taken import Taken
 from kvstore_gc.threads import inline
 from kvstore_gc.trash import Trash
@@ -63,6 +66,9 @@ class Cluster:
     keepalive_s: float
     hold_s: float
     """Mean of an exponential distribution: from the match to the end of the load."""
+    capacity_bytes: int
+    fill_bytes_per_s: float
+    """What all nodes together write."""
     is_exact: bool
     """Whether nodes are told addresses instead of a filter."""
 
@@ -89,6 +95,9 @@ class Load:
     etcd_keepalives_per_s: float
     etcd_in_bytes_per_s: float
     etcd_out_bytes_per_s: float
+    usage_reports_per_s: float
+    room_out_bytes_per_s: float
+    """To all nodes."""
     listings_per_s: float
     fs_operations_per_s: float
     sweeps_in_flight: float
@@ -108,6 +117,8 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=65_536)
     parser.add_argument("--round-h", type=float, default=6.0)
     parser.add_argument("--victims", type=float, default=0.1, help="share of the chunks that a round takes")
+    parser.add_argument("--capacity", type=float, default=1e15, help="bytes")
+    parser.add_argument("--fill", type=float, default=1e11, help="bytes that all nodes together write in a second")
     parser.add_argument("--hold-s", type=float, default=2.0, help="mean life of a hold")
     parser.add_argument("--exact", action="store_true", help="tell nodes exact addresses instead of a filter")
     parser.add_argument("--seed", type=int, default=1)
@@ -122,6 +133,8 @@ def main() -> int:
         arguments.nodes / ANNOUNCEMENTS_PER_S,
         5.0,
         arguments.hold_s,
+        int(arguments.capacity),
+        arguments.fill,
         arguments.exact,
     )
     victims = round(cluster.chunks * cluster.victims_share / cluster.shards)
@@ -236,12 +249,15 @@ def simulated(cluster: Cluster, costs: Costs, source: random.Random) -> Load:
     # A txn counts as what it writes: condemn and close each one raft entry; so does an announcement.
     writes = 2 * groups + announcements
     busy_s = 2 * groups * costs.condemn_txn_s + announcements * costs.announce_txn_s
+    reports_per_s, room_bytes_per_s = reported(cluster)
     fs_s = cluster.chunks * costs.list_entry_s + victims * (costs.look_s + costs.reap_s)
     return Load(
         writes / cluster.round_s,
         cluster.nodes / cluster.keepalive_s,
         (events + announcements * 200) / cluster.round_s,
         (events + closes) * cluster.nodes / cluster.round_s,
+        reports_per_s,
+        room_bytes_per_s,
         cluster.chunks / cluster.round_s,
         (cluster.chunks + victims * FS_OPERATIONS_PER_VICTIM) / cluster.round_s,
         statistics.mean(latencies) / between_s * GROUP_MAX,
@@ -250,6 +266,18 @@ def simulated(cluster: Cluster, costs: Costs, source: random.Random) -> Load:
         busy_s / cluster.round_s,
         fs_s / cluster.round_s,
     )
+
+
+def reported(cluster: Cluster) -> tuple[float, float]:
+    """Reports of nodes in a second, and bytes of collectors' words to all of them, while the root fills."""
+    marks = Watermarks(cluster.capacity_bytes, 0.9)
+    marks.surveyed(0, marks.mark())
+    room = room_of(marks, cluster.nodes, 1 << 40)
+    assert room.step_bytes is not None
+    reports_per_s = min(cluster.fill_bytes_per_s / room.step_bytes, cluster.nodes / room.pace_s)
+    words_per_s = min(reports_per_s, WORDS_PER_PACE / room.pace_s)
+    size_bytes = len(room.to_json()) + len(Keys(bytes(16)).gc_room) + EVENT_OVERHEAD_BYTES
+    return reports_per_s, words_per_s * size_bytes * cluster.nodes
 
 
 def show(cluster: Cluster, costs: Costs, load: Load) -> None:

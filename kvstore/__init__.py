@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvstore import errors
@@ -14,6 +15,12 @@ from kvstore.version import VERSION
 if TYPE_CHECKING:
     from kvstore.client import connect, open
     from kvstore.security.tls import ClientTls
+
+# A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
+# of its own in parent and child. They start threads in the child and use connections that it shares with its parent:
+# the child hangs or is aborted inside fork, and calls of the parent break. Python's part of gRPC has them off by
+# default. gRPC reads this once, when it is imported, so it is set before that; somebody else's setting stays.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__ = VERSION
 __all__ = ["ClientTls", "Layout", "__version__", "connect", "errors", "open"]

@@ -7,13 +7,13 @@ System calls cannot be taken back, so every writer goes through ``Borrowed``, wh
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore.native import library as native
+from kvstore.waiting import Monitor
 
 PAGE_BYTES = 4096
 WRITERS_WAIT_S = 0.0002
@@ -39,7 +39,7 @@ class Borrowed:
     __slots__ = ("_condition", "_users", "_withdrawn", "natively")
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._condition = Monitor()
         self._users = 0
         self._withdrawn = False
         self.natively = native.Borrowed(0, 0)

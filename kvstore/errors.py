@@ -28,9 +28,10 @@ class Unavailable(KVStoreError):
 
 
 class HoldBroken(Unavailable):
-    """A held chunk could no longer be read while layers were being handed out.
+    """The hold protects nothing any more, or a held chunk was lost while layers were being handed out.
 
-    ``tokens_valid`` leading tokens are unaffected; compute the rest again.
+    It ended (released, past its time), its session was lost, or its worker does not answer. ``tokens_valid`` leading
+    tokens that were handed out before are good; match again, or compute the rest.
     """
 
     def __init__(self, message: str, tokens_valid: int = 0) -> None:

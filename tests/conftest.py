@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -15,6 +16,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import kvstore  # noqa: F401  # before any test imports gRPC, which asks once whether forks are its business
+
+# A shell that starts the run in the background has it ignore Ctrl-C, and every child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHM = Path("/dev/shm")
 SHM_FREE_MIN_BYTES = 512 << 20

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import grpc
 from pyetcd import etcdrpc
 
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
-
-PATIENCE_S = 30.0
-"""How long a test waits for something that must happen; only a failure takes that long."""
+from tests.patience import PATIENCE_S as PATIENCE_S
+from tests.patience import eventually as eventually
 
 
 @contextmanager
@@ -71,14 +69,6 @@ def frozen(pid: int) -> Iterator[None]:
 
 def _state(task: Path) -> str:
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
-
-
-def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Waits until ``condition`` holds."""
-    deadline_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"did not happen within {patience_s} s"
-        time.sleep(0.02)
 
 
 class Proxy:

@@ -1,8 +1,8 @@
 """How full the root is between two surveys, and the sign that it is too full to write to.
 
-A survey lists every chunk and is exact, but takes long; the free space of the file system is one call.  So used bytes
-are those of the last survey plus what free space has shrunk by since.  Others may write to the same file system, which
-looks like growth of ours: what comes of it is a survey too many, and puts that are shed until it is done.
+A survey lists every file and is exact, but takes long.  Until the next one used bytes are those of the last survey plus
+what nodes reported to have written, less what they and collectors reported to have deleted.  What others write or
+delete on the same file system changes neither: it changes the free space, and so the capacity where that is short.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
 from kvstore.meta.interface import Absent, Delete, LeaseGone, LeaseId, Meta, Put, ValueIs
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.usage import Usage
 from kvstore.root.interface import Space
-from kvstore.sources import Clock
+from kvstore.sources import Clock, SystemClock
 from kvstore_gc.collectors import Collectors
+from kvstore_gc.growth import Growth, Mark
 
 log = logging.getLogger(__name__)
 
 GROWTH_SHARE = 0.01
 """A root that no round could bring below the high watermark (all pinned) is tried again when it has grown by this."""
+LATE_S_MIN = 1.0
+"""How long after a deletion its report may come, where nodes are few (``room.py``)."""
 SIGN_AGAIN_S = 5.0
 """How long after another collector was found to have put the sign we look again."""
 
@@ -41,38 +45,79 @@ class Level:
 class Watermarks:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
-    ``max_bytes`` is what chunks may take at most; None: all there is room for.  Where the file system has less room
-    than that, because others fill it, its room counts.  ``high`` is the share above which rounds delete.
+    ``max_bytes`` is what the root's files may take at most; None: all there is room for.  Where the file system has
+    less room than that, because others fill it, its room counts.  ``high`` is the share above which rounds delete.
     """
 
-    def __init__(self, max_bytes: int | None, high: float) -> None:
+    def __init__(self, max_bytes: int | None, high: float, clock: Clock | None = None) -> None:
         self.high = high
         self._max_bytes = max_bytes
+        self._limit_bytes = max_bytes
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
+        self._growth = Growth()
         self._surveyed_bytes: int | None = None
         self._free_then_bytes: int | None = None
         self._free_bytes: int | None = None
         self._settled_bytes = 0
+        self.late_s = LATE_S_MIN
+        """How long after a deletion its report may come."""
 
     @property
     def stop(self) -> float:
         """The share above which nodes should shed puts: in the middle between the high watermark and full."""
         return (self.high + 1) / 2
 
-    def surveyed(self, used_bytes: int, space: Space) -> None:
-        """The sum of all chunks, and the space before they were listed.
+    @property
+    def limit_bytes(self) -> int | None:
+        """The smallest limit of this collector and the others that are there."""
+        return self._limit_bytes
 
-        Before, so that what was written meanwhile may count twice: too early a round is better than a full disk.
+    def limited(self, others_bytes: int | None) -> None:
+        """The smallest limit of the other collectors is this; None: they have none."""
+        limits = [limit for limit in (self._max_bytes, others_bytes) if limit is not None]
+        limit_bytes = min(limits) if limits else None
+        with self._lock:
+            if limit_bytes != self._limit_bytes:
+                self._limit_bytes, self._settled_bytes = limit_bytes, 0  # what a round has settled was another limit
+
+    # What is known of the root
+
+    def mark(self, unheard: frozenset[SessionId] = frozenset()) -> Mark:
+        """Before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
+        with self._lock:
+            return self._growth.mark(unheard)
+
+    def surveyed(self, used_bytes: int, mark: Mark) -> None:
+        """The sum of all files that were listed since ``mark``.
+
+        What was written meanwhile may count twice: too early a round is better than a full disk.
         """
         with self._lock:
+            self._growth.surveyed(mark, self._clock.monotonic_s() + self.late_s)
             self._surveyed_bytes = used_bytes
-            self._free_then_bytes = self._free_bytes = space.free_bytes
+            self._free_then_bytes = self._free_bytes
+
+    def reported(self, reporter: SessionId, usage: Usage, *, is_answer: bool) -> None:
+        """A node or another collector has reported; ``is_answer`` as for ``Growth.reported``."""
+        with self._lock:
+            self._growth.reported(reporter, usage, self._clock.monotonic_s(), is_answer=is_answer)
+
+    def gone(self, reporter: SessionId) -> None:
+        """The report of a node or another collector is gone."""
+        with self._lock:
+            self._growth.gone(reporter)
 
     def reaped(self, size_bytes: int) -> None:
-        """What a round has deleted, for roots that do not know their free space."""
+        """This collector deleted something."""
         with self._lock:
-            if self._surveyed_bytes is not None and self._free_then_bytes is None:
-                self._surveyed_bytes = max(0, self._surveyed_bytes - size_bytes)
+            self._growth.reaped(size_bytes)
+
+    @property
+    def reaped_bytes(self) -> int:
+        """All that this collector deleted."""
+        with self._lock:
+            return self._growth.reaped_bytes
 
     def followed(self, space: Space) -> None:
         """The space as it is now."""
@@ -81,9 +126,16 @@ class Watermarks:
 
     def settled(self) -> None:
         """A round is over, and did what it could."""
-        level = self.level
+        feared_bytes = self._feared_bytes()
         with self._lock:
-            self._settled_bytes = 0 if level is None else level.used_bytes
+            self._settled_bytes = feared_bytes
+
+    # What follows
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is, or will be, a level: there is a limit, or free space is known."""
+        return self._limit_bytes is not None or self._free_bytes is not None
 
     @property
     def level(self) -> Level | None:
@@ -91,22 +143,36 @@ class Watermarks:
         with self._lock:
             if self._surveyed_bytes is None:
                 return None
-            used_bytes, room_bytes = self._surveyed_bytes, None
-            if self._free_then_bytes is not None:
-                room_bytes = self._surveyed_bytes + self._free_then_bytes
-                if self._free_bytes is not None:
-                    used_bytes = max(0, used_bytes + self._free_then_bytes - self._free_bytes)
-            limits = [limit for limit in (self._max_bytes, room_bytes) if limit is not None]
+            used_bytes = max(0, self._surveyed_bytes + self._growth.bytes)
+            room_bytes = None if self._free_bytes is None else used_bytes + self._free_bytes
+            limits = [limit for limit in (self._limit_bytes, room_bytes) if limit is not None]
             return Level(used_bytes, min(limits)) if limits else None
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a round should begin at once: over the high watermark, and grown since the last one settled."""
+        """Whether a round should begin at once: over the high watermark, and grown since the last one settled.
+
+        Free space that shrank by more than was reported may be growth as well, of nodes without a session: a survey
+        tells. Deletions that were not subtracted may have brought it below: a survey tells that, too.
+        """
         level = self.level
-        if level is None or not level.over(self.high):
+        if level is None:
             return False
+        feared_bytes = self._feared_bytes()
         with self._lock:
-            return level.used_bytes - self._settled_bytes >= GROWTH_SHARE * level.capacity_bytes
+            grown_bytes = feared_bytes - self._settled_bytes + self._growth.ignored_bytes
+        return feared_bytes > self.high * level.capacity_bytes and grown_bytes >= GROWTH_SHARE * level.capacity_bytes
+
+    def _feared_bytes(self) -> int:
+        """Used bytes if all that free space shrank by since the survey were ours."""
+        level = self.level
+        if level is None:
+            return 0
+        with self._lock:
+            feared_bytes = level.used_bytes
+            if self._surveyed_bytes is not None and self._free_then_bytes is not None and self._free_bytes is not None:
+                feared_bytes = max(feared_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
+            return feared_bytes
 
 
 class FullSign:
@@ -159,8 +225,7 @@ class FullSign:
         if won:
             self._put_by = collector
             log.warning(
-                "gc.full nodes shed puts until the root is below its high watermark: used_bytes=%d capacity_bytes=%d, "
-                "as far as free space tells",
+                "gc.full nodes shed puts until the root is below its high watermark: used_bytes=%d capacity_bytes=%d",
                 level.used_bytes,
                 level.capacity_bytes,
             )

@@ -93,7 +93,7 @@ def command(
 
     A chunk goes when its time to live is over, and the least useful ones go when more than --high of the room is
     used. Nothing that a request holds or that is pinned is taken. Several collectors on one root share the work;
-    give all of them the same limits.
+    give all of them the same limits. The smallest --max-bytes holds for all.
 
     On SIGTERM or Ctrl-C it leaves at once; what it leaves open the next round of any collector finishes.
 

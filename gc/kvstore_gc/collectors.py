@@ -1,8 +1,9 @@
 """Collectors of one root: who is there, and which shards are whose.
 
-Only to share the work, and to let signs of theirs (``gc/full``) end with them.  Safety never depends on it: two
-collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past its
-lease is stopped by the fence (rule F1).  So a collector is no session: sweeps wait for sessions, not for collectors.
+Only to share the work, to agree on one limit, and to let signs of theirs (``gc/full``) end with them.  Safety never
+depends on it: two collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was
+paused past its lease is stopped by the fence (rule F1).  So a collector is no session: sweeps wait for sessions, not
+for collectors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.interface import LeaseGone, LeaseId, Meta
+from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId, Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.sources import Clock, Ids
 
@@ -30,12 +31,23 @@ class Collectors:
     """This collector's place among the others. ``beat`` is called every second or so by one thread, the rest by any."""
 
     def __init__(
-        self, meta: Meta, keys: Keys, *, clock: Clock, ids: Ids, ttl_s: int = TTL_S, timeout_s: float = 5.0
+        self,
+        meta: Meta,
+        keys: Keys,
+        *,
+        clock: Clock,
+        ids: Ids,
+        max_bytes: int | None = None,
+        ttl_s: int = TTL_S,
+        timeout_s: float = 5.0,
     ) -> None:
+        """``max_bytes`` is this collector's limit; None: all there is room for."""
         self._meta = meta
         self._keys = keys
         self._clock = clock
         self._ids = ids
+        self._max_bytes = max_bytes
+        self._smallest: tuple[int, SessionId] | None = None
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -51,6 +63,12 @@ class Collectors:
                 return None
             return self._id, self._lease
 
+    @property
+    def smallest_bytes(self) -> int | None:
+        """The smallest limit of the others, as last seen; None where they have none."""
+        smallest = self._smallest
+        return None if smallest is None else smallest[0]
+
     def beat(self) -> None:
         """Joins, or stays for another ``ttl_s``; costs nothing between a third of it and the next.
 
@@ -59,13 +77,19 @@ class Collectors:
         now_s = self._clock.monotonic_s()
         if self.me is None:
             self._join(now_s)
+            self.look()
         elif now_s - self._renewed_s >= self._ttl_s / 3:
             if self._meta.keep_alive(self._lease, self._timeout_s):
                 with self._lock:
                     self._renewed_s = now_s
+                self.look()
             else:
                 self._forget()
                 self._join(now_s)
+
+    def look(self) -> None:
+        """Sees who else is there, and their limits. Raises Unavailable, PermissionDenied."""
+        self._heed(self._meta.list(self._keys.collectors, self._timeout_s).items)
 
     def shards(self, count: int) -> list[int]:
         """Those of the shards 0 to ``count`` - 1 that are this collector's, by who is there now.
@@ -74,6 +98,7 @@ class Collectors:
         """
         mine = self.me
         items = self._meta.list(self._keys.collectors, self._timeout_s).items
+        self._heed(items)
         live = [found for kv in items if kv.lease and (found := self._keys.parse_session(kv.key)) is not None]
         if mine is None or mine[0] not in live:
             if mine is not None and mine == self.me:
@@ -92,7 +117,8 @@ class Collectors:
     def _join(self, sent_s: float) -> None:
         collector = SessionId(self._ids.fresh())
         lease = self._meta.grant(self._ttl_s, self._timeout_s)
-        about = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+        fields = {"host": socket.gethostname(), "pid": os.getpid(), "max_bytes": self._max_bytes}
+        about = json.dumps(fields).encode()
         try:
             self._meta.put(self._keys.collector(collector), about, lease, self._timeout_s)
         except LeaseGone as gone:
@@ -104,6 +130,22 @@ class Collectors:
             self._id, self._lease, self._renewed_s = collector, lease, sent_s
         log.debug("gc.joined collector=%s", collector.hex())
 
+    def _heed(self, items: Sequence[KeyValue]) -> None:
+        """Notes the smallest limit of the others, and says so once where it is smaller than ours.
+
+        It holds for all: else the one with the smallest stops puts for what lies in the shards of another, for ever.
+        """
+        mine, before = self.me, self._smallest
+        others = [(limit, id) for kv in items if (id := self._keys.parse_session(kv.key)) and (limit := _limit(kv))]
+        smallest = self._smallest = min((each for each in others if mine is None or each[1] != mine[0]), default=None)
+        if smallest is None or smallest == before or (self._max_bytes is not None and smallest[0] >= self._max_bytes):
+            return
+        log.warning(
+            "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give all the same --max-bytes",
+            smallest[1].hex(),
+            smallest[0],
+        )
+
     def _revoke(self, lease: LeaseId) -> None:
         try:
             self._meta.revoke(lease, CLOSE_S)
@@ -113,6 +155,15 @@ class Collectors:
     def _forget(self) -> None:
         with self._lock:
             self._id = None
+
+
+def _limit(kv: KeyValue) -> int | None:
+    """The limit of a collector that is there; None where it has none, or its record cannot be read."""
+    try:
+        limit = json.loads(kv.value).get("max_bytes") if kv.lease else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def owner(shard: int, live: Sequence[SessionId]) -> SessionId:

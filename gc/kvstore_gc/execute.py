@@ -75,6 +75,7 @@ class Sweeper:
 
     ``pause`` waits, and raises Stopped where the collector is to end.  ``check`` raises where root and etcd no longer
     belong together (rule C6); asked once more before anything is taken, because an adoption may come at any time.
+    ``deleted`` hears the bytes of each chunk that was deleted, on the thread that did it.
 
     Raises InvalidRequest where the root can neither be fenced nor delete conditionally: no collector is safe there.
     """
@@ -91,6 +92,7 @@ class Sweeper:
         each: Each,
         pause: Callable[[float], object],
         check: Callable[[], object] = lambda: None,
+        deleted: Callable[[int], object] = lambda size_bytes: None,
     ) -> None:
         if not (root.traits.fenced or root.traits.conditional_remove):
             raise InvalidRequest(
@@ -105,6 +107,7 @@ class Sweeper:
         self._each = each
         self._pause = pause
         self._check = check
+        self._deleted = deleted
         keys = Keys(identity.root)
         self._ledger = Ledger(meta, keys, ids, timings.meta_timeout_s)
         self._grace = Grace(meta, keys, self._ledger, self._twins, timings.meta_timeout_s, timings.refs_timeout_s)
@@ -169,9 +172,13 @@ class Sweeper:
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
         records: dict[int, Condemned] = {}
+        late_s = self._timings.condemn_s_max
         # All looks first: a folder that no key names yet is lifted by any node that joins meanwhile.
         seen = [(plan.shard, victims) for plan in plans if (victims := self._look(plan.victims, report))]
+        began_s = self._clock.monotonic_s()
         for shard, victims in seen:
+            if self._clock.monotonic_s() - began_s > late_s / 2 and records:
+                break  # on a slow root: those of which the plan is there, while others still take it for young
             try:
                 records[shard] = self._prepare(victims)
             except Overloaded:
@@ -180,16 +187,19 @@ class Sweeper:
                         break  # what there was room for makes room
                     raise
                 records[shard] = self._prepare(victims)
-        begun = self._ledger.condemn(records) if records else []
+        # A plan that no key names goes by its age: whoever took so long must not name it any more. One that was paused
+        # between this look and the transaction names a plan that may be gone, and its sweep takes nothing.
+        in_time = partial(self._is_within, began_s, late_s)
+        begun = self._ledger.condemn(records, in_time) if records else []
         report.sweeps_count += len(begun)
         sizes_bytes = {shard: sum(one.size_bytes for one in victims) for shard, victims in seen}
         for one in begun:
             report.condemned_count += one.record.victims_count
             report.condemned_bytes += sizes_bytes[one.shard]
         for shard in records.keys() - {one.shard for one in begun}:
-            # Another collector sweeps this shard. Nobody knows of our folder, so it only has to go.
+            # Another collector sweeps this shard, or it took too long. Nobody knows of our folder: it only has to go.
             record = records[shard]
-            report.kept["swept by another collector"] += record.victims_count
+            report.kept["swept by another collector" if in_time() else "condemned too slowly"] += record.victims_count
             self._drop(record)
         return begun
 
@@ -289,7 +299,7 @@ class Sweeper:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             spared = [one for one in victims or () if one.address in pinned]
             report.kept["pinned"] += len(spared)
-            taken = Taken()
+            taken = Taken(self._deleted)
             try:
                 if self._root.traits.fenced:
                     ended = self._trash.reap(sweep, victims or (), pinned, taken)
@@ -348,6 +358,9 @@ class Sweeper:
         if self._root.traits.fenced:
             self._root.remove_folder(places.trash_folder(record.sweep), durable=True)
         self._root.remove(places.plan(record.sweep, record.plan_checksum))
+
+    def _is_within(self, since_s: float, seconds: float) -> bool:
+        return self._clock.monotonic_s() - since_s <= seconds
 
     def _is_named(self, sweep: bytes) -> bool:
         return any(one.sweep == sweep for one in self._ledger.in_flight().values())

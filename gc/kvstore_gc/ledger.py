@@ -66,8 +66,9 @@ class Ledger:
                 found[shard] = InFlight(shard, kv.create_revision, kv.mod_revision, record)
         return found
 
-    def condemn(self, records: Mapping[int, Condemned]) -> list[InFlight]:
-        """Rule G2: begins sweeps of shards that have none; those that begun. Others were faster for the rest.
+    def condemn(self, records: Mapping[int, Condemned], in_time: Callable[[], bool] = lambda: True) -> list[InFlight]:
+        """Rule G2: begins sweeps of shards that have none; those that begun. Others were faster for the rest, or it
+        was not ``in_time`` any more, which is asked before each transaction.
 
         Raises Unavailable where the outcome stays unknown: what may still land is adopted later.
         """
@@ -75,6 +76,8 @@ class Ledger:
         assert len(wanted) <= GROUP_MAX
         for _ in range(TRIES_MAX):
             link, compare = self._next_link()
+            if not in_time():
+                return []
             free = [Absent(self._keys.condemned_in(shard)) for shard in wanted]
             puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in wanted.items()]
             unknown = False

@@ -8,6 +8,7 @@ Folders of shards stay, even empty ones: a publish that meets a folder on its wa
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, parse_id
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
-from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import RootIdentity
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.inspect import Inspector
 from kvstore.root.interface import Entry, Root
 from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import Clock
+from kvstore_gc.capacity import Watermarks
+from kvstore_gc.quarantine import Quarantine
 from kvstore_gc.safety import Timings
 
 log = logging.getLogger(__name__)
@@ -37,15 +39,31 @@ REMEMBERED_MAX = 100_000
 class Orphans:
     """The orphans of one root. One thread at a time. Remembers from round to round what it need not look at again."""
 
-    def __init__(self, root: Root, identity: RootIdentity, meta: Meta, *, clock: Clock, timings: Timings) -> None:
+    def __init__(
+        self,
+        root: Root,
+        identity: RootIdentity,
+        meta: Meta,
+        *,
+        clock: Clock,
+        timings: Timings,
+        watermarks: Watermarks | None = None,
+    ) -> None:
+        """``watermarks`` say how much quarantine may take; None: as much as there is."""
         self._root = root
-        self._shard_bits = identity.shard_bits
         self._keys = Keys(identity.root)
         self._meta = meta
         self._clock = clock
         self._timings = timings
-        self._inspector = Inspector(root, monotonic_s=clock.monotonic_s)
-        self._damaged: set[Name] = set()
+        inspector = Inspector(root, monotonic_s=clock.monotonic_s)
+        self._quarantine = Quarantine(root, identity.shard_bits, inspector, timings, watermarks)
+        self._seen_alive: set[bytes] = set()
+        """Sessions of the round before."""
+        self._gone_s: dict[bytes, float] = {}
+        """Sessions that have ended and left a folder, with the time (monotonic) at which we saw that."""
+        self._noticed_before_s: dict[Name, float] = {}
+        self._noticed_s: dict[Name, float] = {}
+        """Files without an owner, with the time (monotonic) at which we noticed them; in the round before, and now."""
         self._empty: set[Name] = set()
         self._ends_s: dict[Name, float] = {}
 
@@ -58,9 +76,10 @@ class Orphans:
         """
         done: Counter[str] = Counter()
         now_s = self._clock.now_s()
+        self._noticed_before_s, self._noticed_s = self._noticed_s, {}
         for kind, remove in (
             ("staging", self._staging),
-            ("quarantine", self._quarantine),
+            ("quarantine", self._quarantine.clear),
             ("plans", self._plans),
             ("twins", self._twins),
         ):
@@ -74,23 +93,34 @@ class Orphans:
     def _staging(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Staged files, and their folders, of sessions that have ended.
 
-        Folders first, sessions afterwards: a session puts its key before it stages (rule V1), so one whose folder was
-        seen and whose key is not there has ended.  A node without a session stages too, under an id that etcd never
-        knew, and a paused one may wake up: so a file must also be older than any put can last.  A put that goes on
-        later still finds its file gone, and fails; nothing of it was visible to anybody.
+        Folders first, sessions afterwards: a session puts its key before it stages (rule V1) and never comes back
+        (rule W2), so one whose folder was seen and whose key is not there has ended, or there never was one.  A node
+        without a session stages as well, under an id of its own, which etcd never knew.
+
+        Taking a file too early harms nobody's chunks: nothing of it is visible before it is published, and the put of
+        a paused writer that wakes up finds its file gone and fails.  What remains is not to do that to puts that are
+        going on:
+
+        - A session that we saw alive has ended for its node too, within its ttl (rule V2), and since then its node
+          stages under another id.  So its files belong to puts that began before; ``dead_session_s`` later these have
+          passed their deadline.
+        - Of an id that we never saw alive (we have just begun, or it is that of a node without a session) a file goes
+          once it is older than any put takes to publish it, by its time, or by ours since we noticed it.
+        - What recoding replaced has nothing to do with puts: it stays until the time in its name.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
-        if not folders:
-            return
+        # Read also where there is no folder: who is alive now may be dead, and have one, in the next round.
         sessions = self._meta.list(self._keys.sessions, self._timings.meta_timeout_s)
-        live = {self._keys.parse_session(kv.key) for kv in sessions.items}
+        live = {bytes(id) for kv in sessions.items if (id := self._keys.parse_session(kv.key)) is not None}
+        dead = self._dead(live, {parsed for each in folders if (parsed := parse_id(each)) is not None})
         empty: set[Name] = set()
-        for session in folders:
-            if parse_id(session) is None or parse_id(session) in live:
+        for folder_name in folders:
+            session = parse_id(folder_name)
+            if session is None or session in live:
                 continue
-            folder = Name(f"{places.STAGING}/{session}")
+            folder = Name(f"{places.STAGING}/{folder_name}")
             files = list(self._root.list(folder))
-            old = [each for each in files if _is_old(each, now_s, self._timings.staging_age_s)]
+            old = [each for each in files if self._is_left(folder, each, now_s, is_dead=session in dead)]
             for each in old:
                 check()
                 done["staging"] += self._root.remove(Name(f"{folder}/{each.name}"))
@@ -104,56 +134,56 @@ class Orphans:
                 empty.add(folder)
         self._empty = empty
 
-    def _quarantine(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
-        """Files that were set aside: whole ones go back to where they belong, damaged ones are deleted in time.
+    def _dead(self, live: set[bytes], staging: set[bytes]) -> set[bytes]:
+        """The sessions with a folder that were alive once and have been gone for long enough."""
+        now_s = self._clock.monotonic_s()
+        self._gone_s = {
+            session: self._gone_s.get(session, now_s)
+            for session in staging - live
+            if session in self._gone_s or session in self._seen_alive
+        }
+        self._seen_alive = set(itertools.islice(live, REMEMBERED_MAX))
+        return {session for session, gone_s in self._gone_s.items() if now_s - gone_s >= self._timings.dead_session_s}
 
-        Whoever set a file aside looks at it there and puts a whole one back itself; we come in where it died between,
-        or look at the same moment.  Both publish, which never replaces: one of them finds the name taken or the source
-        gone, and either is fine.  Where a newer chunk has the name it stays, and ours is deleted.
-
-        Age is that of the mtime, the last use of the chunk: nothing is written to a file when it is set aside.
-        """
-        damaged: set[Name] = set()
-        for entry in list(self._root.list(places.QUARANTINE)):
-            name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if entry.stat is None or not _is_set_aside(entry.name):
-                continue
-            check()
-            if name not in self._damaged and self._put_back(name):
-                done["restored"] += 1
-            elif _is_old(entry, now_s, self._timings.quarantine_age_s):
-                done["quarantine"] += self._root.remove(name)
-            elif len(damaged) < REMEMBERED_MAX:
-                damaged.add(name)
-        self._damaged = damaged
-
-    def _put_back(self, name: Name) -> bool:
-        """Whether a file in quarantine was whole, and so is back, unless its name was taken."""
-        verdict = self._inspector.look(name)
-        if not isinstance(verdict, Whole):
+    def _is_left(self, folder: Name, entry: Entry, now_s: float, *, is_dead: bool) -> bool:
+        """Whether nobody will come back for a staged file of a session that is not alive."""
+        if entry.stat is None:
             return False
-        header = verdict.header
-        namespace = NamespaceId(header.namespace[: places.NAMESPACE_ID_BYTES])
-        self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
-        return True
+        stays = places.replaced_stays(entry.name, now_s, self._timings.clock_margin_s)
+        if stays is not None:
+            return not stays
+        noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
+        return is_dead or noticed or _is_old(entry, now_s, self._timings.staging_age_s)
+
+    def _since_noticed_s(self, name: Name) -> float:
+        """For how long we have known of a file that has no owner."""
+        now_s = self._clock.monotonic_s()
+        noticed_s = self._noticed_before_s.get(name, now_s)
+        if len(self._noticed_s) < REMEMBERED_MAX:
+            self._noticed_s[name] = noticed_s
+        return now_s - noticed_s
 
     def _plans(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Plans of sweeps that have closed, or never began.
 
-        Plans first, keys afterwards.  A plan is written before its key is put: so it must also be old.  A collector
-        that was paused for so long in between puts a key without a plan, and whoever adopts that one has nothing to
-        delete, and closes it.
+        Plans first, keys afterwards.  A plan is written before its key is put: so it must also be old, by its time, or
+        by ours since we noticed that no key names it.  A collector that took longer than ``condemn_s_max`` in between
+        gives the sweep up.  One that was paused after it had looked at the time puts a key without a plan: whoever
+        adopts that one has nothing to delete, and closes it.
         """
-        old = [entry for entry in self._root.list(places.PLANS) if _is_old(entry, now_s, self._timings.orphan_age_s)]
-        if not old:
+        plans = list(self._root.list(places.PLANS))
+        if not plans:
             return
         sweeps = self._meta.list(self._keys.condemned, self._timings.meta_timeout_s)
         named = {bytes(Condemned.from_bytes(kv.value).sweep) for kv in sweeps.items}
-        for entry in old:
-            sweep = places.parse_plan(entry.name)
-            if sweep is not None and sweep not in named:
+        for entry in plans:
+            sweep, name = places.parse_plan(entry.name), Name(f"{places.PLANS}/{entry.name}")
+            if entry.stat is None or sweep is None or sweep in named:
+                continue
+            noticed = self._since_noticed_s(name) >= self._timings.condemn_s_max + self._timings.meta_timeout_s
+            if noticed or _is_old(entry, now_s, self._timings.plan_age_s):
                 check()
-                done["plans"] += self._root.remove(Name(f"{places.PLANS}/{entry.name}"))
+                done["plans"] += self._root.remove(name)
 
     def _twins(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Twins of pins that ended without anybody to remove them: their owner died, their lease expired.
@@ -193,10 +223,3 @@ class Orphans:
 
 def _is_old(entry: Entry, now_s: float, age_s: float) -> bool:
     return entry.stat is not None and now_s - entry.stat.mtime_ns / NS_PER_S >= age_s
-
-
-def _is_set_aside(file_name: str) -> bool:
-    """Whether a name in quarantine is one that ``places.quarantined`` makes. Others were put there by people."""
-    address, dot, rest = file_name.partition(".")
-    session, other_dot, number = rest.partition(".")
-    return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())

@@ -101,11 +101,12 @@ class Verdict:
     """From which weighted age on chunks go for quota or capacity; None where none do."""
 
 
-def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
+def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS, beside_bytes: int = 0) -> Decision:
     """Where to cut: what is past its time to live, then quotas, then the capacity, each as far as it is still needed.
 
     Each cut-off frees what is needed and at most one bin of a histogram more, which holds about a two-thousandth of
     all bytes (more where surveys were shared).  It frees less only where more than is left to go is pinned.
+    ``beside_bytes`` are of files that are no chunks and take room all the same.
     """
     quota_cutoffs = [0] * len(survey.groups)
     for place, quota in enumerate(goals.quotas):
@@ -119,7 +120,7 @@ def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS) -> Decision:
     all_pinned = sum(survey.pinned, Tally())
     capacity_cutoff = 0
     if goals.max_bytes is not None:
-        capacity_cutoff = _cut(left, all_pinned.bytes, goals.max_bytes, goals)
+        capacity_cutoff = _cut(left, all_pinned.bytes + beside_bytes, goals.max_bytes, goals)
     over_quota = sum(
         (bins.below(cutoff) for bins, cutoff in zip(survey.groups, quota_cutoffs, strict=True) if cutoff), Tally()
     )
@@ -226,9 +227,9 @@ def _sum(histograms: Iterable[Histogram]) -> Histogram:
     return reduce(add, histograms, EMPTY)
 
 
-def _cut(bins: Histogram, pinned_bytes: int, max_bytes: int, goals: Goals) -> int:
+def _cut(bins: Histogram, fixed_bytes: int, max_bytes: int, goals: Goals) -> int:
     """The cut-off that brings some chunks from above the high watermark down to the low one."""
-    used_bytes = bins.total.bytes + pinned_bytes
+    used_bytes = bins.total.bytes + fixed_bytes
     if used_bytes <= goals.high * max_bytes:
         return 0
     return bins.cut(used_bytes - int(goals.low * max_bytes))

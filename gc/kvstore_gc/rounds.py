@@ -18,13 +18,14 @@ from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, join_generation, read_generation
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.namespaces import Namespaces
 from kvstore.recency import NS_PER_S
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
+from kvstore_gc.beside import beside
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper
@@ -53,7 +54,8 @@ class Rounds:
     """The rounds of one collector. One thread at a time.
 
     ``shards`` says which of the given number of shards are this collector's now. ``pause`` waits and raises Stopped
-    when the end is near, ``listed`` is called after each shard that was listed for the survey.
+    when the end is near, ``listed`` is called after each shard that was listed for the survey.  ``unheard`` has nodes
+    say what they wrote before a survey begins, and names those that did not.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Rounds:
         ids: Ids,
         timings: Timings,
         listed: Callable[[int], object] = lambda shard: None,
+        unheard: Callable[[], frozenset[SessionId]] = frozenset,
     ) -> None:
         self._root = root
         self._identity = identity
@@ -85,10 +88,12 @@ class Rounds:
         self._ids = ids
         self._timings = timings
         self._listed = listed
-        self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings)
+        self._unheard = unheard
+        self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings, watermarks=watermarks)
         self._sweeper = Sweeper(
-            root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause, check=self._join
-        )
+            root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause, check=self._join,
+            deleted=watermarks.reaped,
+        )  # fmt: skip
         self._warned = False
 
     @property
@@ -173,7 +178,9 @@ class Rounds:
         goals = self._config.goals(namespaces, None)
         pinned = self._sweeper.pinned().marks
         with self._timed(summary, "survey"):
-            space = self._root.space()
+            self._watermarks.followed(self._root.space())
+            mark = self._watermarks.mark(self._unheard())
+            summary.beside = beside(self._root)
             look = partial(
                 survey,
                 self._root,
@@ -187,16 +194,16 @@ class Rounds:
             if len(mine) < summary.shards_count and found.used.count < SHARE_CHUNKS_MIN:
                 found += look(shards=sorted(set(range(summary.shards_count)) - set(mine)))
         share = found.shards_count / summary.shards_count
-        self._watermarks.surveyed(round(found.used.bytes / share), space)
+        self._watermarks.surveyed(round(found.used.bytes / share) + summary.beside.bytes, mark)
         level = self._watermarks.level
         goals = replace(goals, max_bytes=level.capacity_bytes if level else None)
         self._warn(goals)
         if level:
-            summary.capacity_bytes = level.capacity_bytes
+            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._watermarks.limit_bytes
             summary.high_bytes = int(goals.high * level.capacity_bytes)
             summary.low_bytes = int(goals.low * level.capacity_bytes)
         summary.surveyed(found, round(found.used.bytes / share), namespaces)
-        decision = decide(found, goals.of_share(share), pinned)
+        decision = decide(found, goals.of_share(share), pinned, round(summary.beside.bytes * share))
         summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
         return decision
 
@@ -229,7 +236,6 @@ class Rounds:
         report = self._sweeper.sweep(batch)
         summary.swept(report)
         summary.used_after_bytes = max(0, summary.used_after_bytes - report.reaped_bytes)
-        self._watermarks.reaped(report.reaped_bytes)
         # Only where something was taken: what could not be taken now would be chosen again and again.
         again = [plan.shard for plan in batch if Reason.LATER in plan.kept] if report.reaped_count else []
         return shards[taken:] + again
@@ -278,9 +284,10 @@ class Rounds:
         # Where others sweep at the same moment, what is left is for them to judge.
         others = summary.spared["swept by another collector"] + summary.spared["gone already"]
         is_alone = summary.shards_mine_count == summary.shards_count and not others
-        if is_alone and summary.high_bytes is not None and summary.used_after_bytes > summary.high_bytes:
+        left_bytes = summary.used_after_bytes + summary.beside.bytes
+        if is_alone and summary.high_bytes is not None and left_bytes > summary.high_bytes:
             summary.unfinished.append(
-                f"chunks still take {summary.used_after_bytes} bytes, over the high watermark of {summary.high_bytes}: "
+                f"the root's files still take {left_bytes} bytes, over the high watermark of {summary.high_bytes}: "
                 "the rest is pinned, was used meanwhile, or needs another round"
             )
 

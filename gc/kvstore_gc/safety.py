@@ -1,7 +1,8 @@
 """Every timing of garbage collection in one place, with the relations between them checked once.
 
-None of them is needed for safety, which rests on revisions and on the fence: they bound waiting and leftovers.  The two
-exceptions are ages of leftovers, where somebody might still be using what looks abandoned; they say so.
+None of them is needed for safety, which rests on revisions and on the fence: they bound waiting and leftovers.  Ages of
+leftovers are no exception: a put whose staged file is gone fails before anybody sees anything of it, and a sweep whose
+plan is gone takes nothing.  They only have to be long enough that this happens to nobody who is still at work.
 """
 
 from __future__ import annotations
@@ -31,14 +32,30 @@ class Timings:
     and one ttl after it heard of the sweep, which it does within two looks for a gap."""
     grace_max_s: float = 450.0
     """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
-    staging_age_s: float = 3600.0
-    """Staged files of dead sessions are deleted at this age. A put must not take so long: it would have lost its files,
-    and fail."""
+    clock_margin_s: float = 60.0
+    """Clocks of hosts may disagree by this."""
+    dead_session_s: float = 30.0
+    """Staged files of a session that this collector saw alive are deleted this long after it saw it gone: what the
+    session had begun to put has passed its deadline by then (30 s by default), or has failed."""
+    put_s_max: float = 120.0
+    """From the time that a staged file carries to its publication a put takes no longer: the file carries the start of
+    its quantum, 60 s before it was written at most, and a put has 30 s by default. One that takes longer, without a
+    session that is alive, finds its file gone and fails."""
+    staging_age_s: float = 180.0
+    """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""
+    noticed_s: float = 60.0
+    """They are deleted also this long after this collector noticed them: its own clock needs no margin, and a put has
+    30 s by default from staging a file to publishing it."""
+    condemn_s_max: float = 60.0
+    """From writing the first plan of a transaction to sending that transaction; a collector that took longer gives the
+    sweeps up, because others may take the plans for left behind."""
+    plan_age_s: float = 150.0
+    """Plans that no sweep names are deleted at this age, by their time; or once this collector noticed them
+    ``condemn_s_max`` and a call to etcd ago."""
     quarantine_age_s: float = 86_400.0
-    """Damaged files are kept this long, for whoever wants to know how they became damaged."""
-    orphan_age_s: float = 3600.0
-    """Plans that no sweep names are deleted at this age: between writing one and naming it no collector takes so long,
-    and one that does finds its sweep empty."""
+    """Damaged files whose chunk was last used longer ago are deleted."""
+    quarantine_share: float = 0.01
+    """Of the capacity, damaged files take no more than this after a round: the oldest are deleted."""
     twin_margin_s: float = 3600.0
     """A pin's twin is deleted this long after the pin's end, by which clocks of hosts may disagree."""
 
@@ -53,4 +70,19 @@ class Timings:
             raise InvalidRequest(
                 f"grace_max_s={self.grace_max_s} is not over announce_lag_max_s={self.announce_lag_max_s}: "
                 "a sweep must outlast the node that delays it"
+            )
+        if self.staging_age_s < self.put_s_max + self.clock_margin_s:
+            raise InvalidRequest(
+                f"staging_age_s={self.staging_age_s} is under put_s_max={self.put_s_max} and "
+                f"clock_margin_s={self.clock_margin_s} together: a put would lose what it has just staged"
+            )
+        if self.plan_age_s < self.condemn_s_max + self.meta_timeout_s + self.clock_margin_s:
+            raise InvalidRequest(
+                f"plan_age_s={self.plan_age_s} is under condemn_s_max={self.condemn_s_max}, "
+                f"meta_timeout_s={self.meta_timeout_s} and clock_margin_s={self.clock_margin_s} together: "
+                "a sweep would lose the plan that it is about to name"
+            )
+        if self.quarantine_share > 1:
+            raise InvalidRequest(
+                f"quarantine_share={self.quarantine_share}: expected a share of the capacity, at most 1"
             )

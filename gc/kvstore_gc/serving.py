@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.roots import bound_root
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.interface import Root
@@ -28,13 +29,15 @@ from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.metrics import Metrics, serve, write
 from kvstore_gc.pace import Pace
+from kvstore_gc.reports import Reports
+from kvstore_gc.room import RoomSign
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import Service
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import THREADS_COUNT, Each, Stop, Stopped, Threads, within
 from kvstore_gc.troubles import Trouble
-from kvstore_gc.watch import Watch
+from kvstore_gc.watch import Duties, Watch
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +92,13 @@ class Collector:
         self._stop = Stop()
         self._clock = SystemClock()
         self._ids = RandomIds()
-        self._watermarks = Watermarks(config.max_bytes, config.high)
+        self._watermarks = Watermarks(config.max_bytes, config.high, self._clock)
         self._each = Threads(THREADS_COUNT, self._stop).each
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
         """One round over all shards, beside whatever other collectors do; None where a signal came first.
+
+        Where one that stays has a smaller limit, that holds.
 
         What it did is written to ``metrics_file`` as well. A round that fails leaves that file as it was.
         """
@@ -113,11 +118,13 @@ class Collector:
         """Rounds until a signal comes; ``told`` hears of each that ended."""
         on, clock = self._on, self._clock
         keys = Keys(on.identity.root)
-        collectors = Collectors(on.meta, keys, clock=clock, ids=self._ids)
+        collectors = Collectors(on.meta, keys, clock=clock, ids=self._ids, max_bytes=self._config.max_bytes)
         sign = FullSign(on.meta, keys, collectors, clock)
+        reports = Reports(on.meta, keys, collectors, self._watermarks, clock)
+        room = RoomSign(on.meta, keys, collectors, reports, clock)
         pace = Pace(self._each, is_urgent=lambda: self._watermarks.is_urgent, pause=self._stop.pause, clock=clock)
-        rounds = self._rounds(collectors.shards, pace.each)
-        watch = Watch(on.root, self._watermarks, clock, collectors, sign)
+        rounds = self._rounds(collectors.shards, pace.each, unheard=partial(self._unheard, reports))
+        watch = Watch(on.root, self._watermarks, clock, Duties(collectors, reports, sign, room))
         measured = self._metrics()
         measured.follow(
             interval_s,
@@ -159,6 +166,12 @@ class Collector:
         return Metrics(lambda: self._watermarks.level, self._clock)
 
     def _alone(self, work: Callable[[], Summary]) -> Summary | None:
+        keys = Keys(self._on.identity.root)
+        others = Collectors(
+            self._on.meta, keys, clock=self._clock, ids=self._ids, max_bytes=self._config.max_bytes
+        )  # does not join: it takes no shards
+        others.look()
+        self._watermarks.limited(others.smallest_bytes)
         watch = Watch(self._on.root, self._watermarks, self._clock)
         watch.start(self._stop)
         try:
@@ -172,6 +185,7 @@ class Collector:
         shards: Callable[[int], Sequence[int]],
         each: Each,
         listed: Callable[[int], object] = lambda shard: None,
+        unheard: Callable[[], frozenset[SessionId]] = frozenset,
     ) -> Rounds:
         return Rounds(
             self._on.root,
@@ -186,7 +200,12 @@ class Collector:
             ids=self._ids,
             timings=Timings(),
             listed=listed,
+            unheard=unheard,
         )
+
+    def _unheard(self, reports: Reports) -> frozenset[SessionId]:
+        """Nodes are asked only where what they wrote is compared with something."""
+        return reports.unheard(self._stop.pause) if self._watermarks.is_known else frozenset()
 
     def _attend(self, work: Callable[[], T], watch: Watch, *, until_hung: bool) -> T | None:
         """The work's result; None where a signal came first. Raises what the work raises.

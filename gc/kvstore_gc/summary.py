@@ -83,7 +83,11 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
+    beside: Tally = field(default_factory=Tally)
+    """Files that are no chunks and take room of the capacity as well: staged, in trash, set aside."""
     capacity_bytes: int | None = None
+    limit_bytes: int | None = None
+    """The smallest ``--max-bytes`` of all collectors that are there; None where none has one."""
     high_bytes: int | None = None
     low_bytes: int | None = None
     unfinished: list[str] = field(default_factory=list)
@@ -144,7 +148,9 @@ class Summary:
             "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
             "used_bytes_before": self.used_before_bytes,
             "used_bytes_after": self.used_after_bytes,
+            "beside": {"files": self.beside.count, "bytes": self.beside.bytes},
             "capacity_bytes": self.capacity_bytes,
+            "limit_bytes": self.limit_bytes,
             "high_bytes": self.high_bytes,
             "low_bytes": self.low_bytes,
             "unfinished": self.unfinished,
@@ -171,7 +177,9 @@ class Summary:
             *((f"sweeps_{outcome}", count) for outcome, count in self.sweeps.items() if count),
             *((f"orphans_{kind}", count) for kind, count in self.orphans.items() if count),
             ("used_bytes", self.used_after_bytes),
+            ("beside_bytes", self.beside.bytes),
             ("capacity_bytes", self.capacity_bytes),
+            ("limit_bytes", self.limit_bytes),
             ("seconds", f"{sum(self.seconds.values()):.2f}"),
         ]
         said = " ".join(f"{key}={value}" for key, value in pairs)

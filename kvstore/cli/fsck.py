@@ -54,14 +54,18 @@ def fsck(
     """Check every file of ROOT, beside a store that goes on working.
 
     Damaged chunks are only misses to those who read them: a check finds them before anybody asks. With --repair they
-    are set aside, misplaced ones go where they belong, and what dead writers left is deleted. With --etcd it knows
-    which writers live; without, what was staged more than an hour ago counts as left behind.
+    are set aside, looked at again at the end, and deleted if they are damaged still; misplaced ones go where they
+    belong, and what dead writers left is deleted. One run does all of that. With --etcd it knows which writers live;
+    without, what was staged more than an hour ago counts as left behind.
+
+    Housekeeping is listed apart: chunks without their parent, staged files of dead writers, what was set aside, and the
+    like. A sound root may have it; collectors and --repair tidy it.
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
     tells etcd the namespaces and the pins, and makes both one generation again. Safe to repeat. See gc/RUNBOOK.md.
 
-    Exit codes: 0 clean, 1 problems found (or repaired), 2 could not run.
+    Exit codes: 0 clean, or nothing but housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
     \b
     Examples:
@@ -100,9 +104,8 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted) -> Report:
     from kvstore.fsck import fsck as check
 
     def show(finding: Finding) -> None:
-        if not wanted.as_json:
-            done = f" [{finding.action.value}]" if finding.action else ""
-            print(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}")
+        if not (wanted.as_json or finding.is_housekeeping):
+            _show(finding)
 
     shards = 0
     with progress_bar("checking shards", 1 << identity.shard_bits) as moved:
@@ -151,11 +154,32 @@ def _print_adopted(adopted: Adopted) -> None:
         print(f"left out: {refused}")
 
 
+def _show(finding: Finding) -> None:
+    done = f" [{finding.action.value}]" if finding.action else ""
+    print(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}")
+
+
 def _print(report: Report) -> None:
+    housekeeping = [each for each in report.findings if each.is_housekeeping]
+    if housekeeping:
+        print("housekeeping, which is no damage:")
+    for finding in housekeeping:
+        _show(finding)
+    if report.housekeeping_count > len(housekeeping):
+        print(f"and {report.housekeeping_count - len(housekeeping)} more")
     print(
-        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; "
-        f"{report.problems_count} problems, {report.unrepaired_count} not repaired"
+        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {report.problems_count} problems, "
+        f"{report.unrepaired_count} not repaired; {report.housekeeping_count} of housekeeping"
     )
+
+
+def _finding(finding: Finding) -> dict[str, str | None]:
+    return {
+        "kind": finding.kind.value,
+        "name": finding.name,
+        "detail": finding.detail,
+        "action": finding.action.value if finding.action else None,
+    }
 
 
 def _json(identity: RootIdentity, report: Report, adopted: Adopted | None) -> dict[str, Any]:
@@ -171,15 +195,9 @@ def _json(identity: RootIdentity, report: Report, adopted: Adopted | None) -> di
         "unreachable": report.unreachable_count,
         "counts": {kind.value: count for kind, count in report.counts.items()},
         "actions": {action.value: count for action, count in report.actions.items()},
-        "findings": [
-            {
-                "kind": each.kind.value,
-                "name": each.name,
-                "detail": each.detail,
-                "action": each.action.value if each.action else None,
-            }
-            for each in report.findings
-        ],
+        "findings": [_finding(each) for each in report.findings if not each.is_housekeeping],
+        "housekeeping": [_finding(each) for each in report.findings if each.is_housekeeping],
+        "housekeeping_count": report.housekeeping_count,
         "findings_truncated": report.is_truncated,
         "adopted": asdict(adopted) if adopted else None,
     }

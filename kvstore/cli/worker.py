@@ -75,7 +75,8 @@ ENDING_S = 15.0
     type=DURATION,
     default="30s",
     show_default=True,
-    help="At the end, how long calls in progress may take to finish.",
+    help="At the end, how long calls in progress may take to finish. Then what only memory has is written, for at most "
+    "10 s; a root that refuses (it is full) is given 3 s, and what it did not take is lost, counted and logged.",
 )
 @click.option(
     "--bulk",

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
+from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
@@ -90,6 +91,7 @@ class BlockHold:
     """Blocks that were in the store when they were looked for. Release it, or use it as a context."""
 
     def __init__(self, hold: PortBlockHold) -> None:
+        self._owner = Owner()
         self._hold = hold
 
     @property
@@ -99,12 +101,14 @@ class BlockHold:
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """As ``BlockCache.get``, for keys that are held. Raises HoldBroken where the hold has ended."""
+        self._owner.check()
         checked = _checked_keys(keys)
         return self._hold.read(checked, _views(checked, buffers, writable=True))
 
     def release(self) -> None:
-        """Ends the hold; idempotent, never raises."""
-        self._hold.release()
+        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
+        if self._owner.is_here:
+            self._hold.release()
 
     def __enter__(self) -> BlockHold:
         return self

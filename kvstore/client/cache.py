@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvstore import tracing
 from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
+from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortHold, Sections
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
@@ -199,6 +200,7 @@ class Hold:
     """A stored prefix that is protected until released. Use it as a context, by one thread."""
 
     def __init__(self, held: PortHold, cache: Cache) -> None:
+        self._owner = Owner()
         self._held = held
         self._layout = cache.layout
         self.tokens = held.chunks * cache.layout.chunk_tokens
@@ -208,8 +210,10 @@ class Hold:
         """Reads what is held into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
 
         Returns the leading tokens read and verified; fewer than held only where a chunk was lost.
-        Raises HoldBroken where the hold has ended.
+        Raises HoldBroken where the hold has ended, or its worker does not answer: what is in ``array`` then is good for
+        its ``tokens_valid`` leading tokens.
         """
+        self._owner.check()
         target = target_array(array, self._layout)
         if target.shape[2] < self.tokens:
             raise InvalidRequest(
@@ -229,6 +233,7 @@ class Hold:
         a worker on this host. kvstore never truncates a chunk's file; where somebody else does, a process that touches
         what a mapping has lost is killed (SIGBUS). A ``get`` has no such limit.
         """
+        self._owner.check()
         return self._held.view()
 
     def layers(self) -> Iterator[tuple[int, KvArray, KvArray]]:
@@ -237,6 +242,7 @@ class Hold:
 
         Raises HoldBroken where a chunk is lost on the way; its ``tokens_valid`` says what is unaffected.
         """
+        self._owner.check()
         layout, shape = self._layout, (2, self.tokens, self._layout.kv_heads, self._layout.head_dim)
         arrays: dict[int, KvArray] = {}
 
@@ -252,8 +258,9 @@ class Hold:
             yield layer, array[0], array[1]
 
     def release(self) -> None:
-        """Ends the protection; idempotent."""
-        self._held.release()
+        """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
+        if self._owner.is_here:
+            self._held.release()
 
     def __enter__(self) -> Hold:
         return self

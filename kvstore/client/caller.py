@@ -127,7 +127,10 @@ class Caller:
         return answers
 
     def at(self, endpoint: Endpoint, send: Callable[[], T]) -> T:
-        """One call to one worker, which is set aside where it did not answer. Raises CallFailed."""
+        """One call to one worker, which is set aside where it did not answer. Raises CallFailed; InvalidRequest in a
+        forked child.
+        """
+        self._endpoints.owner.check()
         try:
             with endpoint.calling(), tracing.request(), tracing.span("kvstore.attempt", worker=endpoint.address):
                 return send()

@@ -17,6 +17,7 @@ CLIENT_COUNTERS = {
     "client_puts_grpc": "puts over gRPC",
     "client_bulk_broken": "calls that went on over gRPC because a bulk connection broke",
     "client_bulk_damaged": "reads that went on over gRPC because a chunk that came by another way was not right",
+    "client_descriptors_short": "times that file descriptors of this process ran out, and another path was taken",
     "client_namespaces_reopened": "times a worker had to be told a namespace again",
 }
 """Every counter with what it counts."""

@@ -16,6 +16,7 @@ from kvstore.security.networks import is_loopback
 from kvstore.security.secret_files import Watched, read_secret
 from kvstore.security.tls import Certificate, ClientTls, client_certificate
 from kvstore.tracing import Metadata
+from kvstore.wire.bulk.channel import LinkBroken, LinkLate
 from kvstore.wire.credentials import channel_credentials
 
 
@@ -70,16 +71,21 @@ class Credentials:
     def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
         """A bulk connection within TLS, its handshake done within the socket's time-out; plain where calls are.
 
-        Raises Unavailable.
+        Raises LinkLate and LinkBroken where the worker is silent or goes away meanwhile, Unavailable for anything else.
         """
         if self._certificate is None:
             return sock
         host = self._name(address) or address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         try:
             return self._certificate.context(server=False).wrap_socket(sock, server_hostname=host)
-        except (OSError, ssl.SSLError) as cause:
+        except OSError as cause:  # SSLError is one
             sock.close()
-            raise Unavailable(f"no TLS with the bulk port of {address}: {cause}") from cause
+            kind: type[Unavailable] = Unavailable
+            if isinstance(cause, TimeoutError):
+                kind = LinkLate
+            elif isinstance(cause, (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+                kind = LinkBroken
+            raise kind(f"no TLS with the bulk port of {address}: {cause}") from cause
 
     def _name(self, address: str) -> str | None:
         """The name expected in the worker's certificate, where it is not its host."""

@@ -12,6 +12,7 @@ import grpc
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
 from kvstore.client.bulk.links import Bulk, Links
+from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
@@ -43,11 +44,18 @@ def check_address(address: str) -> str:
 class Endpoint:
     """One worker. Its channel is closed when nobody uses it any more after ``retire``. Thread-safe."""
 
-    def __init__(self, address: str, bulk: Bulk, limits: ClientLimits, credentials: Credentials = PLAIN) -> None:
+    def __init__(
+        self,
+        address: str,
+        bulk: Bulk,
+        limits: ClientLimits,
+        credentials: Credentials = PLAIN,
+        shortage: Shortage | None = None,
+    ) -> None:
         """Raises InvalidRequest where the files of ``credentials`` are wrong, or not to be used with this address."""
         credentials.check(address)
         self.address = address
-        self.bulk = Links(address, bulk, limits, self._open_bulk, credentials)
+        self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, shortage)
         """The ways past gRPC."""
         self.connection_version = credentials.connection_version
         """Of the certificate that its connections are made with: after another one this endpoint is to be replaced."""

@@ -6,7 +6,6 @@ A worker that does not answer is set aside and asked how it is, at growing inter
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +13,15 @@ from typing import Any
 import grpc
 
 from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
+from kvstore.client.owner import Owner
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +47,17 @@ class Endpoints:
         self._credentials = credentials
         self._connection_version = credentials.connection_version
         self._bulk = bulk
+        self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
         self._clock = clock
         self._discover = discover
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""
         self._closed = False
-        self._pid = os.getpid()
+        self.owner = Owner()
         self._thread: threading.Thread | None = None
         self._list(addresses)
         if discover is not None:
@@ -66,10 +69,7 @@ class Endpoints:
 
         Raises Unavailable where there is none, InvalidRequest in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise InvalidRequest(
-                "this store was connected before a fork, which gRPC does not survive: connect in the child"
-            )
+        self.owner.check()
         if self._credentials.connection_version != self._connection_version:
             self._list([each.address for each in self.every()])
         with self._changed:
@@ -92,7 +92,8 @@ class Endpoints:
         return live
 
     def every(self) -> list[Endpoint]:
-        """All workers, also those set aside."""
+        """All workers, also those set aside. Raises InvalidRequest in a forked child."""
+        self.owner.check()
         with self._changed:
             return list(self._live.values())
 
@@ -155,7 +156,8 @@ class Endpoints:
             }
             gone = [endpoint for address, endpoint in self._live.items() if address not in kept]
             self._live = {
-                address: kept.get(address) or Endpoint(address, self._bulk, self._limits, self._credentials)
+                address: kept.get(address)
+                or Endpoint(address, self._bulk, self._limits, self._credentials, self._shortage)
                 for address in wanted
             }
         for endpoint in gone:

@@ -123,7 +123,8 @@ class ChunkFetch:
                 is_right = self._receive_from(link)
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                if not link.shortage.note(error):
+                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
                 self._counters.add("client_bulk_broken")
                 return False
         if not is_right:
@@ -133,7 +134,7 @@ class ChunkFetch:
 
     def _receive_from(self, link: Link) -> bool:
         """Reads until the end, or the first miss; False where the next chunk was there and not right."""
-        if link.memory is None and not link.hands_files:
+        if link.mode is Mode.STREAM:
             return self._receive_stream(link)
         is_right = self._take_given(link)
         if not is_right or self.good == self._found:
@@ -143,7 +144,7 @@ class ChunkFetch:
 
     def _take_given(self, link: Link) -> bool:
         """The same of what the worker gives to a client on its host."""
-        mode = Mode.FILES if link.memory is None else Mode.SLOTS
+        mode = link.mode
         number, count, timeout_s = self._begin_bulk(link, mode)
         chain, first, is_right = self._hashed(), self.good, True
         assert self._sections is not None

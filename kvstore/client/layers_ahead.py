@@ -23,6 +23,7 @@ from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.layout import Layout
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.waiting import Monitor
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
@@ -61,9 +62,11 @@ class LayersAhead:
         self._memory = memory
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
-        self._room = threading.Semaphore(1)
+        # Not a Semaphore: Ctrl-C may leave that locked, and ``close`` would wait for ever.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._room.put(None)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._closed = False
         self._writes = False
         self._pid = os.getpid()
@@ -78,7 +81,7 @@ class LayersAhead:
             filled = self._ready.get()
             if isinstance(filled, BaseException):
                 raise filled
-            self._room.release()
+            self._room.put(None)
             yield filled
 
     def close(self) -> None:
@@ -88,7 +91,7 @@ class LayersAhead:
         with self._changed:
             self._closed = True
             self._cancel()
-            self._room.release()
+            self._room.put(None)
             while self._writes:
                 self._changed.wait()
         # Only to be tidy: it may be dialling, or, interrupted in ``each`` (Ctrl-C), it was never begun.
@@ -175,7 +178,7 @@ class LayersAhead:
 
     def _begun(self, layer: int) -> LayerMemory:
         """Where a layer goes, once the caller took the one before."""
-        self._room.acquire()
+        self._room.get()
         with self._changed:
             if self._closed:
                 raise Withdrawn

@@ -31,6 +31,7 @@ from kvstore.client.port import Sections
 from kvstore.client.remote_blocks import RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
+from kvstore.client.renewing import Renewing
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import FileLanes, Tools
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
@@ -85,7 +86,8 @@ def remote_port(
 
     ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
     ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
-    is asked for and not there raises InvalidRequest.  With ``deferred`` a put that does not say how it is to be
+    is asked for and not there raises InvalidRequest; where a worker offers it and does not answer on it, that worker
+    does not answer.  With ``deferred`` a put that does not say how it is to be
     acknowledged returns once the worker has its bytes, where they go past gRPC, else as one ``behind``: what the worker
     cannot store then is lost, and a miss.  ``tls`` and ``token_file`` prove who we are, and who the workers are.
     """
@@ -131,7 +133,7 @@ class RemotePort:
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
         self._watch = Watch(clock, "kvstore-client-watch")
-        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), deferred)
+        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), deferred)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
 
@@ -174,7 +176,7 @@ class RemotePort:
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
-        nothing = RemoteHold(namespace, b"", 0, b"", None, self._tools)
+        nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
         if not len(tokens):
             return nothing
         packed = pack_tokens(tokens)
@@ -185,7 +187,7 @@ class RemotePort:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
             if not answer.chunks:
                 return nothing
-            return RemoteHold(namespace, packed, answer.chunks, answer.hold, endpoint, self._tools)
+            return RemoteHold(namespace, packed, answer, endpoint, self._tools)
 
         def take() -> RemoteHold:
             return self._caller.anywhere(send, self.limits.match_s, _affinity(namespace, tokens))
@@ -365,8 +367,11 @@ class RemotePort:
         }
 
     def close(self) -> None:
+        if not self.endpoints.owner.is_here:
+            return  # a forked child: threads and connections are its parent's
         if self._discovery is not None:
             self._discovery.close()  # first: the thread of the endpoints may be waiting for it
+        self._tools.renewing.close()
         self.endpoints.close()
         self._watch.close()
         self._tools.lanes.close()

@@ -146,7 +146,8 @@ class RemoteBlocks:
                 reading.run(left)
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                if not link.shortage.note(error):
+                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
                 tools.counters.add("client_bulk_broken")
                 return [index for index in left if not hits[index]]
         if reading.damaged:

@@ -1,9 +1,14 @@
-"""A hold at a worker, known to that worker alone: where that one is gone, so is the hold, and reading is a miss."""
+"""A hold at a worker, known to that worker alone: where that one is gone, so is the hold, and reading says so.
+
+A chunk that was lost under a live hold is a miss: fewer tokens are read.  A hold that has ended, or whose worker does
+not answer, so that nobody knows whether it still protects, is ``HoldBroken``.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -34,22 +39,22 @@ class RemoteHold:
         self,
         namespace: Namespace,
         packed_tokens: bytes,
-        chunks: int,
-        hold_id: bytes,
+        answer: pb.HoldResponse,
         endpoint: Endpoint | None,
         tools: Tools,
     ) -> None:
-        self.chunks = chunks
+        self.chunks = answer.chunks
         self._namespace = namespace
         self._packed = packed_tokens
         self._layout = namespace.layout
-        self._id = hold_id
-        self._endpoint = endpoint
         self._tools = tools
         self._lock = threading.Lock()
         self._released = False
+        self._lease: _Lease | None = None
         if endpoint is not None:
             endpoint.use()
+            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
+            tools.renewing.add(self._lease)
 
     def read(self, sections: Sections) -> int:
         return self._fetch(lambda _: sections)
@@ -60,9 +65,9 @@ class RemoteHold:
 
     def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
         self._check()
-        if self._endpoint is None:
+        if self._lease is None:
             return
-        ahead = LayersAhead(self._endpoint, self._id, self._layout, self.chunks, memory, self._tools)
+        ahead = LayersAhead(self._lease.endpoint, self._lease.id, self._layout, self.chunks, memory, self._tools)
         try:
             yield from ahead.each()
         finally:
@@ -73,10 +78,11 @@ class RemoteHold:
             if self._released:
                 return
             self._released = True
-        if self._endpoint is None:
+        if self._lease is None:
             return
-        request = sealed(pb.ReleaseRequest(hold=self._id))
-        endpoint = self._endpoint
+        self._tools.renewing.remove(self._lease)
+        request = sealed(pb.ReleaseRequest(hold=self._lease.id))
+        endpoint = self._lease.endpoint
         try:
             self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
         except CallFailed:
@@ -85,18 +91,24 @@ class RemoteHold:
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         self._check()
-        if self._endpoint is None:
+        if self._lease is None:
             return 0
         tools = self._tools
-        request = pb.GetRequest(hold=self._id)
+        request = pb.GetRequest(hold=self._lease.id)
         tokens = unpack_tokens(self._packed)
         fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, tools, views)
         try:
-            fetch.run(self._endpoint)
+            fetch.run(self._lease.endpoint)
         except CallFailed as failed:
-            if isinstance(failed.failed.error, HoldBroken):
-                raise failed.failed.error from failed
+            error = failed.failed.error
+            if isinstance(error, HoldBroken):
+                raise error from failed
             tools.counters.add("client_misses_unreachable")
+            if not failed.failed.answered:
+                raise HoldBroken(
+                    f"the worker that has the hold does not answer ({error}): match again",
+                    fetch.good * self._layout.chunk_tokens,
+                ) from failed
         except BrokenTransfer:
             pass  # counted where it was found
         return fetch.good
@@ -104,3 +116,18 @@ class RemoteHold:
     def _check(self) -> None:
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
+        if self._lease is not None and self._lease.ended:
+            raise HoldBroken(
+                "the hold has ended (its worker was restarted, or this process did not renew it in time): match again"
+            )
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Lease:
+    """See ``LeasedHold``."""
+
+    id: bytes
+    lease_s: float
+    endpoint: Endpoint
+    renewed_s: float
+    ended: bool = False

@@ -12,6 +12,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.node.moves import Act, Level
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.waiting import Monitor
 
 MOVES_MAX = 64
 """Of one client, a thread each; more are refused. A worker has a bound of its own."""
@@ -27,19 +28,27 @@ def move_message(namespace: bytes, packed_tokens: bytes, act: Act, level: Level)
 
 
 class Slots:
-    """How many may go on at once. Thread-safe."""
+    """The moves that go on, at most MOVES_MAX. Thread-safe.
+
+    It knows who has a place: whoever is interrupted (Ctrl-C) while it takes one gives it back without having to know
+    how far it came.
+    """
 
     def __init__(self) -> None:
-        self._free = threading.BoundedSemaphore(MOVES_MAX)
+        self._lock = threading.Lock()
+        self._taken: set[object] = set()
 
-    def take(self) -> None:
-        """Raises Overloaded where there are too many."""
-        if not self._free.acquire(blocking=False):
-            raise Overloaded(f"{MOVES_MAX} prefetches and moves of this client are not done yet: back off")
+    def take(self, owner: object) -> None:
+        """A place for ``owner``. Raises Overloaded where there are too many."""
+        with self._lock:
+            if len(self._taken) >= MOVES_MAX:
+                raise Overloaded(f"{MOVES_MAX} prefetches and moves of this client are not done yet: back off")
+            self._taken.add(owner)
 
-    def give(self) -> None:
-        """Gives one back."""
-        self._free.release()
+    def give(self, owner: object) -> None:
+        """Gives its place back, if it has one."""
+        with self._lock:
+            self._taken.discard(owner)
 
 
 class RemoteMove:
@@ -48,8 +57,7 @@ class RemoteMove:
     def __init__(self, request: bytes, slots: Slots) -> None:
         self._request = request
         self._slots = slots
-        self._has_slot = False
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._chunks = 0
         self._is_accepted = False
         self._is_done = False
@@ -78,15 +86,14 @@ class RemoteMove:
         Raises Unavailable, and cancels, where none answers in time; Overloaded where too many go on.
         """
         thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
-        self._slots.take()
-        self._has_slot = True
         try:
+            self._slots.take(self)
             thread.start()
             with self._changed:
                 in_time = self._changed.wait_for(lambda: self._is_accepted or self._is_done, timeout_s)
         except BaseException:  # interrupted (Ctrl-C), perhaps inside start: then nobody knows whether the thread runs
             self.cancel()
-            self._give_slot()
+            self._slots.give(self)
             raise
         if not in_time:
             self.cancel()
@@ -115,18 +122,11 @@ class RemoteMove:
         except KVStoreError as failed:
             error = failed
         finally:
-            self._give_slot()
+            self._slots.give(self)
             with self._changed:
                 self._error = None if self._is_cancelled else error
                 self._is_done = True
                 self._changed.notify_all()
-
-    def _give_slot(self) -> None:
-        """Gives the slot back once, whoever comes first."""
-        with self._changed:
-            had, self._has_slot = self._has_slot, False
-        if had:
-            self._slots.give()
 
     def _follow(self, endpoint: Endpoint, left_s: float) -> None:
         """Sends the call to one worker, and listens until it ends."""

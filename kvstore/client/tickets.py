@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.client.owner import Owner
 from kvstore.client.port import PortMove
 from kvstore.errors import InvalidRequest, KVStoreError
 
@@ -13,6 +14,7 @@ class Ticket:
     """
 
     def __init__(self, move: PortMove, chunk_tokens: int) -> None:
+        self._owner = Owner()
         self._move = move
         self._chunk_tokens = chunk_tokens
 
@@ -34,14 +36,19 @@ class Ticket:
         return self._move.error
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until it is done, at most ``timeout`` seconds; returns ``tokens``. Never raises for what failed."""
+        """Waits until it is done, at most ``timeout`` seconds; returns ``tokens``. Never raises for what failed.
+
+        Raises InvalidRequest in a forked child, where nobody would tell it of the end.
+        """
+        self._owner.check()
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise InvalidRequest(f"timeout={timeout!r}: expected 0 or more seconds")
         return self._move.wait(timeout) * self._chunk_tokens
 
     def cancel(self) -> None:
-        """Has it end soon; what is done stays as it is. Idempotent, never waits."""
-        self._move.cancel()
+        """Has it end soon; what is done stays as it is. Idempotent, never waits. Does nothing in a forked child."""
+        if self._owner.is_here:
+            self._move.cancel()
 
     def __enter__(self) -> Ticket:
         return self

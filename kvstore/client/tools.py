@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvstore.client.caller import Caller
 from kvstore.client.counters import ClientCounters
 from kvstore.client.limits import ClientLimits
+from kvstore.client.renewing import Renewing
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.sources import Clock
@@ -51,12 +52,13 @@ class FileLanes:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Who sends calls, who counts, who looks at the time, who reads files."""
+    """Who sends calls, who counts, who looks at the time, who reads files, who renews holds."""
 
     caller: Caller
     counters: ClientCounters
     limits: ClientLimits
     watch: Watch
     lanes: FileLanes
+    renewing: Renewing
     deferred: bool
     """Whether puts are acknowledged once a worker has their bytes."""

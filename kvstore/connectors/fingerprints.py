@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from kvstore.connectors.weights import model_fingerprint
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.sources import SystemClock
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class _Computation:
 
     def __init__(self, model: str, ends_s: float) -> None:
         self.ends_s = ends_s
-        self.is_done = threading.Event()
+        self.is_done = Flag()
         self.digest = ""
         self.why: InvalidRequest | None = None
         self._model = model

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.waiting import Monitor
+
 log = logging.getLogger(__name__)
 
 
@@ -21,7 +23,7 @@ class TaskThreads:
     def __init__(self, count: int, queue_max: int, name: str) -> None:
         self._queue_max = queue_max
         self._tasks: deque[Callable[[], None]] = deque()
-        self._condition = threading.Condition()
+        self._condition = Monitor()
         self._closed = False
         self._process = os.getpid()
         self._threads = [

@@ -31,6 +31,7 @@ from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprin
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
-        self._condition = threading.Condition()
+        self._condition = Monitor()
         self._under_way = 0
         self._lookups = _Lookups(tier_type, self._link, settings)
         lanes = [self._jobs] * settings.load_threads + [self._stores]

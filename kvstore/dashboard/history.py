@@ -21,7 +21,7 @@ AMOUNTS: dict[str, tuple[str, ...]] = {
     "matches": ("requests_match",),
     "gets": ("requests_get",),
     "puts": ("requests_put",),
-    "refused": ("calls_refused", "put_refused_full", "behind_shed"),
+    "refused": ("calls_refused", "put_refused_full", "put_refused_uncounted", "behind_shed"),
     "damaged": ("miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"),
 }
 """What is shown per second, and the workers' counters whose growth it is."""

@@ -24,6 +24,8 @@ CONNECTIONS_MAX = 256
 HEADERS_BYTES_MAX = 16 << 10
 FIRST_REQUEST_S = 10.0
 """From a connection to its first whole request."""
+AT_REST_S = 30
+"""A connection that was answered and asks nothing more is closed after this time."""
 CONNECTION_S = 120.0
 """Then a connection ends after its request; the page opens another one."""
 ANSWER_S = 10.0
@@ -51,7 +53,7 @@ class Serving:
             date_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=HEADERS_BYTES_MAX,
-            timeout_keep_alive=30,
+            timeout_keep_alive=AT_REST_S,
             timeout_graceful_shutdown=1,
             ssl_certfile=tls.cert_file if tls else None,
             ssl_keyfile=tls.key_file if tls else None,

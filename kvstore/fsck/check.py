@@ -30,6 +30,8 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; what it stages is younger than this."""
+CLOCK_MARGIN_S = 60.0
+"""Clocks of hosts may disagree by this."""
 REACH_MAX = 10_000_000
 WRITER_AGE_S = 30 * 86_400.0
 """After this, no memory or local disk has chunks any more that a dead session wrote, and that the root has lost."""
@@ -176,7 +178,9 @@ class _Walk:
                     self._add(Kind.FOREIGN, file)
                     continue
                 detail = f"{entry.stat.size_bytes} bytes"
-                if now_s - entry.stat.mtime_ns / NS_PER_S >= wanted_age_s:
+                stays = places.replaced_stays(entry.name, now_s, CLOCK_MARGIN_S)
+                is_old = now_s - entry.stat.mtime_ns / NS_PER_S >= wanted_age_s
+                if stays is False or (stays is None and is_old):
                     self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
                 else:
                     young = True
@@ -186,16 +190,14 @@ class _Walk:
                 remove_folder_quietly(self._root, name)
 
     def quarantine(self) -> None:
-        """What nodes set aside: whole files go back, damaged ones are deleted, with repair."""
+        """What nodes and this check set aside: whole files go back, damaged ones are deleted, with repair."""
         for entry in self._entries(places.QUARANTINE):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             if entry.stat is None:
                 self._add(Kind.FOREIGN, name)
                 continue
-            if self._repairer.is_ours(entry.name):
-                continue  # taken a moment ago, by this check: kept for whoever wants to know why it was damaged
             try:
-                verdict = self._inspector.look(name)
+                verdict = self._inspector.look(name, thorough=True)
             except KVStoreError as error:
                 self._add(Kind.UNREADABLE, name, str(error))
                 continue

@@ -4,6 +4,10 @@ Whatever was seen of a file may be old when we act: a node may have quarantined 
 file is first *taken*: renamed to a quarantine name that nobody else uses.  Then we *look* at what we took, which nobody
 can change any more, and *put* it: back under the name that its own header gives, if it is whole and nobody has that
 name, else it stays in quarantine.  A good file that was taken by mistake is missing for that moment, which is a miss.
+
+At the end of the check we look at all that is in quarantine once more, and delete what is damaged still.  So a file is
+read at its name, after it was taken, and at the end before it is deleted, twice each time, and one whole reading of it
+brings it back: a device that delivers wrong bytes for a moment costs nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +47,6 @@ class Repairer:
         """Where the chunk of that header belongs."""
         return places.chunk(header.address, NamespaceId(header.namespace[:8]), self._shard_bits)
 
-    def is_ours(self, file_name: str) -> bool:
-        """Whether a quarantine entry is one that this run made."""
-        return file_name.split(".")[1:2] == [self._session.hex()]
-
     def take(self, name: Name) -> Outcome:
         """Takes a chunk file from where it is, and puts it where it belongs."""
         return self._take(name, CYCLE_MAX)
@@ -66,7 +66,7 @@ class Repairer:
     def settle(self, name: Name) -> Outcome:
         """Decides about a file in quarantine: a whole one goes back, a damaged one is deleted."""
         try:
-            verdict = self._inspector.look(name)
+            verdict = self._inspector.look(name, thorough=True)
             if isinstance(verdict, Broken):
                 gone = not self._root.remove(name)
                 return (Action.VANISHED, "") if gone else (Action.REMOVED, f"damaged ({verdict.damage.value})")
@@ -75,7 +75,7 @@ class Repairer:
             return Action.FAILED, str(error)
 
     def set_aside(self, name: Name) -> Outcome:
-        """Takes a small file (a record) away, for the next writer to write it anew."""
+        """Takes a small file (a record) away, for the next writer to write it anew; the end of the check deletes it."""
         try:
             taken = self._root.move(name, self._aside(name))
         except KVStoreError as error:
@@ -99,7 +99,7 @@ class Repairer:
         return (Action.REMOVED, "") if removed else (Action.FAILED, "it is not empty")
 
     def _put(self, aside: Name, depth_max: int) -> Outcome:
-        verdict = self._inspector.look(aside)
+        verdict = self._inspector.look(aside, thorough=True)
         if verdict is None:
             return Action.VANISHED, "another check was faster"
         if isinstance(verdict, Broken):
@@ -110,7 +110,7 @@ class Repairer:
             # Two swapped files are in each other's way: the other one goes first. Publishing here would take the name
             # for taken, and delete what may be the only copy.
             if not depth_max:
-                return Action.QUARANTINED, f"{right} is taken by another chunk; run again"
+                return Action.QUARANTINED, f"{right} is taken by another chunk"
             action, detail = self._take(right, depth_max - 1)
             if action is Action.FAILED:
                 return Action.QUARANTINED, f"{right} is taken by another chunk: {detail}"

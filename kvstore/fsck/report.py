@@ -23,9 +23,10 @@ class Kind(enum.Enum):
     FOREIGN = "foreign"
     """Something that this store did not write. Never touched."""
     ORPHAN_STAGING = "orphan_staging"
-    """A file that a dead session staged and never published."""
+    """A file that a dead session staged and never published, or replaced by recoding and did not remove."""
     YOUNG_STAGING = "young_staging"
-    """Staged lately by a session of which nobody said whether it lives: perhaps a put on its way."""
+    """Staged lately by a session of which nobody said whether it lives: perhaps a put on its way. Or replaced lately by
+    recoding, while others may hold it."""
     QUARANTINED = "quarantined"
     """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
     BAD_RECORD = "bad_record"
@@ -42,8 +43,18 @@ class Kind(enum.Enum):
     """The scratch folder of a ``check-root`` that was killed."""
 
 
-INFORMATION = frozenset({Kind.UNREACHABLE, Kind.YOUNG_STAGING, Kind.NO_RECORD, Kind.OLD_WRITER})
-"""Findings of a sound root; they do not make a check fail."""
+HOUSEKEEPING = frozenset(
+    {
+        Kind.ORPHAN_STAGING,
+        Kind.YOUNG_STAGING,
+        Kind.QUARANTINED,
+        Kind.NO_RECORD,
+        Kind.UNREACHABLE,
+        Kind.OLD_WRITER,
+        Kind.LEFTOVER,
+    }
+)
+"""Findings of a sound root, which collectors, ``--repair`` or the next use tidy; they do not make a check fail."""
 
 
 class Action(enum.Enum):
@@ -75,9 +86,14 @@ class Finding:
     action: Action | None = None
 
     @property
+    def is_housekeeping(self) -> bool:
+        """Whether a sound root may have it."""
+        return self.kind in HOUSEKEEPING
+
+    @property
     def is_problem(self) -> bool:
-        """Whether a sound root would not have it."""
-        return self.kind not in INFORMATION and self.action is not Action.VANISHED
+        """Whether it is damage, and was not gone when repairing looked again."""
+        return not self.is_housekeeping and self.action is not Action.VANISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +109,17 @@ class Progress:
 
 @dataclass(slots=True)
 class Report:
-    """The whole outcome. ``findings`` keeps the first ``findings_max``; the counts are of all."""
+    """The whole outcome; the counts are of all findings.
+
+    ``findings`` keeps the first ``findings_max`` that are housekeeping, and as many that are not.
+    """
 
     findings_max: int = FINDINGS_MAX
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[Kind] = field(default_factory=Counter)
     actions: Counter[Action] = field(default_factory=Counter)
     problems_count: int = 0
+    housekeeping_count: int = 0
     repaired_count: int = 0
     chunks_count: int = 0
     chunks_bytes: int = 0
@@ -110,7 +130,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was wrong (information apart): exit code 0 of ``kvstore fsck``, else 1."""
+        """Whether nothing was wrong (housekeeping apart): exit code 0 of ``kvstore fsck``, else 1."""
         return self.problems_count == 0
 
     @property
@@ -127,8 +147,10 @@ class Report:
         """Counts a finding, and keeps it while there is room."""
         self.counts[finding.kind] += 1
         self.problems_count += finding.is_problem
+        self.housekeeping_count += finding.is_housekeeping
         self.repaired_count += finding.is_problem and finding.action in REPAIRED
         if finding.action is not None:
             self.actions[finding.action] += 1
-        if len(self.findings) < self.findings_max:
+        others_count = self.counts.total() - self.housekeeping_count
+        if (self.housekeeping_count if finding.is_housekeeping else others_count) <= self.findings_max:
             self.findings.append(finding)

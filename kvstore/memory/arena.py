@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory.host import memory_free_bytes, memory_most_bytes
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Arena:
         """For handing over: whoever gets it can map it for reading only."""
         self.memory = memoryview(bytearray())
         """All of it, writable; empty before ``open`` and after ``close``. Parts of it stay readable after that."""
-        self._closing = threading.Event()
+        self._closing = Flag()
         self._filling: threading.Thread | None = None
 
     def open(self) -> Arena:
@@ -103,7 +104,7 @@ class Arena:
             os.close(fd)
 
 
-def populate(memory: memoryview, writing: bool, closing: threading.Event) -> None:
+def populate(memory: memoryview, writing: bool, closing: Flag) -> None:
     """Has the system take the pages of a mapping now, for reading or ``writing``, bit by bit until ``closing`` is set.
 
     Whoever touches a page first waits for it otherwise: in a virtual machine twenty times as long as copying takes.
@@ -118,7 +119,7 @@ def populate(memory: memoryview, writing: bool, closing: threading.Event) -> Non
             return
 
 
-def follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
+def follow(memory: memoryview, fd: int, closing: Flag) -> None:
     """Has the page tables of a mapping of ``fd`` made as soon as whoever made that file has taken its pages.
 
     In a thread that ends with ``closing``; ``fd`` stays the caller's.
@@ -134,7 +135,7 @@ def follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
         raise
 
 
-def _follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
+def _follow(memory: memoryview, fd: int, closing: Flag) -> None:
     try:
         for _ in range(LOOKS_MAX):
             if os.fstat(fd).st_blocks * BLOCK_BYTES >= len(memory):

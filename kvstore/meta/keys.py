@@ -11,11 +11,14 @@
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
     /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
+    /kv/<root>/gc/room                           how much a node may write unheard, under the lease of a collector
+    /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
     /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
@@ -127,6 +130,20 @@ class Keys:
         return f"{self.gc}full"
 
     @property
+    def gc_room(self) -> str:
+        """How much each node may write before collectors have heard of it; see ``usage.py``."""
+        return f"{self.gc}room"
+
+    @property
+    def usage(self) -> str:
+        """Prefix of what nodes and collectors report of the room that they take."""
+        return f"{self.prefix}usage/"
+
+    def usage_of(self, session: SessionId) -> str:
+        """The report of one node or collector."""
+        return f"{self.usage}{session.hex()}"
+
+    @property
     def condemned(self) -> str:
         """Prefix of all sweeps in flight."""
         return f"{self.gc}condemned/"
@@ -181,6 +198,15 @@ class Keys:
         """One order to clear."""
         return f"{self.clears}{order.hex()}"
 
+    @property
+    def barriers(self) -> str:
+        """Prefix of the barriers of clears that are deleting."""
+        return f"{self.prefix}clearing/"
+
+    def barrier(self, order: bytes) -> str:
+        """The barrier of one clear."""
+        return f"{self.barriers}{order.hex()}"
+
     def clear_answers(self, order: bytes) -> str:
         """Prefix of the answers of nodes to one order."""
         return f"{self.prefix}cleared/{order.hex()}/"
@@ -198,8 +224,8 @@ class Keys:
         return unquote(owner), PinId(session)
 
     def parse_session(self, key: str) -> SessionId | None:
-        """The session of a session's, worker's or collector's key; None for another key."""
-        for prefix in (self.sessions, self.workers, self.collectors):
+        """The session of a session's, worker's, collector's or report's key; None for another key."""
+        for prefix in (self.sessions, self.workers, self.collectors, self.usage):
             if key.startswith(prefix):
                 found = parse_id(key.removeprefix(prefix))
                 return None if found is None else SessionId(found)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.waiting import Flag
 
 HOST = "127.0.0.1"
 START_S = 30.0
@@ -178,10 +179,10 @@ class _Child(threading.Thread):
         super().__init__(name="etcd", daemon=True)
         self._command = command
         self._log = log
-        self._started = threading.Event()
+        self._started = Flag()
         self._failure: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self.exited = threading.Event()
+        self.exited = Flag()
         self.start()
         self._started.wait()
         if self._failure is not None:

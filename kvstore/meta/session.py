@@ -18,6 +18,7 @@ from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, Meta, ModifiedAt, Put, TxnResult
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.sources import Clock, Ids
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Session:
         self._lock = threading.Lock()
         self._acknowledged_s = sent_s
         self._lost: str | None = None
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._lease_ended = False
         self._on_lost: Callable[[Session], None] | None = None
         self._keeps_up: Callable[[], bool] | None = None

@@ -8,12 +8,15 @@ than getting the GIL back.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 ABI = 6
 LIBRARY = Path(__file__).with_name("libkvstore.so")
@@ -166,7 +169,14 @@ def _describe_brief(found: Any) -> None:
     found.kv_withdraw.argtypes = (ctypes.POINTER(Borrowed),)
 
 
+def _say(reason: str) -> None:
+    """Warns where nobody asked for pure Python: pip hides what the build said, and all else works, only slower."""
+    if reason and os.environ.get("KVSTORE_NATIVE", "") != "0":
+        log.warning("native.missing kvstore runs in pure Python, which is slower: %s", reason)
+
+
 library, brief, _reason = _load()
+_say(_reason)
 
 
 def is_available() -> bool:

@@ -6,7 +6,6 @@ nothing when they are written.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, payload_of
 from kvstore.root.interface import Stat
+from kvstore.waiting import Flag
 from kvstore.writes import WriteMode
 
 AllStillRight = Callable[[Sequence[int]], Sequence[bool] | npt.NDArray[np.bool_]]
@@ -156,7 +156,7 @@ class Blocks:
     ) -> list[bool]:
         """``origins``: of the images that the blocks are from, if they are; as for ``Chunks.stage``."""
         stored = [False] * len(keys)
-        given_up = threading.Event()
+        given_up = Flag()
         lacking: set[int] = set()
 
         def found_there(index: int, found: Stat) -> bool:
@@ -199,7 +199,8 @@ class Blocks:
             run.origins = dict(enumerate(origins))
 
         def alone(put: SharedPut, index: int) -> Staged:
-            return Staged(put.name(index), expected_block(namespace, keys[index], len(buffers[index])))
+            expected = expected_block(namespace, keys[index], len(buffers[index]))
+            return Staged(put.name(index), expected, expected.file_bytes)
 
         def work_on_turns(put: SharedPut, _: int) -> bool:
             more = True
@@ -259,6 +260,7 @@ class Blocks:
             address, epoch = addresses[known + index], self._chunks.known.epoch
             if self._reads.has(Keyed(namespace, (keys[known + index],), (address,), ()))[0]:
                 return True
+            self._chunks.settle(address, self._chunks.name(address, namespace.id))
             present = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
             if present:
                 self._chunks.known.add(address, quantum, renewed=False, epoch=epoch)
@@ -283,6 +285,7 @@ class Blocks:
             address, epoch = addresses[unknown[at]], known.epoch
             if self._view.condemns(address):
                 return False
+            self._chunks.settle(address, self._chunks.name(address, namespace.id))
             found = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
             if found:
                 known.add(address, quantum, renewed=False, epoch=epoch)

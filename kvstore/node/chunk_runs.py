@@ -29,6 +29,8 @@ from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
 from kvstore.node.runs import Run, block_run, chain_run
 from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
+from kvstore.node.unreadable import Unreadable
+from kvstore.node.usage import NodeUsage
 from kvstore.planes import Planes
 from kvstore.recency import stamps_ns
 from kvstore.root.interface import Root, local_files
@@ -74,8 +76,12 @@ class ChunkRuns:
         incarnations: Incarnations,
         numbers: Iterator[int],
         encodings: Encodings,
+        unreadable: Unreadable,
+        usage: NodeUsage,
     ) -> None:
         self._encodings = encodings
+        self._unreadable = unreadable
+        self._usage = usage
         self._files = local_files(root) if is_available() else None
         self._shard_bits = shard_bits
         self._session = session
@@ -132,6 +138,10 @@ class ChunkRuns:
         """Which chunks of part of a run are there, and the mtimes of those. The rest is ``Chunks.look``'s."""
         epoch = self._known.epoch
         found, mtimes_ns = run.look(start, stop)
+        if self._doubt(run, np.arange(start - run.first, stop - run.first, dtype=np.int32)):
+            part = run.items[start - run.first : stop - run.first]
+            found = part["status"] == native.FOUND
+            mtimes_ns = part["mtime_ns"][found]
         at, count = run.part(start, stop)
         self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._quantum(), epoch=epoch)
         return found, mtimes_ns
@@ -211,6 +221,7 @@ class ChunkRuns:
         self._incarnations.record()
         with self._counters.timed("root", "write") as timed:
             places, more, timed.size_bytes = put.stage()
+        self._doubt(put.run, places)
         at = put.run.part(put.run.first, put.run.first)[0]
         self._known.add_run(at, places, native.FOUND, self._quantum(), epoch=put.epoch)
         self._known.forget_run(at, places, native.DONE)
@@ -226,9 +237,23 @@ class ChunkRuns:
         at = put.run.part(put.run.first, put.run.first)[0]
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
+            published = places[put.run.items["status"][places] == native.PUBLISHED]
+            self._usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
             self._counters.add("chunks_written", chunks)
             self._counters.add("bytes_written", size_bytes)
         return chunks, size_bytes
+
+    def _doubt(self, run: Run, places: Places) -> bool:
+        """Leaves to ``Chunks`` what was found by its size alone and could not be read before; whether there was any."""
+        if not len(self._unreadable):
+            return False
+        suspects = [
+            place
+            for place in places.tolist()
+            if run.items["status"][place] == native.FOUND and run.items["address"][place].tobytes() in self._unreadable
+        ]
+        run.items["status"][suspects] = native.OTHER
+        return bool(suspects)
 
     def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
         """Of what comes from images: what was written there, by whomever, is only published now."""

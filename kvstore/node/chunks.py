@@ -6,12 +6,12 @@ Called on lanes only.  ``Sections`` are views of the caller's memory, one per se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.checksum import checksum
@@ -34,6 +34,8 @@ from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
+from kvstore.node.unreadable import FAILED, Unreadable
+from kvstore.node.usage import NodeUsage
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix import PosixReader
@@ -49,6 +51,8 @@ class Staged:
 
     name: Name
     expected: Expected
+    size_bytes: int
+    """Of its file, which is another one than expected where it is encoded."""
 
 
 class Chunks:
@@ -66,6 +70,7 @@ class Chunks:
         incarnations: Incarnations,
         numbers: Iterator[int],
         encodings: Encodings,
+        usage: NodeUsage,
     ) -> None:
         self.root = root
         self.known = known
@@ -77,8 +82,20 @@ class Chunks:
         self._incarnations = incarnations
         self._numbers = numbers
         self._encodings = encodings
+        self._usage = usage
+        self.unreadable = Unreadable(root, clock)
         self.runs = ChunkRuns(
-            root, shard_bits, session, known, counters, self.quantum, incarnations, numbers, encodings
+            root,
+            shard_bits,
+            session,
+            known,
+            counters,
+            self.quantum,
+            incarnations,
+            numbers,
+            encodings,
+            self.unreadable,
+            usage,
         )
 
     def quantum(self) -> int:
@@ -90,18 +107,23 @@ class Chunks:
         return places.chunk(address, namespace, self._shard_bits)
 
     def is_present(self, expected: Expected) -> bool:
-        """Whether a file of the right size is there. One of another size is damaged, and set aside."""
+        """Whether a file of the right size is there. One of another size is damaged, and set aside.
+
+        Raises what the root raised where a file is there that cannot be read.
+        """
         return self.look(expected) is not None
 
     def look(self, expected: Expected) -> Stat | None:
         """The same, and what the root says of it."""
+        self.settle(expected.address, self._name_of(expected))
         epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
         if stat is None:
             self.known.forget(expected.address)
             return None
-        if stat.size_bytes != expected.file_bytes and not self._is_encoded(expected):
-            return None
+        with self.noted(expected):
+            if stat.size_bytes != expected.file_bytes and not self._is_encoded(expected):
+                return None
         self._seen(expected, stat, epoch)
         return stat
 
@@ -115,10 +137,11 @@ class Chunks:
         Raises Withdrawn.
         """
         epoch = self.known.epoch
-        reader = self._open(expected)
+        with self.noted(expected):
+            reader = self._open(expected)
         if reader is None:
             return False
-        with reader, self._counters.timed("root", "read") as timed:
+        with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
                 _read_verified(reader, expected, sections, borrowed)
@@ -127,18 +150,21 @@ class Chunks:
                 self.set_aside(expected, damaged.damage)
                 return False
             self._seen(expected, reader.stat, epoch)
+        self.unreadable.forget(expected.address)
         self._counters.add_read(expected.payload_bytes)
         return True
 
     def open(self, expected: Expected) -> tuple[Reader, Header] | None:
         """An open chunk with its verified header, for reading ranges; None is a miss."""
         epoch = self.known.epoch
-        reader = self._open(expected)
+        with self.noted(expected):
+            reader = self._open(expected)
         if reader is None:
             return None
         try:
             try:
-                header = _read_header(reader, expected)
+                with self.noted(expected):
+                    header = _read_header(reader, expected)
             except Damaged as damaged:
                 self.set_aside(expected, damaged.damage)
                 reader.close()
@@ -172,7 +198,7 @@ class Chunks:
         """Reads and verifies sections ``first`` and following of an open chunk; False is a miss."""
         offset = header.header_bytes + first * header.section_bytes
         try:
-            with self._counters.timed("root", "read") as timed:
+            with self.noted(expected), self._counters.timed("root", "read") as timed:
                 timed.size_bytes = len(sections) * header.section_bytes
                 _fill(reader, sections, offset, borrowed)
                 _verify(sections, header.checksums[first : first + len(sections)])
@@ -186,10 +212,11 @@ class Chunks:
     def map(self, expected: Expected) -> memoryview | None:
         """The verified payload, mapped read-only from the root where it can be; None is a miss."""
         epoch = self.known.epoch
-        reader = self._open(expected)
+        with self.noted(expected):
+            reader = self._open(expected)
         if reader is None:
             return None
-        with reader, self._counters.timed("root", "read") as timed:
+        with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
                 if isinstance(reader, DecodedReader) or self._encodings.encrypts(expected.tenant):
@@ -230,13 +257,14 @@ class Chunks:
         except KVStoreError:
             self._discard(name)  # a full disk must not stay full of our torn files
             raise
-        return Staged(name, expected)
+        return Staged(name, expected, byte_length(pieces))
 
     def publish(self, staged: Staged, durable: bool) -> bool:
         """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
+            self._usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
             self._counters.add("chunks_written")
             self._counters.add("bytes_written", expected.payload_bytes)
@@ -274,6 +302,43 @@ class Chunks:
         except KVStoreError:
             # Read-only or failing root: the read is a miss all the same, the file is found again next time.
             self._counters.add("quarantine_failed")
+
+    @contextmanager
+    def noted(self, expected: Expected) -> Iterator[None]:
+        """Around a read of a chunk's file: notes where the root cannot read it, so that nobody believes its size."""
+        try:
+            yield
+        except FAILED:
+            self.unreadable.failed(expected.address)
+            self.known.forget(expected.address)
+            raise
+
+    def settle(self, address: Address, name: Name) -> None:
+        """Where a chunk's file could not be read: reads it again, and sets it aside if that fails too often.
+
+        Raises what the root raised where the file stays, and nobody can read it.
+        """
+        if address in self.unreadable:
+            self.known.forget(address)
+            self.unreadable.settle(address, name, lambda: self._set_unreadable_aside(address, name))
+
+    def _set_unreadable_aside(self, address: Address, name: Name) -> None:
+        """As ``set_aside``. A file that can be read under its new name goes back, and is verified by who reads it.
+
+        Raises what the root raised where the file cannot be moved.
+        """
+        aside = places.quarantined(address, self._session(), next(self._numbers))
+        if not self.root.move(name, aside):
+            return
+        try:
+            is_readable = self.unreadable.read(aside)
+        except KVStoreError:
+            self._counters.add("quarantined")
+            return
+        if is_readable:
+            with suppress(KVStoreError):  # then a collector puts it back
+                self.root.publish(aside, name, durable=False)
+                self._counters.add("quarantine_restored")
 
     def _is_intact(self, name: Name, expected: Expected) -> bool:
         found = self.root.open(name)

@@ -1,7 +1,8 @@
 """Clearing what a selection names, wherever it is: all nodes are told, the root is swept, and they are told again.
 
 Apart from the member, whose pins decide what stays.  In this order: a node that has dropped what
-is named, and lets none of it back in, cannot write to the root again what was just deleted there.
+is named, and lets none of it back in, cannot write to the root again what was just deleted there.  And the barrier goes
+up before pins are read: a pin that is not among those finds the barrier (gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,8 +20,8 @@ from kvstore.census.walk import Found, found_in, sampled, with_header
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.meta.barriers import BARRIER_S, Barrier, Barriers
 from kvstore.meta.clears import PASSING_S, Clears
-from kvstore.meta.interface import NO_LEASE, LeaseId
 from kvstore.meta.keys import SessionId
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import moved_on
@@ -28,6 +29,7 @@ from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.lineages import read_writers
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +38,29 @@ ANSWER_S = 15.0
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5
-RENEW_S = PASSING_S / 4
+RENEW_S = min(PASSING_S, BARRIER_S) / 8
+
+Pinned = Container[Address]
 
 
 class Clearing:
-    """One clear of one node. ``clears`` is None for a node alone, which has nobody to tell."""
+    """One clear of one node. ``clears`` is None for a node alone, which has nobody to tell.
+
+    ``pinned`` reads what pins keep, and is called once nothing else can be pinned.
+    """
 
     def __init__(
         self,
         node: Node,
         clears: Clears | None,
-        pinned: Container[Address],
+        barriers: Barriers,
+        pinned: Callable[[], Pinned],
         *,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self._node = node
         self._clears = clears
+        self._barriers = barriers
         self._pinned = pinned
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
@@ -64,29 +73,37 @@ class Clearing:
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """What would be deleted; nothing is changed."""
-        return _Sweep(self._node, order, self._pinned, removes=False).run(progress)
+        return _Sweep(self._node, order, self._pinned(), None).run(progress)
 
     def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Deletes it. Raises Unavailable where the other nodes could not be told: clear again."""
-        sweep = _Sweep(self._node, order, self._pinned, removes=True)
-        return self.around(order, lambda: sweep.run(progress), lambda: progress(0, 0))
 
-    def around(self, order: ClearOrder, sweep: Callable[[], Cleared], waiting: Callable[[], None]) -> Cleared:
-        """Has all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root."""
+        def sweep(pinned: Pinned, barrier: Barrier) -> Cleared:
+            return _Sweep(self._node, order, pinned, barrier).run(progress)
+
+        return self.around(order, sweep, lambda: progress(0, 0))
+
+    def around(
+        self, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared], waiting: Callable[[], None]
+    ) -> Cleared:
+        """Has all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root.
+
+        ``sweep(pinned, barrier)`` leaves what is pinned, and looks at the barrier before each deletion.
+        """
         node, clears = self._node, self._clears
         if clears is None:
             try:
                 self._obey_alone(order, waiting)
                 node.sweep_disk([order])
-                return sweep()
+                return self._behind_barrier(node.ids.fresh(), order, sweep)
             finally:  # cut short, too: or what passes would keep a whole namespace out of memory from then on
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
         lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
         clears.trim(self._timeout_s)  # now, not at the end, which one that is cut short never reaches
-        with self._kept(clears, lease):
+        with self._kept([lambda: clears.renew(lease, self._timeout_s)]):
             silent = self._wait_for_answers(clears.silent, id, waiting)
-            done = sweep()
+            done = self._behind_barrier(id, order, sweep)
         if not clears.renew(lease, self._timeout_s):  # who forgot it took its answer back, and is not waited for
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
         clears.done(id, content, self._timeout_s, stands=order.stands)
@@ -103,22 +120,32 @@ class Clearing:
             if deadline.passed:
                 raise Unavailable("what is being written to the root may be meant, and does not end: clear again")
 
-    @contextmanager
-    def _kept(self, clears: Clears, lease: LeaseId) -> Iterator[None]:
-        """Keeps an order that passes as long as its sweep takes: nodes that forget it in between, and are told of its
-        end, know nothing of it. In a thread of its own, because a sweep may be in one call of the root for long.
+    def _behind_barrier(self, id: bytes, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared]) -> Cleared:
+        """Rule P5: barrier, then pins, then deletions; the barrier goes once they have all ended.
+
+        Where the sweep fails, a lane may still be in the middle of a deletion: then the barrier goes by itself.
         """
-        if lease == NO_LEASE:
-            yield
-            return
-        ended = threading.Event()
+        barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
+        with self._kept([lambda: barrier.renew(self._timeout_s)]):
+            done = sweep(self._pinned(), barrier)
+            barrier.check()
+        barrier.take_down(self._timeout_s)
+        return done
+
+    @contextmanager
+    def _kept(self, renewals: Sequence[Callable[[], object]]) -> Iterator[None]:
+        """Keeps what passes as long as the sweep takes: nodes that forget an order in between, and are told of its end,
+        know nothing of it. In a thread of its own, because a sweep may be in one call of the root for long.
+        """
+        ended = Flag()
 
         def renew() -> None:
             while not ended.wait(RENEW_S):
-                try:
-                    clears.renew(lease, self._timeout_s)
-                except KVStoreError as error:
-                    log.info("clear.not_renewed %s", error)
+                for each in renewals:
+                    try:
+                        each()
+                    except KVStoreError as error:
+                        log.info("clear.not_renewed %s", error)
 
         thread = threading.Thread(target=renew, name="kvstore-clear", daemon=True)
         thread.start()
@@ -141,13 +168,13 @@ class Clearing:
 
 
 class _Sweep:
-    """One pass over all shards of the root, several at once."""
+    """One pass over all shards of the root, several at once. Without a ``barrier`` it only counts."""
 
-    def __init__(self, node: Node, order: ClearOrder, pinned: Container[Address], *, removes: bool) -> None:
+    def __init__(self, node: Node, order: ClearOrder, pinned: Pinned, barrier: Barrier | None) -> None:
         self._node = node
         self._order = order
         self._pinned = pinned
-        self._removes = removes
+        self._barrier = barrier
         self._shards = sampled(node.identity.shard_bits)
         self._left = iter(self._shards)
         self._lock = threading.Lock()
@@ -202,10 +229,12 @@ class _Sweep:
             if found.address in self._pinned:
                 self._add(kept=1)
                 return
-            if self._removes:
+            if self._barrier is not None:
+                self._barrier.check()
                 self._node.known.forget(found.address)
                 if not self._node.root.remove(found.name):
                     return
+                self._node.gc_view.usage.removed(found.size_bytes)
             self._add(chunks=1, size_bytes=found.size_bytes)
         except KVStoreError:
             self._add(failed=1)

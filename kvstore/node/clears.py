@@ -15,6 +15,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.clears import Clears, OrderTold
 from kvstore.meta.interface import Watch, WatchLost
 from kvstore.meta.session import Session
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ClearsFollower:
         self._obey = obey
         self._sweep = sweep
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._session: Session | None = None
         self._closed = False
         self._watch: Watch | None = None

@@ -10,6 +10,7 @@ import threading
 
 from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 FAILURES_MAX = 3
 """In a row; with the next one the disk is left alone for ``PAUSE_S``, and after that with each one that follows."""
@@ -51,7 +52,7 @@ class Readers:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._since_s: dict[int, float] = {}
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -39,6 +38,7 @@ from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.posix import FULL_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DiskTier:
         self._shelf = DiskShelf(size_bytes, POLICIES[DEFAULT_POLICY](), counters, clock)
         self._reads, self._writes = Pause(clock), Pause(clock)
         self._readers = Readers(clock)
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._is_open = False
         self._users_count = 0
         """Calls that use the folder at this moment, and the refill."""

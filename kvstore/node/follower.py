@@ -7,7 +7,6 @@ so that a simulation can take them in any order; ``run`` is the loop that a thre
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from functools import partial
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, Standing
-from kvstore.meta.interface import Meta, Watch, WatchLost
+from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.sweeps import Condemned
@@ -26,6 +25,7 @@ from kvstore.node.view import ChainBroken, View
 from kvstore.root.fence import lift
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Follower:
         self._on_root = on_root
         self._standing = standing
         self._following: _Following | None = None
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._stepped_s = clock.monotonic_s()
 
     def begin(self, session: Session) -> None:
@@ -132,7 +132,7 @@ class Follower:
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
-                self._step(following, self._limits.follow_s)
+                self._step(following, min(self._limits.follow_s, self._view.usage.owes_s))
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)
@@ -156,7 +156,9 @@ class Follower:
             events = None
         now_s = self._clock.monotonic_s()
         if events:
-            following.heard_s, following.suspects_gap = now_s, False
+            # Only the chain tells that the watch has no gap: on a restored store the other keys go on changing.
+            if any(event.key == self._keys.gc_seq for event in events):
+                following.heard_s, following.suspects_gap = now_s, False
             try:
                 with self._view.lock:
                     if self._following is not following:
@@ -165,10 +167,11 @@ class Follower:
             except ChainBroken as broken:
                 following.session.give_up(str(broken))
                 return
-        elif now_s - following.heard_s >= self._limits.gap_check_s:
+        if now_s - following.heard_s >= self._limits.gap_check_s:
             self._look_for_gap(following)
         self._announce(following)
         self._stepped_s = self._clock.monotonic_s()
+        self._report(following)
 
     def keeps_up(self) -> bool:
         """Whether this node does not hold collectors up for longer than it may (rule H4)."""
@@ -194,6 +197,24 @@ class Follower:
             following.announced_s = self._clock.monotonic_s()
             self._counters.add("announcements")
             following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > revision}
+
+    def _report(self, following: _Following) -> None:
+        """Tells collectors what this node wrote and deleted, where one asks for it (gc/PROTOCOL.md, section 6)."""
+        usage, answered = self._view.usage, self._view.usage.asked_by
+        due = usage.due(self._clock.monotonic_s())
+        if due is None:
+            return
+        session = following.session
+        try:
+            revision = self._meta.put(
+                self._keys.usage_of(session.id), due.to_json(), session.lease, self._limits.meta_deadline_s
+            )
+        except LeaseGone:
+            return  # the session is over, and its thread is about to hear of it
+        with self._view.lock:
+            if self._following is following:
+                usage.told(due, revision, answered, self._clock.monotonic_s())
+                self._counters.add("usage_reports")
 
     def _look_for_gap(self, following: _Following) -> None:
         """A watch on a store that was restored to an older revision stays silent; its chain of sweeps tells.

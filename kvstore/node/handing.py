@@ -39,7 +39,7 @@ def copying(
         if opened is None:
             return False
         reader, _ = opened
-        with reader, counters.timed("root", "read") as timed:
+        with chunks.noted(expected), reader, counters.timed("root", "read") as timed:
             memory = into(indexes[at])
             timed.size_bytes = len(memory)
             try:

@@ -24,6 +24,7 @@ BEFORE_ALL = -1
 class Hold:
     """``count`` leading chunks of ``chain``, held until released or until ``ends_s`` (monotonic).
 
+    Where it is leased, ``ends_s`` moves when it is renewed, to ``last_s`` at most.
     ``born`` is the revision of the view it was taken in; None where it protects nothing, because there was no session.
     """
 
@@ -34,6 +35,7 @@ class Hold:
     born: int | None
     slots: Slots | None = None
     """What of it is in memory, referenced as long as the hold lives (rule R3)."""
+    last_s: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -65,7 +67,8 @@ class Holds:
         Raises Overloaded.
         """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
-        hold = Hold(self._ids.fresh(), chain, 0, self._clock.monotonic_s() + seconds, None)
+        last_s = self._clock.monotonic_s() + seconds
+        hold = Hold(self._ids.fresh(), chain, 0, last_s, None, last_s=last_s)
         # One step against every event: between the look at what is condemned and the birth of the hold none may come.
         with self._view.lock, self._lock:
             if len(self._live) >= self._holds_max:
@@ -97,6 +100,18 @@ class Holds:
         """Raises HoldBroken where the hold has ended: after that nothing may be read under it (rule H4)."""
         if self.find(hold.id) is None or (hold.born is not None and not self._view.protects):
             raise HoldBroken("the hold has ended (released, past its time, or its session was lost): match again")
+
+    def renew(self, hold: Hold, lease_s: float) -> bool:
+        """Has a hold end after ``lease_s`` from now unless it is renewed again; False where it has ended.
+
+        In one step against ``expire``: what was announced past it cannot come back to life (rule A2).
+        """
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            is_live = hold.id in self._live and hold.ends_s > now_s
+            if is_live:
+                hold.ends_s = min(hold.last_s, now_s + lease_s)
+            return is_live
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""

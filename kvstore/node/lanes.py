@@ -18,6 +18,7 @@ from kvstore import tracing
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
+from kvstore.waiting import Flag
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Batch:
         self._lock = threading.Lock()
         self._next = 0
         self._runners = 0
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._stopped = False
         self.error: BaseException | None = None
         if not count:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.meta.barriers import Barrier, Barriers
 from kvstore.meta.clears import Clears
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
@@ -25,7 +26,7 @@ from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.clearing import Clearing
+from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
@@ -60,6 +61,7 @@ class Member:
         self._claimed: dict[NamespaceDigest, Namespace] = {}
         self.clears = Clears(meta, self.keys) if shared else None
         """What was cleared by selection, and is told to others; None for a node alone."""
+        self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
@@ -97,7 +99,8 @@ class Member:
         """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.
 
         Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that there is no
-        moment at which a sweep could take a chunk that the caller will be told is pinned.
+        moment at which a sweep could take a chunk that the caller will be told is pinned. Rule P5: a clear that did not
+        see the ref is seen here, or has deleted all it will.
         """
         node, layout = self.node, chain.namespace.layout
         owner = owner or socket.gethostname()
@@ -121,6 +124,7 @@ class Member:
             try:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
+                self._check_barriers(chain.namespace)
                 present = node.puts.present_leading(chain, hold.count)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
@@ -171,20 +175,25 @@ class Member:
         Raises InvalidRequest where nothing is meant, Unavailable where the others could not be told, and what
         ``progress`` raises: each time, clear again.
         """
-        clearing = Clearing(self.node, self.clears, () if pinned else self._all_pinned())
+        clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
         order = clearing.resolve(selection)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
 
     def clear(self, namespace: Namespace) -> Cleared:
-        """Deletes the chunks of a namespace except pinned ones; a pin taken while it runs may find its chunks gone.
+        """Deletes the chunks of a namespace except pinned ones; nobody can pin others while it deletes.
 
         Raises Unavailable also where the others, whose memory may have some, could not be told: clear again.
         """
-        pinned = self._all_pinned()
         order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
-        cleared = Clearing(self.node, self.clears, pinned).around(
-            order, lambda: self.node.remove(namespace, pinned.__contains__, CLEAR_DEADLINE_S), lambda: None
-        )
+
+        def sweep(pinned: Pinned, barrier: Barrier) -> Cleared:
+            def keeps(address: Address) -> bool:
+                barrier.check()
+                return address in pinned
+
+            return self.node.remove(namespace, keeps, CLEAR_DEADLINE_S)
+
+        cleared = Clearing(self.node, self.clears, self._barriers, self._all_pinned).around(order, sweep, lambda: None)
         for tell in self.on_cleared:
             tell(namespace.digest)
         return cleared
@@ -238,7 +247,7 @@ class Member:
             return
         if self._follower is not None:
             self._follower.close(CLOSE_S)
-        self.node.close()
+        self.node.close(keep_replaced=self.shared)
         self.presence.close()
         self.meta.close()
 
@@ -258,6 +267,19 @@ class Member:
             if self._twins is not None:
                 refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
             return {address for ref in refs for address in ref.addresses}
+
+    def _check_barriers(self, namespace: Namespace) -> None:
+        """Raises Unavailable while a clear deletes chunks of a namespace."""
+        for content in self._barriers.orders(self.node.limits.meta_deadline_s):
+            try:
+                is_meant = ClearOrder.from_json(content).means(namespace.digest)
+            except InvalidRequest:
+                is_meant = True  # of a later version
+            if is_meant:
+                raise Unavailable(
+                    f"chunks of {namespace.name!r} are being cleared, so they cannot be pinned now: pin again when "
+                    "that is done (a clear that was killed counts for a minute)"
+                )
 
     def _lost(self, _: Session) -> None:
         self.node.counters.add("sessions_lost")

@@ -16,6 +16,7 @@ from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Move:
         self.act = act
         self.level = level
         self.deadline = deadline
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._chunks = 0
         self._is_begun = False
         self._is_done = False
@@ -151,7 +152,7 @@ class Moves:
         """May change at any time: those that are asked for stay."""
         self._deadline_s = deadline_s
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._waiting: deque[Move] = deque()
         self._doing: set[Move] = set()
         self._threads: list[threading.Thread] = []

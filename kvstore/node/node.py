@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.buffers import Pieces
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
@@ -50,6 +50,7 @@ from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.stack import TierStack
+from kvstore.node.staging import Staging
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
@@ -103,18 +104,19 @@ class Node:
         self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
         session = session or (lambda: self.id)
-        self._session = session
         self.encodings = Encodings(keys, self.counters, ids)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
             root, identity.shard_bits, session, self.known, self.counters, limits.quantum_s, clock, self.incarnations,
-            numbers, self.encodings,
+            numbers, self.encodings, self.gc_view.usage,
         )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)
         self.recoder = Recoder(
             root, self.encodings, self.incarnations, self.gc_view, self.counters, clock, session, numbers,
             self._records.find, hold_max_s=limits.hold_max_s, durable=durable,
         )  # fmt: skip
+        self._session = session
+        self.staging = Staging(root, self.recoder, session)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
         self.tiers: TierStack | None = None
@@ -393,7 +395,7 @@ class Node:
             self.tiers.drop_namespace(digest)
         self.known.clear()
 
-    def remove(self, namespace: Namespace, keep: Callable[[bytes], bool], deadline_s: float) -> Cleared:
+    def remove(self, namespace: Namespace, keep: Callable[[Address], bool], deadline_s: float) -> Cleared:
         """Deletes the chunks of a namespace but those that ``keep`` names.
 
         Whoever reads one of them at that moment has a miss.
@@ -415,6 +417,7 @@ class Node:
                 self.known.forget(parsed[0])
                 if self.root.remove(places.Name(f"{folder}/{entry.name}")):
                     removed.append(entry.stat.size_bytes)
+                    self.gc_view.usage.removed(entry.stat.size_bytes)
                 if deadline.passed:
                     return False
             return True
@@ -462,8 +465,12 @@ class Node:
             self.tiers.behind.flush(self.limits.flush_s)
         self._refresher.drain()
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Ends holds and threads and removes the staging folder, if the root answers in time. Idempotent."""
+    def close(self, timeout_s: float = 2.0, *, keep_replaced: bool = False) -> None:
+        """Ends holds and threads and removes what it staged, if the root answers in time. Idempotent.
+
+        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them, for a collector
+        to remove.
+        """
         if self._closed:
             return
         self._closed = True
@@ -473,14 +480,7 @@ class Node:
         if self.tiers is not None:
             self.tiers.close(timeout_s, self.limits.flush_s)
         self._refresher.close(timeout_s)
-        try:
-            folder = places.staging_folder(self._session())
-            self._lanes.run(
-                lambda: self.recoder.sweep(even_held=True) and self.root.remove_folder(folder),
-                Deadline(self.clock, timeout_s),
-            )
-        except KVStoreError:
-            pass  # a hung or read-only root: fsck finds an empty folder later
+        self.staging.clear(self._lanes, timeout_s, keep_replaced=keep_replaced)
         self._lanes.close(timeout_s)
         self.root.close()
 

@@ -126,17 +126,24 @@ def join(
     )  # fmt: skip
 
     def began(session: Session) -> None:
+        node.staging.leave(sessions[0])
         sessions[0] = session.id  # never staged under before: rule W2
         if shared:
             # Again for each session: an etcd that came back empty knows neither this root nor where it is.
             bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
+
+    def ended(_: Session) -> None:
+        # Puts go on without a session, under an id that etcd never knew: what lies in the folder of a session that has
+        # ended is left by puts that began in it, and a collector may clear it soon.
+        node.staging.leave(sessions[0])
+        sessions[0] = ids.fresh()
 
     def follow(session: Session) -> None:
         follower.begin(session)
         threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
 
     presence = Presence(meta, etcd_keys, clock=clock, ids=ids)
-    presence.attach(began)
+    presence.attach(began, ended)
     presence.attach(follow, follower.end)
     member = Member(node, meta, presence, shared=shared)
     if shared:

@@ -227,12 +227,14 @@ class Publication:
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
         """Those that have a file."""
         return [
-            Staged(each.name(index - each.run.first), expected_chunk(self._chain, index))
-            if isinstance(each, SharedPut)
-            else each
+            self._staged_in_run(each, index) if isinstance(each, SharedPut) else each
             for index, each in ready.items()
             if each is not None
         ]
+
+    def _staged_in_run(self, put: SharedPut, index: int) -> Staged:
+        expected = expected_chunk(self._chain, index)
+        return Staged(put.name(index - put.run.first), expected, expected.file_bytes)
 
     def _publish_ready(self) -> None:
         try:

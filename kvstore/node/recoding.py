@@ -7,6 +7,7 @@ it, and it stays where it can be read until every hold that may know of it has e
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -141,7 +142,7 @@ class Recoder:
             raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
         if act is Recoding.COMPRESS:
             squeezing.check_available()
-        elif self._view.is_full:
+        elif self._view.is_full or self._view.usage.is_spent:
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
         if self._view.condemns(parsed[0]):
@@ -171,8 +172,7 @@ class Recoder:
         return self._replaced(name, seen, pieces)
 
     def sweep(self, *, even_held: bool = False) -> bool:
-        """Removes the replaced files that nobody can be reading any more; or all, at the end: with the session its
-        staging folder is a collector's to clear. True. Never raises KVStoreError."""
+        """Removes the replaced files that nobody can be reading any more, or all. True. Never raises KVStoreError."""
         while True:
             with self._lock:
                 if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
@@ -180,7 +180,8 @@ class Recoder:
                 until_s, name, size_bytes = self._asides.popleft()
                 self._aside_bytes -= size_bytes
             try:
-                self._root.remove(name)
+                if self._root.remove(name):
+                    self._view.usage.removed(size_bytes)
             except KVStoreError:
                 with self._lock:  # the next one tries again: else it would stay as long as the session lives
                     self._asides.appendleft((until_s, name, size_bytes))
@@ -234,7 +235,9 @@ class Recoder:
         moved_on()
         self._check_room(before_bytes)
         session = self._session()
-        staged, aside = places.staged(session, next(self._numbers)), places.staged(session, next(self._numbers))
+        until_s = math.ceil(self._clock.now_s() + self._hold_max_s)
+        staged = places.staged(session, next(self._numbers))
+        aside = places.replaced(session, next(self._numbers), until_s)
         try:
             # With the time of the old one: it was used no later and no more than that.
             self._root.stage(staged, pieces, stamp_ns=seen.stat.mtime_ns, durable=self._durable)
@@ -246,6 +249,7 @@ class Recoder:
         if not replaced:
             self._discard(staged)
             return Recoded(Outcome.CHANGED, before_bytes, before_bytes)
+        self._view.usage.wrote(after_bytes)  # the old file takes its room until ``sweep`` removes it
         with self._lock:
             self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
             self._aside_bytes += before_bytes

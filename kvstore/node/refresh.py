@@ -19,6 +19,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.recency import decode, is_coarse, renewed_ns
+from kvstore.waiting import Monitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,10 @@ class Refresher:
     def __init__(self, chunks: Chunks, counters: Counters, queue_max: int) -> None:
         self._chunks = chunks
         self._counters = counters
-        self._queue: queue.Queue[_Renewal | None] = queue.Queue(queue_max)
+        self._queue_max = queue_max
+        self._queue: queue.SimpleQueue[_Renewal | None] = queue.SimpleQueue()
+        self._changed = Monitor()
+        self._pending = 0
         self._thread = threading.Thread(target=self._serve, name="kvstore-refresh", daemon=True)
         self._enabled = chunks.root.traits.touch
         self._closed = False
@@ -70,9 +74,12 @@ class Refresher:
         renewal = _Renewal(namespace, addresses, chained, hints, lacking)
         if not self._places(renewal, self._chunks.quantum()):
             return
-        try:
-            self._queue.put_nowait(renewal)
-        except queue.Full:
+        with self._changed:
+            is_full = self._pending >= self._queue_max
+            if not is_full:
+                self._pending += 1
+                self._queue.put(renewal)
+        if is_full:
             self._counters.add("refresh_dropped", len(addresses))
 
     def renew(self, namespace: NamespaceId, chain: tuple[Address, ...], hints: Hints, lacking: frozenset[int]) -> None:
@@ -85,30 +92,30 @@ class Refresher:
 
     def drain(self) -> None:
         """Returns when everything queued so far is done."""
-        self._queue.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Finishes what is queued, as far as it gets within ``timeout_s``."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
+        self._queue.put(None)
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
         while True:
             renewal = self._queue.get()
+            if renewal is None:
+                return
             try:
-                if renewal is None:
-                    return
                 self._renew(renewal)
             except KVStoreError:
                 self._counters.add("refresh_dropped")
             finally:
-                self._queue.task_done()
+                with self._changed:
+                    self._pending -= 1
+                    self._changed.notify_all()
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Which of the chunks have to be looked at."""

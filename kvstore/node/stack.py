@@ -31,6 +31,7 @@ from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sources import Clock, Ids
+from kvstore.waiting import Flag
 from kvstore.writes import WriteMode
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class TierStack:
             bytes_max=int(arena.size_bytes * limits.behind_share),
             give_up_s=limits.behind_give_up_s,
         )
-        self._stopping = threading.Event()
-        self._filled = threading.Event()
+        self._stopping = Flag()
+        self._filled = Flag()
         self._demoting: threading.Thread | None = None
 
     def add_disk(self, folder: str, size_bytes: int) -> None:

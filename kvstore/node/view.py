@@ -13,12 +13,14 @@ from itertools import groupby
 from typing import TypeVar
 
 from kvstore.address import Address
-from kvstore.errors import Overloaded, RootMismatch
+from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
+from kvstore.meta.usage import Room
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
+from kvstore.node.usage import NodeUsage
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class View:
         self.revision = 0
         self._full = False
         self.pace_s = 0.0
+        self.usage = NodeUsage()
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
@@ -90,10 +93,19 @@ class View:
         return self._full
 
     def check_room(self) -> None:
-        """Raises Overloaded while a collector says that the root is full."""
+        """Raises Overloaded while a collector says that the root is full, or has not heard of what we wrote.
+
+        Waits for the latter, ``usage.COUNTED_S`` at most: collectors count some times a second.
+        """
         if self._full:
             self._counters.add("put_refused_full")
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
+        if not self.usage.wait_for_room():
+            self._counters.add("put_refused_uncounted")
+            raise Overloaded(
+                "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "
+                "and put again in a moment"
+            )
 
     def stamps(self, after: int) -> list[int]:
         """Of the sweeps in flight, those that condemned after revision ``after``."""
@@ -103,6 +115,7 @@ class View:
 
     def begin(self, snapshot: Snapshot, is_alive: Callable[[], bool]) -> None:
         """From here on the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
+        self.usage.begin()
         self._read(snapshot)
         self._is_alive = is_alive
 
@@ -115,6 +128,7 @@ class View:
         self._is_alive = None
         self._open = {}
         self._full = False
+        self.usage.end()
         self._known.clear()
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -134,6 +148,8 @@ class View:
             shard = self._keys.parse_condemned(event.key)
             if event.key == self._keys.gc_full:
                 self._full = event.kv is not None
+            elif event.key == self._keys.gc_room:
+                self._hear(event.kv)
             elif shard is not None:
                 if link is None or shard >> self._shard_bits:
                     raise ChainBroken(f"{event.key} changed without a link of the chain, or is no shard of this root")
@@ -156,7 +172,7 @@ class View:
 
     def _read(self, snapshot: Snapshot) -> None:
         found: dict[int, _Open] = {}
-        seq, self._nonce, self._full = None, NO_NONCE, False
+        seq, room, self._nonce, self._full = None, None, NO_NONCE, False
         for kv in snapshot.items:
             shard = self._keys.parse_condemned(kv.key)
             if shard is not None:
@@ -166,8 +182,18 @@ class View:
                 seq, self._nonce, self.pace_s = kv.value, link.nonce, link.pace_s
             elif kv.key == self._keys.gc_full:
                 self._full = True
+            elif kv.key == self._keys.gc_room:
+                room = kv
+        self._hear(room)
         self._seq, self._open, self.revision = seq, found, snapshot.revision
         self._known.clear()
+
+    def _hear(self, kv: KeyValue | None) -> None:
+        """Of no link of the chain: it orders nothing, and what cannot be read counts as absent."""
+        try:
+            self.usage.hear(None if kv is None else Room.from_json(kv.value), kv.create_revision if kv else 0)
+        except InvalidRequest:
+            self.usage.hear(None)
 
 
 def _open(kv: KeyValue) -> _Open:

@@ -20,6 +20,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 PAUSE_S = 0.5
 """After the root refused or did not answer."""
+REFUSED_S = 3.0
+"""At the end, a root that took nothing and refused for this long (it is full, for one) is not waited for any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +81,15 @@ class WriteBehind:
         self.bytes_max = bytes_max
         """May change at any time: what waits stays."""
         self._give_up_s = give_up_s
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
         self._jobs = 0
         self._closed = False
+        self._refused_since_s: float | None = None
+        """Since when each write was refused; None while there was none, or the last one was not."""
+        self._lost_chunks = 0
         self._threads: list[threading.Thread] = []
 
     @property
@@ -158,9 +164,15 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Writes what is there for at most so long; what is left is lost. Idempotent."""
-        in_time = self.flush(timeout_s)
+        """Writes what is there for at most so long, on a root that refuses for at most REFUSED_S; what is left is lost.
+
+        Idempotent.
+        """
+        lost_before = self._lost_chunks
+        began_s = self._clock.monotonic_s()
         with self._changed:
+            while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
+                self._changed.wait(left_s)
             self._closed = True
             left = [*self._waiting]
             self._waiting.clear()
@@ -168,10 +180,17 @@ class WriteBehind:
         for job in left:
             self._lost(job, "the node was closed")
             self._done(job)
-        if not in_time:
-            log.warning("behind.lost_at_close chunks=%d", sum(job.count for job in left))
         for thread in self._threads:
             thread.join(0.5)
+        if self._lost_chunks > lost_before:
+            log.warning("behind.lost_at_close chunks=%d", self._lost_chunks - lost_before)
+
+    def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
+        """How long ``close``, which began then, may still wait before it looks again."""
+        now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
+        if self._refused_since_s is not None:
+            ends_s = min(ends_s, max(began_s, self._refused_since_s) + REFUSED_S)
+        return min(ends_s - now_s, REFUSED_S)
 
     def _run(self) -> None:
         while (job := self._take()) is not None:
@@ -222,9 +241,12 @@ class WriteBehind:
                 why = "a sweep takes its chunks, or memory lost them"
             except (Overloaded, Unavailable) as error:
                 present, why = job.first, str(error)
+                self._refused_since_s = self._refused_since_s or self._clock.monotonic_s()
             except KVStoreError as error:
                 self._lost(job, str(error))
                 return True
+            else:
+                self._refused_since_s = None
             written = max(0, min(job.count, present - job.first))
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
@@ -243,7 +265,10 @@ class WriteBehind:
             dirty = [entry for entry in slots.entries if entry is not None and entry.is_dirty]
             self._memory.clean(dirty)
         self._counters.add("behind_lost", job.count)
-        log.info("behind.lost chunks=%d why=%s", job.count, why)
+        with self._changed:
+            self._lost_chunks += job.count
+        if not self._closed:  # then they are all said together
+            log.info("behind.lost chunks=%d why=%s", job.count, why)
 
     def _done(self, job: Job) -> None:
         with self._changed:

@@ -29,7 +29,7 @@ OPERATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """The call raises, as the rim would for that errno. ``ENOSPC``, ``EIO`` and ``EROFS`` are ready-made."""
+    """The call raises, as the rim would for that errno. ``ENOSPC``, ``EIO``, ``EROFS``, ``EACCES`` are ready-made."""
 
     error: type[KVStoreError]
     code: int
@@ -44,6 +44,7 @@ class Fails:
 ENOSPC = Fails(Overloaded, errno.ENOSPC)
 EIO = Fails(Unavailable, errno.EIO)
 EROFS = Fails(PermissionDenied, errno.EROFS)
+EACCES = Fails(PermissionDenied, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,16 +62,17 @@ class Inspector:
         self._started_s = monotonic_s()
         self._buffer = bytearray(READ_BYTES)
 
-    def look(self, name: Name) -> Verdict:
-        """The verdict about one file. Raises the root's errors.
+    def look(self, name: Name, *, thorough: bool = False) -> Verdict:
+        """The verdict about one file; ``thorough`` looks at the payload in any case. Raises the root's errors.
 
         A file that looks broken is read a second time: on a root without exclusive publish another writer may have
         replaced it between two reads.
         """
-        verdict = self._look_once(name)
-        return self._look_once(name) if isinstance(verdict, Broken) else verdict
+        verify_payload = thorough or self._verify_payload
+        verdict = self._look_once(name, verify_payload)
+        return self._look_once(name, verify_payload) if isinstance(verdict, Broken) else verdict
 
-    def _look_once(self, name: Name) -> Verdict:
+    def _look_once(self, name: Name, verify_payload: bool) -> Verdict:
         reader = self._root.open(name)
         if reader is None:
             return None
@@ -82,7 +83,7 @@ class Inspector:
                     raise Damaged(Damage.SIZE)
                 if not is_self_consistent(header):
                     raise Damaged(Damage.IDENTITY)
-                if self._verify_payload:
+                if verify_payload:
                     self._payload(reader, header)
             except Damaged as damaged:
                 return Broken(damaged.damage)

@@ -53,6 +53,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Put": _WRITE,
     "Get": _READ,
     "Hold": _READ,
+    "Renew": _READ,
     "Release": _READ,
     "Pin": Permission(Role.WRITE, Scope.TENANT, audited=True),
     "Unpin": Permission(Role.WRITE, Scope.TENANT, audited=True),

@@ -214,14 +214,28 @@ class HoldRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class HoldResponse(_message.Message):
-    __slots__ = ("hold", "chunks", "tokens")
+    __slots__ = ("hold", "chunks", "tokens", "lease_s")
     HOLD_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     hold: bytes
     chunks: int
     tokens: int
-    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("holds",)
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    holds: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, holds: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("ended",)
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ended: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ended: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("hold",)

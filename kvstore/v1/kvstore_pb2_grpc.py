@@ -64,6 +64,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.HoldRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.HoldResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/kvstore.v1.KVStore/Renew',
+                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.RenewRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.RenewResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvstore.v1.KVStore/Release',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
@@ -169,7 +174,16 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Hold(self, request, context):
-        """Protects the longest stored prefix from garbage collection for the time of one load.
+        """Protects the longest stored prefix from garbage collection for the time of one load.  A hold is leased: it ends
+        `lease_s` after it was taken, last renewed, or last read under, so that what a killed client held is collected soon.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Renews leases: of all holds of a client in one call, at about a quarter of `lease_s`. A hold that is released sooner
+        needs none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,6 +308,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Hold,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.HoldRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.HoldResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.RenewRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.RenewResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -518,6 +537,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Hold',
             kvstore_dot_v1_dot_kvstore__pb2.HoldRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.HoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Renew',
+            kvstore_dot_v1_dot_kvstore__pb2.RenewRequest.SerializeToString,
+            kvstore_dot_v1_dot_kvstore__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 PERIOD_S = 0.25
 
@@ -55,7 +56,7 @@ class Watch:
         self._clock = clock
         self._name = name
         self._period_s = period_s
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._streams: set[Watched] = set()
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -1,4 +1,7 @@
-"""Holds of clients, by the id they were told. Bounded more tightly than a node's own: each keeps a prompt in memory."""
+"""Holds of clients, by the id they were told. Bounded more tightly than a node's own: each keeps a prompt in memory.
+
+Each is leased: a client that was killed renews nothing, and what it held is let go (gc/PROTOCOL.md, H4).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from kvstore.sources import Clock
 
 
 class ClientHolds:
-    """The live holds of all clients; thread-safe. ``release`` ends one in the node.
+    """The live holds of all clients; thread-safe. ``release`` ends one in the node, ``renew`` its lease there.
 
     Where ``tells_tenants`` one tenant has at most half of them: others need some too.
     """
@@ -22,6 +25,7 @@ class ClientHolds:
         holds_max: int,
         tokens_max: int,
         release: Callable[[Hold], None],
+        renew: Callable[[Hold], bool],
         clock: Clock,
         *,
         tells_tenants: bool = False,
@@ -30,6 +34,7 @@ class ClientHolds:
         """May change at any time, as the next one: what is held stays."""
         self.tokens_max = tokens_max
         self._release = release
+        self._renew = renew
         self._clock = clock
         self._lock = threading.Lock()
         self._tells_tenants = tells_tenants
@@ -42,12 +47,16 @@ class ClientHolds:
         return len(self._live)
 
     def add(self, hold: Hold) -> None:
-        """Keeps a hold until it is released or over. Raises Overloaded where there are too many, and releases it."""
+        """Leases a hold: it is kept until it is released, over, or not renewed.
+
+        Raises Overloaded where there are too many, and releases it.
+        """
         size = len(hold.chain.tokens)
         with self._lock:
             fits = len(self._live) < self.holds_max and self._tokens + size <= self.tokens_max
             fits = fits and not (self._tells_tenants and self._is_over_half(_tenant_of(hold), size))
             if fits:
+                self._renew(hold)
                 self._live[hold.id] = hold
                 self._note(hold, 1)
         if not fits:
@@ -58,11 +67,18 @@ class ClientHolds:
             )
 
     def find(self, hold_id: bytes) -> Hold:
-        """The live hold with this id. Raises HoldBroken where it has ended."""
+        """The live hold with this id, renewed. Raises HoldBroken where it has ended."""
         hold = self._live.get(hold_id)
-        if hold is None or hold.ends_s <= self._clock.monotonic_s():
-            raise HoldBroken("the hold has ended (released, past its time, or the worker was restarted): match again")
+        if hold is None or not self._renew(hold):
+            raise HoldBroken(
+                "the hold has ended (released, past its time, not renewed, or the worker was restarted): match again"
+            )
         return hold
+
+    def renew(self, hold_id: bytes) -> bool:
+        """Renews the lease of a hold; False where it has ended."""
+        hold = self._live.get(hold_id)
+        return hold is not None and self._renew(hold)
 
     def peek(self, hold_id: bytes) -> Hold | None:
         """The hold with this id, be it over or not; None where it was released."""

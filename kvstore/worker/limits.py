@@ -20,7 +20,9 @@ class WorkerLimits:
     worker runs, to ``RAISE_MAX`` times as many.
     """
     spare_calls_max: int = 8
-    """Calls beyond these: health, reflection, stats, releases of holds, and saying that there are too many."""
+    """Calls beyond these: health, reflection, stats, renewals and releases of holds, and saying that there are too
+    many.
+    """
     bytes_in_flight_max: int = 1 << 30
     """Memory for payload between network and root. A call that needs more than is free is refused."""
     deferred_bytes_max: int = 256 << 20
@@ -43,6 +45,10 @@ class WorkerLimits:
     """A stream that takes longer is cancelled."""
     holds_max: int = 10_000
     """Holds of clients alive at once."""
+    hold_lease_s: float = 30.0
+    """A client's hold ends so long after it was taken, renewed or read under: so a killed client delays no collection
+    for longer. Clients renew after a quarter of it, and may stall for the rest.
+    """
     hold_tokens_max: int = 1 << 28
     """Tokens of all held prompts together, 4 bytes each."""
     recode_bytes_per_s_max: float = 256 << 20

@@ -94,6 +94,7 @@ class Prompts:
                 raise InvalidRequest("a Get has both a hold and a prompt: expected one of them")
             hold = self._holds.find(request.hold)
             call.allow(hold.chain.namespace.tenant, hold.chain.namespace.name)
+            self._member.node.holds.check(hold)  # by every way: also what memory has is not read under a lost session
             yield hold, min(hold.count, request.chunks_max or hold.count)
             return
         node = self._member.node

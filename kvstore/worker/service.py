@@ -41,6 +41,8 @@ Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
 Gauges = Callable[[], Mapping[str, float]]
 
+RENEWALS_MAX = 65_536
+"""Holds that one call renews."""
 DEFERRED_S = 10.0
 """How long a worker that stops writes on what it has acknowledged."""
 
@@ -66,6 +68,7 @@ class Service:
             limits.holds_max,
             limits.hold_tokens_max,
             node.release,
+            lambda hold: node.holds.renew(hold, self._limits.hold_lease_s),
             node.clock,
             tells_tenants=not self.calls.guard.is_open,
         )
@@ -139,6 +142,7 @@ class Service:
                 "Put": stream_in("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
                 "Hold": unary("Hold", pb.HoldRequest, self._hold),
+                "Renew": unary("Renew", pb.RenewRequest, self._renew, light=True),
                 "Release": unary("Release", pb.ReleaseRequest, self._release, light=True),
                 "Pin": unary("Pin", pb.PinRequest, self._pins.pin),
                 "Unpin": unary("Unpin", pb.UnpinRequest, self._pins.unpin),
@@ -197,7 +201,22 @@ class Service:
             self._node.release(hold)
             return pb.HoldResponse()
         self.holds.add(hold)
-        return pb.HoldResponse(hold=hold.id, chunks=hold.count, tokens=hold.tokens)
+        lease_s = self._limits.hold_lease_s
+        return pb.HoldResponse(hold=hold.id, chunks=hold.count, tokens=hold.tokens, lease_s=lease_s)
+
+    def _renew(self, request: pb.RenewRequest, call: Call) -> Message:
+        if len(request.holds) > RENEWALS_MAX:
+            raise InvalidRequest(f"{len(request.holds)} holds to be renewed: expected at most {RENEWALS_MAX} in a call")
+        allowed: set[bytes] = set()
+        ended: list[bytes] = []
+        for hold_id in request.holds:
+            hold = self.holds.peek(hold_id)
+            if hold is not None and hold.chain.namespace.digest not in allowed:
+                call.allow(hold.chain.namespace.tenant, hold.chain.namespace.name, metered=False)
+                allowed.add(hold.chain.namespace.digest)
+            if not self.holds.renew(hold_id):
+                ended.append(hold_id)
+        return pb.RenewResponse(ended=ended)
 
     def _release(self, request: pb.ReleaseRequest, call: Call) -> Message:
         hold = self.holds.peek(request.hold)

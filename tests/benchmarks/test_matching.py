@@ -48,6 +48,8 @@ def test_all_tables_are_filled(tmp_root: Path) -> None:
     assert latency.column("prompt tokens") == [1024, 4096] * 2
     assert latency.column("root chunks") == [0, 0, 30, 30]
     assert all(cell is not None for row in latency.rows for cell in row)
-    assert etcd.column("a request") == [0.0]
+    (asked,) = etcd.column("a request")
+    # Keepalives count too, and a busy machine has more of them in the same number of requests.
+    assert asked is not None and 0 <= float(asked) < 0.1
     assert int(memory.column("chunks remembered")[0] or 0) == 2048
     assert list(tmp_root.iterdir()) == []

@@ -193,7 +193,7 @@ def test_no_policy_finds_more_than_the_default(tmp_path: Path) -> None:
     if not paths:
         paths = [str(tmp_path / kind) for kind in KINDS]
         for kind, path in zip(KINDS, paths, strict=True):
-            write_trace(path, generate(2_000, kind=kind))
+            write_trace(path, generate(700, kind=kind))
     found: dict[str, float] = dict.fromkeys(POLICIES, 0.0)
     cases = 0
     for path in paths:

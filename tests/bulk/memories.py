@@ -40,6 +40,7 @@ def serving_memory(
     root: Root | Path | None = None,
     memory_bytes: int = MEMORY_BYTES,
     *,
+    limits: Limits | None = None,
     worker_limits: WorkerLimits | None = None,
     write: WriteMode = WriteMode.BEHIND,
 ) -> Iterator[Served]:
@@ -52,7 +53,7 @@ def serving_memory(
         create_or_open(opened, ids),
         MemoryMeta(clock=clock),
         durable=False,
-        limits=Limits(),
+        limits=limits or Limits(),
         clock=clock,
         ids=ids,
         settings=settings,

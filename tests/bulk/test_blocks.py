@@ -15,6 +15,7 @@ import pytest
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
+from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
@@ -22,7 +23,7 @@ from kvstore.worker.worker import Worker
 from tests.bulk.memories import serving_memory
 from tests.bulk.ways import MEDIUM, WAYS
 from tests.node.stores import member_on
-from tests.worker.serving import Served, connected, eventually, serving
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 SIZES = (1, 4096, 100_000, 65_537, 3, 1 << 20)
@@ -218,7 +219,10 @@ def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:
     count = 65_536
     keys = [at.to_bytes(16, "little") for at in range(count)]
     memory = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 4)
-    with serving_memory(tmp_root, 600 << 20) as served, connected(served, bulk="tcp") as store:
+    with (
+        serving_memory(tmp_root, 600 << 20, limits=Limits(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)) as served,
+        connected(served, bulk="tcp", limits=ClientLimits(read_s=WAIT_S, write_s=WAIT_S)) as store,
+    ):
         cache = store.namespace("m", MEDIUM).blocks
         stored = cache.put(keys, list(memory))
         got = np.zeros_like(memory)

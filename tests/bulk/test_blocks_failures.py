@@ -29,14 +29,20 @@ from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, counted, keys_of, same
 from tests.bulk.ways import MEDIUM, bulk_files_of
+from tests.patience import stretched
 from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
-HASTY = ClientLimits(read_s=1.0, write_s=1.0, match_s=1.0, probe_s=0.5)
 COUNT = 100
 SIZES = (100_000, 70_000)
 KEYS, BLOCKS = keys_of(1, COUNT), blocks_of(1, COUNT, SIZES)
+
+
+def hasty() -> ClientLimits:
+    """For calls to a worker that does not answer, beside some that it answers."""
+    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
+    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
@@ -215,7 +221,7 @@ def condemn(served: Served, victims: list[Address]) -> None:
 def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
     tmp_root: Path, way: str, number: signal.Signals
 ) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
         cache.blocks.put(KEYS, BLOCKS)
         stopped = threading.Timer(0.1, worker.send, (number,))
@@ -226,7 +232,7 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
             hits = got(cache)
             took_s = time.monotonic() - call_s
         assert not all(hits)
-        assert took_s < 10
+        assert took_s < WAIT_S
         with pytest.raises(Unavailable):
             cache.blocks.put(keys_of(2, COUNT), BLOCKS)
         stopped.join()
@@ -240,7 +246,7 @@ def test_a_worker_with_memory_that_is_killed_within_calls_leaves_right_bytes_or_
     tmp_root: Path, deferred: bool
 ) -> None:
     with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, bulk="shared", limits=HASTY, deferred=deferred) as store:
+        with connected(worker.said, bulk="shared", limits=hasty(), deferred=deferred) as store:
             cache = store.namespace("m", MEDIUM)
             killed = threading.Timer(0.3, worker.kill)
             killed.start()
@@ -313,7 +319,7 @@ def test_a_connection_that_breaks_goes_on_over_grpc_from_what_is_there(
 
 def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_root) as one, serving(tmp_root) as other:
-        with connected(one, other, bulk="shared", limits=HASTY) as store:
+        with connected(one, other, bulk="shared", limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM)
             cache.blocks.put(KEYS, BLOCKS)
             steps, answers = 0, Giving._answers

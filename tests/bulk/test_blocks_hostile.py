@@ -50,6 +50,7 @@ from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import all_let_go, serving_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of, same
 from tests.bulk.ways import MEDIUM, greeted, is_closed
+from tests.patience import slowness
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,7 @@ KEYS, BLOCKS = keys_of(1, COUNT), blocks_of(1, COUNT, (SIZE,))
 
 @pytest.fixture
 def served(tmp_root: Path) -> Iterator[Served]:
-    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=1.0)) as found:
+    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=slowness())) as found:
         with connected(found) as store:
             store.namespace("m", MEDIUM).blocks.put(KEYS[:4], BLOCKS[:4], write="through")
         yield found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,12 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.address import Chain
-from kvstore.client.bulk.links import Links
+from kvstore.client.bulk import links
+from kvstore.client.bulk.links import Bulk, Links, NoAnswer, NoBulkPath
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
@@ -24,16 +29,25 @@ from kvstore.format import places
 from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.folder import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.node.stores import member_on
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+from tests.patience import stretched
+from tests.security.secured import secured
+from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
-HASTY = ClientLimits(read_s=1.0, write_s=1.0, match_s=1.0, probe_s=0.5)
 TOKENS, KV = tokens_and_kv(100)
+
+
+def hasty() -> ClientLimits:
+    """For calls to a worker that does not answer, beside some that it answers."""
+    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
+    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 @pytest.fixture
@@ -111,7 +125,7 @@ def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(
 def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
     tmp_root: Path, way: str, number: signal.Signals
 ) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         out = np.zeros_like(KV)
@@ -123,13 +137,13 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
             good = cache.get(TOKENS, out=out)
             took_s = time.monotonic() - call_s
         assert good < len(TOKENS)
-        assert took_s < 10
+        assert took_s < WAIT_S
         assert same(out[:, :, :good], KV[:, :, :good])
         before = out.copy()
         began_s = time.monotonic()
         with pytest.raises(Unavailable):
             cache.put(*tokens_and_kv(100, seed=1))
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < WAIT_S
         stopped.join()
         if number is signal.SIGSTOP:
             worker.send(signal.SIGCONT)
@@ -143,7 +157,7 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
 ) -> None:
     """It has offered the way that was asked for: that it does not answer there is no mistake in what was asked."""
     offered = Links._offer
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=HASTY) as store:
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
         def freezes(links: Links, timeout_s: float) -> object:
@@ -161,6 +175,90 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
         eventually(lambda: same(cache.get(TOKENS)[1], KV), "a miss where a second was too short")
 
 
+@BOTH
+@pytest.mark.parametrize("when", ["offered", "connected"])
+def test_a_worker_that_is_killed_before_it_greets_is_a_miss(
+    tmp_root: Path, way: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Links._offer if when == "offered" else Links._greeted
+    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
+        cache = store.namespace("m", MEDIUM)
+
+        def dies(links: Links, *arguments: object) -> object:
+            if when == "connected":
+                worker.kill()
+            answer = real(links, *arguments)  # type: ignore[arg-type]
+            worker.kill()
+            return answer
+
+        monkeypatch.setattr(Links, real.__name__, dies)
+        assert cache.get(TOKENS)[0] == 0
+        with pytest.raises(Unavailable):
+            cache.put(TOKENS, KV)
+
+
+class Silent:
+    """A port that takes every connection and says nothing, and what a worker behind it would offer."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.offered = pb.OpenBulkResponse(
+            tcp_port=self._socket.getsockname()[1], grant=bytes(GRANT_BYTES), secret=bytes(SECRET_BYTES)
+        )
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with secured(tmp_path, {"cert:engine": {"acme": "write"}}) as served, Silent() as silent:
+        tls = served.authority.client("engine")
+        monkeypatch.setattr(Links, "_offer", lambda *_: silent.offered)
+        with kvstore.connect(served.address, tls=tls, bulk="tcp", limits=hasty()) as store:
+            cache = store.namespace("m", MEDIUM, tenant="acme")
+            assert cache.get(TOKENS)[0] == 0
+            with pytest.raises(Unavailable):
+                cache.put(TOKENS, KV)
+
+
+def test_a_silent_worker_is_said_once_and_what_follows_it_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that takes its place and offers no way is no silent one: then the request is wrong."""
+    monkeypatch.setattr(links, "RETRY_S", 0.0)
+    caplog.set_level(logging.INFO, links.log.name)
+    limits = ClientLimits(probe_s=0.05)
+    with Silent() as silent:
+        offered = silent.offered.SerializeToString()
+        asked = Links("127.0.0.1:1", Bulk.TCP, limits, lambda *_: offered)
+        for _ in range(3):
+            with pytest.raises(NoAnswer), asked.link(1.0):
+                raise AssertionError("a connection was had")
+        offered = pb.OpenBulkResponse().SerializeToString()
+        with pytest.raises(NoBulkPath), asked.link(1.0):
+            raise AssertionError("a connection was had")
+    levels = [record.levelname for record in caplog.records if record.message.startswith("client.no_bulk")]
+    assert levels == ["WARNING", "INFO", "INFO", "INFO"]
+
+
+def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "RETRY_S", 0.0)
+    with Silent() as silent, serving() as served:
+        asked = Links(
+            served.address, Bulk.TCP, ClientLimits(probe_s=0.05), lambda *_: silent.offered.SerializeToString()
+        )
+        with pytest.raises(NoAnswer), asked.link(1.0):
+            raise AssertionError("a connection was had")
+        with raw_channel(served) as channel:
+            unknown: Any = channel.unary_unary("/kvstore.v1.KVStore/Unknown")
+            asked._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
+            with pytest.raises(NoBulkPath, match="older version"), asked.link(WAIT_S):
+                raise AssertionError("a connection was had")
+
+
 def _stored(cache: Cache) -> bool:
     with suppress(Unavailable):
         return cache.put(TOKENS, KV).tokens_present == len(TOKENS)
@@ -172,7 +270,7 @@ def test_a_worker_that_is_started_again_is_found_again(tmp_root: Path, way: str)
     member = member_on(PosixRoot(tmp_root))
     first = Worker(member, "127.0.0.1:0")
     address = first.start()
-    with connected(address, bulk=way, limits=HASTY) as store:
+    with connected(address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         first.stop()
@@ -262,14 +360,14 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     hang = Hang(after_bytes=5000)
     with serving(root) as served:
-        with connected(served, bulk=way, limits=HASTY) as store:
+        with connected(served, bulk=way, limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM)
             cache.put(TOKENS, KV)
             out = np.zeros_like(KV)
             root.set_rules([Rule("read", hang, lambda name: name.startswith("chunks/"))])
             began_s = time.monotonic()
             good = cache.get(TOKENS, out=out)
-            assert time.monotonic() - began_s < 20
+            assert time.monotonic() - began_s < WAIT_S
             assert good < len(TOKENS)
             before = out.copy()
             root.set_rules([])

@@ -29,11 +29,12 @@ from kvstore.wire.bulk.frames import (
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.ways import MEDIUM, bulk_files_of, dialled, greeted, is_closed, offered, same, tokens_and_kv
+from tests.patience import stretched
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
-LIMITS = WorkerLimits(hello_s=0.5, idle_s=1.0, bulk_connections_max=20)
+LIMITS = stretched(WorkerLimits(hello_s=0.5, idle_s=1.0, bulk_connections_max=20), "hello_s", "idle_s")
 TOKENS, KV = tokens_and_kv(4)
 
 

@@ -17,6 +17,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.node.deadline import Deadline
+from kvstore.node.limits import Limits
 from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
@@ -313,14 +314,22 @@ def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: 
         connected(served, bulk="shared", deferred=True, limits=ClientLimits()) as store,
     ):
         cache = store.namespace("m", MEDIUM)
-        got = 0
-        for seed in range(3):
-            tokens, kv = tokens_and_kv(300, seed=70 + seed)
+        prompts = [tokens_and_kv(300, seed=70 + seed) for seed in range(3)]
+
+        def got() -> int:
+            """Tokens of all of them that are there by now, every byte right."""
+            total = 0
+            for tokens, kv in prompts:
+                count, array = cache.get(tokens)
+                assert same(array, kv[:, :, :count])
+                total += count
+            return total
+
+        for tokens, kv in prompts:
             assert cache.put(tokens, kv).tokens_present == len(tokens)
-            count, array = cache.get(tokens)
-            assert same(array, kv[:, :, :count])
-            got += count
-        assert got == 900 * SIZE or store.stats()["puts_deferred_lost"]
+            got()
+        # Not at once on a busy machine: the last ones may wait for room.
+        eventually(lambda: got() == 900 * SIZE or store.stats()["puts_deferred_lost"], "they are stored")
 
 
 def test_one_mapping_serves_all_connections(served: Served) -> None:
@@ -390,7 +399,7 @@ def test_w1_a_put_behind_that_finds_the_queue_full_is_shed_and_waits_for_nothing
         try:
             began_s = time.monotonic()
             results = [cache.put(*tokens_and_kv(60, seed=90 + seed)).tokens_present // SIZE for seed in range(4)]
-            assert time.monotonic() - began_s < 5.0
+            assert time.monotonic() - began_s < Limits().write_deadline_s
             assert results[0] > 0 and results[-1] == 0
             assert cache.get(tokens_and_kv(60, seed=90)[0])[0] == results[0] * SIZE
         finally:

@@ -22,6 +22,7 @@ from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, encode_reques
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.bulk.ways import MEDIUM, greeted, is_closed, same, tokens_and_kv
+from tests.patience import slowness
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ TOKENS, KV = tokens_and_kv(COUNT)
 
 @pytest.fixture
 def served(tmp_root: Path) -> Iterator[Served]:
-    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=1.0)) as found:
+    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=slowness())) as found:
         filled(found, TOKENS, KV, MEDIUM)
         yield found
         eventually(lambda: found.worker.service.gate.inside_count == 0, "no call inside")

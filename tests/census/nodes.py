@@ -26,6 +26,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from tests.node.stores import kv_of
+from tests.patience import stretched
 from tests.tiers.acting import QUICK
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=32)
@@ -39,13 +40,14 @@ class RolledOut:
         self, root: Root, store: MemoryStore, label: str, disk: Path | None = None, *, root_priority_min: int = 0
     ) -> None:
         clock, ids = SystemClock(), RandomIds()
+        limits = stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
         self.root = root
         self.label = label
         settings = TierSettings(
             16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0, root_priority_min=root_priority_min
         )
         self.member = join(
-            root, create_or_open(root, ids), MemoryMeta(store, clock=clock), durable=False, limits=QUICK, clock=clock,
+            root, create_or_open(root, ids), MemoryMeta(store, clock=clock), durable=False, limits=limits, clock=clock,
             ids=ids, shared=True, settings=settings, label=label,
         )  # fmt: skip
         self.node = self.member.node

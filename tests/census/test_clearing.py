@@ -26,6 +26,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.census.nodes import SIZE, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S, slowness
 from tests.tiers.acting import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")
@@ -236,7 +237,7 @@ def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple
 
 
 def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5)
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5 * slowness())
     store = MemoryStore()
     good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
     with closing(good, bad):
@@ -304,7 +305,7 @@ def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytes
         alone.drain()
         alone.root.set_rules([Rule("publish", hang)])
         alone.put(2, 1)
-        assert hang.reached.wait(5.0)
+        assert hang.reached.wait(PATIENCE_S)
         try:
             with pytest.raises(Unavailable, match="clear again"):
                 alone.member.clear_selected(Selection(tenant=""))
@@ -316,14 +317,14 @@ def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytes
 
 
 def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_afterwards() -> None:
-    def cut() -> Cleared:
+    def cut(*_: object) -> Cleared:
         raise Cancelled("by its operator, before anything was deleted")
 
     alone = Acting(MemoryRoot(MemoryFiles()))
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = Clearing(alone.node, None, ())
+        clearing = Clearing(alone.node, None, alone.member._barriers, tuple)
         with pytest.raises(Cancelled):
             clearing.around(clearing.resolve(Selection(tenant="")), cut, lambda: None)
         assert not any(alone.in_memory(1, 2))
@@ -342,11 +343,11 @@ def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root
         assert isinstance(bad.root, FaultyRoot)
         bad.root.set_rules([Rule("publish", hang)])
         bad.put(2, 1)
-        assert hang.reached.wait(5.0)
+        assert hang.reached.wait(PATIENCE_S)
         clearing = threading.Thread(target=good.member.clear_selected, args=(BAD_ONE,))
         clearing.start()
         clearing.join(0.7)
         assert clearing.is_alive()
         hang.release.set()
-        clearing.join(10.0)
+        clearing.join(PATIENCE_S)
         assert good.on_root() == [] and not clearing.is_alive()

@@ -34,6 +34,7 @@ from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
 from tests.meta.fakes import CountingIds, FakeClock
 from tests.node.stores import kv_of
+from tests.patience import PATIENCE_S, slowness
 
 BAD = lineage_id(b"b" * 16)
 KEYS = Keys(b"r" * 16)
@@ -192,9 +193,10 @@ def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
     nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes that forgot it in between would not say that they obeyed it when it is done."""
-    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", 1)
+    passing_s = round(slowness())
+    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", passing_s)
     monkeypatch.setattr("kvstore.node.clearing.RENEW_S", 0.2)
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 1.0)
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", PATIENCE_S)
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
@@ -203,7 +205,7 @@ def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
 
     def slow(done: int, total: int) -> None:
         if total and not lasted.is_set():
-            assert not lasted.wait(2.5)
+            assert not lasted.wait(2.5 * passing_s)
             lasted.set()
             assert len(clears.snapshot(1.0).items) == 1
 
@@ -218,7 +220,6 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
     nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where etcd did not answer for a minute: nodes may have read again what was deleted a moment later."""
-    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", 1)
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
@@ -229,8 +230,10 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
         if total:
             eventually(lambda: clears.snapshot(1.0).items == ())
 
-    with pytest.raises(Unavailable, match="clear again"):
-        good.member.clear_selected(Selection(tenant=""), slow)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.meta.clears.PASSING_S", 1)
+        with pytest.raises(Unavailable, match="clear again"):
+            good.member.clear_selected(Selection(tenant=""), slow)
     assert good.member.clear_selected(Selection(tenant="")).unconfirmed == ()
 
 

@@ -20,8 +20,9 @@ from kvstore.errors import Unavailable
 from kvstore.meta.server import EmbeddedEtcd
 from tests.chaos.journal import COUNTS, Fact, Journals
 from tests.etcd_fixture import eventually, running_etcd
+from tests.patience import PATIENCE_S
 
-WAIT_S = 60.0
+WAIT_S = PATIENCE_S
 SHARD_BITS = 4
 FOUND_BROKEN = 3
 """Exit code of a node or auditor that found a promise broken."""

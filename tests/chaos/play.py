@@ -26,6 +26,7 @@ from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
 from tests.chaos.saboteur import Saboteur
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
 NODES = 3
@@ -33,7 +34,6 @@ PROMPTS = 400
 MAX_BYTES = 6 * MIB
 """All prompts together take about three times as much, so that there is something to collect all the time."""
 HIGH = 0.9
-SESSION_S = 20.0
 CALM_S = 3.0
 
 
@@ -100,10 +100,10 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
     assert identity is not None
     keys, meta = Keys(identity.root), EtcdMeta(players.etcd.endpoints)
     try:
-        eventually(lambda: not meta.count(keys.sessions), SESSION_S)
+        eventually(lambda: not meta.count(keys.sessions), "the sessions end")
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
         assert last.process is not None
-        code = last.process.wait(60.0)
+        code = last.process.wait(PATIENCE_S)
         pins = LivePins(roots[-1], identity.shard_bits, players.folder)
         in_force = pins.in_force()
         broken = [found for pin in in_force if (found := pins.broken(pin))]
@@ -133,15 +133,25 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
 
 
 def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
-    """What collectors do in an hour or a day, at once: nobody is left who could still be using it."""
-    at_once = Timings(staging_age_s=0.001, orphan_age_s=0.001, quarantine_age_s=0.001)
-    orphans = Orphans(root, identity, meta, clock=SystemClock(), timings=at_once)
+    """What collectors do in minutes or a day, at once: nobody is left who could still be using it."""
+    timings = Timings()
+    orphans = Orphans(root, identity, meta, clock=_Later(2 * timings.quarantine_age_s), timings=timings)
     for _ in range(2):  # an empty folder must have been empty in the round before
         orphans.remove()
     sweeper = Sweeper(
-        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=at_once, each=inline, pause=time.sleep
+        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=timings, each=inline, pause=time.sleep
     )
     assert not sweeper.lift_unnamed()
+
+
+class _Later(SystemClock):
+    """The system's clock, ahead."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def now_s(self) -> float:
+        return super().now_s() + self._ahead_s
 
 
 def _said(players: Cast) -> str:

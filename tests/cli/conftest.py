@@ -18,9 +18,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvstore.cli.app import app
-
-PATIENCE_S = 120.0
-"""How long a test waits for something that must happen; only a failure takes that long."""
+from tests.patience import PATIENCE_S as PATIENCE_S
+from tests.patience import eventually as eventually
 
 KVSTORE = (sys.executable, "-m", "kvstore.cli.main")
 SOURCE = Path(__file__).parents[2]
@@ -82,13 +81,6 @@ def gone(pids: dict[int, str]) -> bool:
         if state != "Z" and command_line(each) == command:
             return False
     return True
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.05)
 
 
 @dataclass

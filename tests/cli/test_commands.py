@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from click.testing import Result
 import kvstore
 from kvstore.cli import bench
 from kvstore.cli.app import COMMANDS
+from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
+from tests.patience import PATIENCE_S
 
 Run = Callable[..., Result]
 
@@ -63,7 +66,9 @@ def test_the_list_of_commands_has_a_line_for_each(run: Run) -> None:
 @pytest.mark.parametrize("package", ["click", "rich"])
 def test_a_missing_package_is_a_sentence(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore[server]'\n"
 
@@ -212,9 +217,25 @@ def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:
 
     repaired = run("fsck", root, "--repair")
     assert repaired.exit_code == 1
-    assert "damaged" in repaired.stdout and "[quarantined]" in repaired.stdout
-    run("fsck", root, "--repair")  # deletes what was set aside
+    assert "damaged" in repaired.stdout and "[quarantined]" in repaired.stdout and "[removed]" in repaired.stdout
     assert parsed(run("fsck", root, "--json"))["clean"] is True
+
+
+def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: str) -> None:
+    staged = Path(root) / "staging" / ("dd" * 16) / "1.part"
+    staged.parent.mkdir(parents=True)
+    staged.write_bytes(b"of a writer that died")
+    os.utime(staged, (1_600_000_000, 1_600_000_000))
+    next(path for path in chunk_files(root) if decode_any(path.read_bytes()).depth == 0).unlink()
+    found = run("fsck", root, "--json")
+    said = json.loads(found.stdout)
+    assert found.exit_code == 0 and said["clean"] and said["problems"] == 0 and said["findings"] == []
+    assert said["housekeeping_count"] == len(said["housekeeping"]) >= 1
+    assert {each["kind"] for each in said["housekeeping"]} == {"orphan_staging", "unreachable"}
+    text = run("fsck", root)
+    assert text.exit_code == 0 and "housekeeping, which is no damage:\norphan_staging" in text.stdout
+    assert run("fsck", root, "--repair").exit_code == 0
+    assert not staged.exists()
 
 
 def test_check_root_holds_on_this_machine(run: Run, tmp_root: Path) -> None:

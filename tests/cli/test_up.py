@@ -173,9 +173,12 @@ def test_a_worker_on_the_network_warns_that_it_is_open(up: Running, module_root:
 
 
 def test_two_workers_are_listed(run: Callable[..., Result], up: Running) -> None:
-    found = parsed(run("ls", "--workers", "--etcd", up.etcd, "--json"))["workers"]
-    assert sorted(each["address"] for each in found) == sorted(up.grpc.split(","))
-    assert {each["version"] for each in found} == {kvstore.__version__}
+    def listed() -> dict[str, str]:
+        found = parsed(run("ls", "--workers", "--etcd", up.etcd, "--json"))["workers"]
+        return {each["address"]: each["version"] for each in found}
+
+    # Not at once on a machine so busy that a worker lost its session: it is listed again with the next.
+    eventually(lambda: listed() == dict.fromkeys(up.grpc.split(","), kvstore.__version__), "both are listed")
 
 
 def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Result], up: Running) -> None:
@@ -218,9 +221,9 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     assert found["clean"] is True
     assert found["adopted"]["added_count"] == 0
     assert found["adopted"]["sessions_count"] >= 1
-    # Its session was ended: the worker is listed again once it has noticed.
+    # Their sessions were ended: they are listed again once they have noticed. What they read meanwhile may be a miss.
     listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
-    eventually(lambda: bool(parsed(run(*listed))["workers"]), "the worker is listed")
+    eventually(lambda: len(parsed(run(*listed))["workers"]) == 2, "both workers are listed")
 
 
 def test_a_replay_through_workers_is_exact(run: Callable[..., Result], up: Running, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from tests.worker.serving import WAIT_S, Served, eventually, tokens_of
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
+META_S = 60.0
+"""What a call that waits for a frozen etcd would take, and more than all of them take on a busy machine."""
 LIVELY = ClientLimits(refresh_s=0.05)
 
 
@@ -149,7 +151,7 @@ def test_several_roots_in_one_cluster_have_to_be_told_apart() -> None:
 def test_through_etcd_which_may_then_freeze(tmp_root: Path) -> None:
     with EmbeddedEtcd(tmp_root / "etcd") as etcd, ExitStack() as stack:
         for _ in range(2):
-            member = open_member(str(tmp_root / "root"), etcd.endpoints)
+            member = open_member(str(tmp_root / "root"), etcd.endpoints, limits=Limits(meta_deadline_s=META_S))
             stack.callback(member.close)
             worker = Worker(member, "127.0.0.1:0")
             worker.start()
@@ -159,11 +161,11 @@ def test_through_etcd_which_may_then_freeze(tmp_root: Path) -> None:
             cache = store.namespace("m", SMALL)
             with frozen(etcd.pid):
                 began_s = time.monotonic()
-                for number in range(20):
+                for number in range(3):
                     tokens = tokens_of(number, len(TOKENS))
                     assert cache.put(tokens, kv_of(SMALL, tokens)).tokens_present == len(tokens)
                     assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
-                assert time.monotonic() - began_s < 10  # none of it waits for etcd
+                assert time.monotonic() - began_s < META_S / 2, "none of it waits for etcd"
             with cache.pin(tokens_of(0, len(TOKENS))) as pin:
                 assert pin.tokens == len(TOKENS)
 

@@ -23,6 +23,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
 from tests.node.stores import SMALL, kv_of, same
+from tests.patience import stretched
 from tests.worker.serving import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,9 @@ SECTIONS = sections_of(KV, SMALL)
 DATA = b"".join(SECTIONS)
 SUMS = sums_of(SECTIONS)
 CHUNK, CHUNK_SUMS = SMALL.chunk_bytes, 8 * SMALL.section_count
-HASTY = ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0)
+HASTY = stretched(
+    ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
+)
 START = pb.GetResponse(start=pb.GetStart(chunks=4, tokens=len(TOKENS)))
 
 Answer = Callable[[Any, grpc.ServicerContext], Iterator[Any]]

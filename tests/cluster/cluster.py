@@ -136,7 +136,7 @@ class Cluster:
         for host in self.hosts:
             host.files.wait_mounted()
         self.hosts[0].files.settle()
-        eventually(lambda: leader_of([host.member for host in self.hosts]) is not None, READY_S)
+        eventually(lambda: leader_of([host.member for host in self.hosts]) is not None, patience_s=READY_S)
         for host in self.hosts:
             self._start_services(host)
             # One after the other, the first time: the first one makes the root.
@@ -198,7 +198,7 @@ class Cluster:
 
     def wait_ready(self, host: Host, seen: int) -> None:
         """Until its worker has said more often than ``seen`` times that it serves."""
-        eventually(lambda: self.ready_count(host) > seen, READY_S)
+        eventually(lambda: self.ready_count(host) > seen, patience_s=READY_S)
 
     def collecting(self, host: Host) -> list[str]:
         """The command of a collector's round."""
@@ -219,7 +219,7 @@ class Cluster:
             found[:] = [] if place is None else [place]
             return bool(found)
 
-        eventually(elected, READY_S)
+        eventually(elected, patience_s=READY_S)
         return self.hosts[found[0]]
 
     def restart_master(self) -> None:

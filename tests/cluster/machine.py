@@ -74,7 +74,7 @@ class Machine:
             )
         above = self._process.pid
         children = Path(f"/proc/{above}/task/{above}/children")
-        eventually(lambda: bool(children.read_text().split()), BOOT_S)
+        eventually(lambda: bool(children.read_text().split()), patience_s=BOOT_S)
         self._pid = int(children.read_text().split()[0])
         self.run(["hostname", self.name])
         self.ip("link", "set", "lo", "up")

@@ -92,13 +92,13 @@ class MooseHost:
 
     def wait_mounted(self) -> None:
         """Until the mount is there."""
-        eventually(lambda: self._machine.run(["mountpoint", "-q", MOUNT]).code == 0, MOUNT_S)
+        eventually(lambda: self._machine.run(["mountpoint", "-q", MOUNT]).code == 0, patience_s=MOUNT_S)
 
     def settle(self) -> None:
         """Once for the whole file system: two copies of everything, and what is deleted is gone at once."""
         # Chunk servers report to the master a moment after they have started: until then nothing can be written.
         trial = ["sh", "-c", f"echo trial > {MOUNT}/trial && rm {MOUNT}/trial"]
-        eventually(lambda: self._machine.run(trial).code == 0, MOUNT_S)
+        eventually(lambda: self._machine.run(trial).code == 0, patience_s=MOUNT_S)
         self._machine.must(["mfssetgoal", "-r", str(COPIES), MOUNT])
         self._machine.must(["mfssettrashtime", "-r", "0", MOUNT])
 

@@ -7,6 +7,7 @@ import threading
 from functools import partial
 
 from kvstore.connectors.tasks import TaskThreads
+from tests.patience import PATIENCE_S
 
 
 def test_too_many_tasks_are_refused_and_those_that_wait_are_done_before_it_closes() -> None:
@@ -15,10 +16,10 @@ def test_too_many_tasks_are_refused_and_those_that_wait_are_done_before_it_close
 
     def first() -> None:
         begun.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
 
     assert threads.submit(first)
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     assert [threads.submit(partial(done.append, number)) for number in range(3)] == [True, True, False]
     assert not threads.close(0.05), "one is under way"
     assert not threads.submit(lambda: None)
@@ -32,7 +33,7 @@ def test_a_task_that_raises_does_not_end_its_thread() -> None:
     done = threading.Event()
     assert threads.submit(lambda: 1 / 0)  # type: ignore[arg-type]
     assert threads.submit(done.set)
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     assert threads.close(30)
 
 

@@ -18,6 +18,7 @@ import pytest
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache
 from tests.connectors.tensors import kv_of, over
 from tests.etcd_fixture import running_etcd
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def pass_time(root: Path, minutes: int) -> None:
 def collect(root: Path, etcd: str, *arguments: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"}, check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"}, check=True, timeout=PATIENCE_S,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ import pytest
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
 from tests.connectors.tensors import asking, bytes_in, kv_of, over
+from tests.patience import PATIENCE_S
 from tests.peers.heartbeat import others_run_during
 
 LAYERS, SIZE, CHUNK = 2, 16, 4
@@ -148,7 +149,7 @@ def test_a_dropped_cache_ends_its_threads(tmp_root: Path) -> None:
     dropped = weakref.ref(cache_at(tmp_root))
     gc.collect()
     assert dropped() is None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - before

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -31,7 +33,7 @@ def run(name: str, tmp_root: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_root, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_root, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -52,7 +54,7 @@ def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: 
     names = "KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig, FilesystemType"
     subprocess.run(
         [sys.executable, "-c", f"from {module} import {names}"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, check=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
+from tests.patience import PATIENCE_S
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
 BLOCK = bytes(64)
@@ -53,7 +54,7 @@ def put(cache: BlockCache, *numbers: int) -> None:
 
 
 def result(lookups: Lookups, lookup: Lookup) -> Found:
-    ends_s = time.monotonic() + 20
+    ends_s = time.monotonic() + PATIENCE_S
     while (found := lookups.result(lookup)) is None:
         assert time.monotonic() < ends_s
         time.sleep(0.001)
@@ -114,7 +115,7 @@ class Stuck:
 
     def match(self, keys: list[bytes]) -> int:
         self.asked += 1
-        self.go.wait(30)
+        self.go.wait(PATIENCE_S)
         return len(keys)
 
 

@@ -20,6 +20,7 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from tests.connectors.vllm_modules import vllm_modules
+from tests.patience import PATIENCE_S
 
 BLOCK_TOKENS = 4
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -86,7 +87,7 @@ def store(half: Any, request: Request, count: int) -> None:
 
 def matched(half: Any, request: Request, computed: int = 0) -> tuple[int, bool]:
     """Asks as vLLM does, once per step, until there is an answer."""
-    ends_s = time.monotonic() + 20
+    ends_s = time.monotonic() + PATIENCE_S
     while (found := half.matched_tokens(request, computed))[0] is None:
         assert time.monotonic() < ends_s
         time.sleep(0.001)

@@ -15,6 +15,7 @@ from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.worker import Worker
 from tests.census.nodes import RolledOut, closing
+from tests.patience import slowness
 from tests.worker.serving import connected
 
 BY_CANARY = ("--written-by", "label=canary")
@@ -22,7 +23,7 @@ BY_CANARY = ("--written-by", "label=canary")
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5)
+    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5 * slowness())
     files, store = MemoryFiles(), MemoryStore()
     good, bad = (
         RolledOut(root, store, label)

@@ -20,6 +20,7 @@ from kvstore.root.faulty import FaultyRoot
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.patience import slowness
 
 QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 
@@ -59,7 +60,7 @@ def shown() -> Iterator[Shown]:
     store = Store(LocalPort(member))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
     reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, None)
-    board = open_board(reach, QUICK)
+    board = open_board(reach, replace(QUICK, late_s=QUICK.late_s * slowness()))
     try:
         board.start()
         yield Shown(store, faulty_root, faulty_meta, files, board, Documents(board))

@@ -14,6 +14,7 @@ import numpy as np
 import kvstore
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
+from tests.patience import PATIENCE_S
 
 LAYOUT = kvstore.Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
 SCRIPT = "<script>window.hostile=1</script>"
@@ -90,7 +91,7 @@ def busy(store: Store) -> Iterator[Crowd]:
         yield crowd
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(PATIENCE_S)
 
 
 def age(root: Path, seed: int = 7) -> None:

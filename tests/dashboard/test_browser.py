@@ -23,6 +23,7 @@ from tests.cli.conftest import Running, descendants, serving
 from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
 from tests.etcd_fixture import frozen
+from tests.patience import PATIENCE_S
 
 ARROW_LEFT, ARROW_RIGHT, END, ENTER, ESCAPE = "\ue012", "\ue014", "\ue010", "\ue007", "\ue00c"
 
@@ -83,13 +84,13 @@ def live(module_root: Path) -> Iterator[Live]:
 
 def _history(store: Store, root: Path) -> None:
     """What makes the views worth a look: damage that was found, chunks of different ages, an act that is over."""
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + PATIENCE_S
     while not store.stats()["miss_damaged"]:
         assert time.monotonic() < deadline_s, "nobody came across the damage"
         damage(root, 60)
         time.sleep(1)
     age(root)
-    store.control.clear(Selection(tenant="globex"), dry_run=True).wait(60)
+    store.control.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

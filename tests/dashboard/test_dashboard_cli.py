@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import app
 from tests.cli.conftest import descendants, eventually, gone, serving
+from tests.patience import PATIENCE_S
 
 HERE = ("dashboard", "--root", "/nowhere", "--etcd", "127.0.0.1:1")
 
@@ -33,7 +34,7 @@ def test_what_would_be_unsafe_or_make_no_sense_is_refused(arguments: tuple[str, 
 
 
 def asked(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path, timeout=20) as answer:
+    with urllib.request.urlopen(url + path, timeout=PATIENCE_S) as answer:
         return json.loads(answer.read())
 
 

@@ -11,6 +11,7 @@ from kvstore.dashboard.feed import WANTED_S, Feed
 from kvstore.errors import Unavailable
 from kvstore.sources import SystemClock
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S
 
 
 class Moved(SystemClock):
@@ -33,7 +34,7 @@ def running(feed: Feed[int]) -> Iterator[Feed[int]]:
 
 
 def made(read: Callable[[], int], clock: SystemClock | None = None, *, on_demand: bool = False) -> Feed[int]:
-    return Feed("test", read, 0.02, clock or SystemClock(), late_s=5.0, on_demand=on_demand)
+    return Feed("test", read, 0.02, clock or SystemClock(), late_s=50.0, on_demand=on_demand)
 
 
 def test_what_a_source_said_stays_when_it_fails() -> None:
@@ -72,7 +73,7 @@ def test_a_source_that_hangs_is_said_and_nobody_waits_for_it() -> None:
         return 1
 
     with running(made(read, clock)) as feed:
-        assert began.wait(10)
+        assert began.wait(PATIENCE_S)
         assert feed.look().error is None
         clock.added_s = 60.0
         error = feed.look().error

@@ -25,6 +25,7 @@ from kvstore.security.tls import ServerTls
 from tests.dashboard.boards import Shown, shown
 from tests.etcd_fixture import Certificates, eventually
 from tests.node.stores import TINY
+from tests.patience import NEVER_S, PATIENCE_S
 
 VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "tickets")
 
@@ -52,7 +53,7 @@ def port(board: Shown) -> Iterator[int]:
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -154,23 +155,23 @@ def test_a_renewed_certificate_is_used_for_the_next_connection(board: Shown, tmp
             fresh.rename(target)
 
     def presented(port: int) -> str:
-        return ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+        return ssl.get_server_certificate(("127.0.0.1", port), timeout=PATIENCE_S)
 
     use(0)
     with served(board, OpenDoor(is_local=False), ServerTls(str(cert), str(key))) as port:
         before = presented(port)
         use(1)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while presented(port) == before:
             assert time.monotonic() < deadline_s
             time.sleep(0.2)
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" not in plain.recv(100), "plain HTTP is not answered"
 
 
 def test_headers_that_never_end_are_cut_off(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 40_000)
         said = b""
         while piece := client.recv(4096):
@@ -183,7 +184,7 @@ def test_a_client_that_asks_nothing_is_let_go_and_others_are_served(
 ) -> None:
     monkeypatch.setattr(serving_module, "FIRST_REQUEST_S", 0.5)
     with served(board, OpenDoor(is_local=True)) as port:
-        silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(50)]
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) for _ in range(50)]
         try:
             silent[0].sendall(b"GET / HTTP/1.1\r\nHo")
             assert get(port, "/api/overview")[0] == 200
@@ -196,7 +197,7 @@ def test_a_client_that_asks_nothing_is_let_go_and_others_are_served(
 def test_connections_are_bounded_and_silent_ones_make_room(board: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_module, "CONNECTIONS_MAX", 20)
     with served(board, OpenDoor(is_local=True)) as port:
-        many = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(60)]
+        many = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) for _ in range(60)]
         try:
             eventually(lambda: answers(port))
             eventually(lambda: len(select.select(many, [], [], 0)[0]) >= 40)  # closed
@@ -214,16 +215,19 @@ def test_clients_that_only_keep_their_connections_make_room(
 ) -> None:
     """One that had asked once was never given up for another: as many as there may be kept everybody else out."""
     monkeypatch.setattr(serving_module, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(serving_module, "AT_REST_S", int(NEVER_S))
+    monkeypatch.setattr(serving_module, "CONNECTION_S", NEVER_S)
     with served(board, OpenDoor(is_local=True)) as port, ExitStack() as undo:
         for _ in range(8):
             client = undo.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(0.3)
             client.connect(("127.0.0.1", port))
+            client.settimeout(0.3)
             with suppress(TimeoutError):  # of the second kind: it takes no more
                 client.sendall(ASK * asks)
+            client.settimeout(PATIENCE_S)
             assert client.recv(1) == b"H", "it was let in"
-        eventually(lambda: all(answers(port) for _ in range(3)), patience_s=10)  # those at rest go after 30
+        eventually(lambda: all(answers(port) for _ in range(3)))
 
 
 def test_a_client_that_takes_no_answer_is_let_go(board: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +235,8 @@ def test_a_client_that_takes_no_answer_is_let_go(board: Shown, monkeypatch: pyte
     monkeypatch.setattr(serving_module, "ANSWER_S", 0.5)
     with served(board, OpenDoor(is_local=True)) as port, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(0.3)
         client.connect(("127.0.0.1", port))
+        client.settimeout(0.3)
         with suppress(OSError):
             client.sendall(ASK * 2_000)
         eventually(lambda: not _connections())

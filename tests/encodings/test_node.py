@@ -32,6 +32,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
 from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
 
 COUNT = 5
 TOKENS = np.arange(1_000_000, 1_000_000 + COUNT * LAYOUT.chunk_tokens)
@@ -228,7 +229,7 @@ def test_the_local_disk_has_no_plain_text_and_gives_it_back_after_a_restart(tmp_
             assert tiers is not None and tiers.disk is not None
             if not round_:
                 move = member.node.begin_move(chain, Act.MOVE, Level.DISK)
-                assert move.wait(10.0)
+                assert move.wait(PATIENCE_S)
             else:
                 while tiers.disk.stats()["disk_refilling"]:
                     pass

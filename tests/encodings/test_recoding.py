@@ -15,6 +15,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.encodings.keys import Key, KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.format import places
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any
 from kvstore.format.header import incarnation_at
@@ -32,6 +33,7 @@ from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, 
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
 from tests.gc.cluster import SPACE, cluster, eventually, put
 from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
 
 C, E = Encoding.COMPRESSED, Encoding.ENCRYPTED
 
@@ -108,6 +110,25 @@ def test_who_has_the_old_file_open_or_mapped_goes_on(tmp_root: Path) -> None:
         member.node.recoder.sweep()
         assert all(path.exists() for path in kept)
         reader.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_node_that_ends_leaves_in_a_cluster_what_others_may_hold_and_else_nothing(
+    tmp_root: Path, shared: bool
+) -> None:
+    with opened(tmp_root) as (member, store):
+        put_all(store, "other")
+        for name in names_of(tmp_root):
+            recode(member.node, name, Recoding.COMPRESS)
+        member.shared = shared
+        staged = places.staged(member.node._session(), 1 << 40)
+        member.node.root.stage(staged, [memoryview(b"of a put that was cut off")], stamp_ns=0, durable=False)
+        older = places.staged(bytes(16), 1)
+        member.node.root.stage(older, [memoryview(b"of a session before")], stamp_ns=0, durable=False)
+        member.node.staging.leave(bytes(16))
+    left = [path.name for path in (tmp_root / "staging").rglob("*")]
+    assert bool(left) is shared
+    assert all(places.parse_replaced(path.name) for path in (tmp_root / "staging").rglob("*") if path.is_file())
 
 
 def test_a_replaced_file_that_could_not_be_removed_is_removed_later() -> None:
@@ -336,7 +357,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
             assert {decode_any(path.read_bytes()).key_id for path in chunk_files(tmp_root)} == {wanted.id}
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert troubles == [] and min(rounds) > 20
         for each in (store, other):
             stats = each.stats()

@@ -16,7 +16,7 @@ from kvstore.format.places import Name
 from kvstore.fsck import Action, Finding, Kind, Progress, Report, fsck
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.namespaces import claim_key
-from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Rule
+from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Rule
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
@@ -112,14 +112,66 @@ def test_a_damaged_chunk_is_found_with_its_reason_and_set_aside(filled: Filled, 
     assert filled.root.stat(filled.name(5)) is not None, "looking must not change anything"
 
     report = check(filled, repair=True)
-    assert [(one.kind, one.action) for one in report.findings] == [(Kind.DAMAGED, Action.QUARANTINED)]
+    assert [(one.kind, one.action) for one in report.findings] == [
+        (Kind.DAMAGED, Action.QUARANTINED),
+        (Kind.QUARANTINED, Action.REMOVED),
+    ]
     assert not report.is_clean and report.unrepaired_count == 0
     assert filled.root.stat(filled.name(5)) is None, "the next put can write it again"
-    assert len(names(filled.root, "quarantine")) == 1
+    assert names(filled.root, "quarantine") == set(), "one run does it"
+    report = check(filled)
+    assert report.is_clean and report.findings == []
 
-    report = check(filled, repair=True)
-    assert [(one.kind, one.action) for one in report.findings] == [(Kind.QUARANTINED, Action.REMOVED)]
-    assert check(filled).is_clean
+
+def test_a_file_that_a_device_delivered_wrong_for_a_moment_is_back_at_the_end(memory: Filled) -> None:
+    content = read(memory.root, memory.name(5))
+
+    def is_its(name: Name) -> bool:
+        return name == memory.name(5) or name.startswith(f"quarantine/{memory.chain.addresses[5].hex()}")
+
+    # Wrong at its name, and again just after it was taken: two readings each, of header and payload.
+    root = FaultyRoot(memory.root, [Rule("read", Flipped(4096), is_its, times=8)])
+    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
+    assert [(one.kind, one.action) for one in report.findings] == [
+        (Kind.DAMAGED, Action.QUARANTINED),
+        (Kind.QUARANTINED, Action.RESTORED),
+    ]
+    assert read(memory.root, memory.name(5)) == content and names(memory.root, "quarantine") == set()
+
+
+def test_a_quick_check_puts_nothing_back_whose_payload_is_damaged(memory: Filled) -> None:
+    aside = places.quarantined(memory.chain.addresses[5], SESSION, 1)
+    write(memory.root, aside, DAMAGES["payload"][0](memory.content(5)))
+    memory.root.remove(memory.name(5))
+    report = check(memory, repair=True, verify_payload=False)
+    assert report.actions == {Action.REMOVED: 1} and memory.root.stat(memory.name(5)) is None
+
+
+def test_housekeeping_is_no_problem_and_never_crowds_out_damage(memory: Filled) -> None:
+    for number in range(5):
+        write(memory.root, places.staged(SESSION, number), b"part", age_s=OLD)
+    write(memory.root, places.quarantined(memory.chain.addresses[5], SESSION, 1), b"damaged")
+    memory.root.remove(memory.name(2))
+    report = check(memory, live_sessions=set(), findings_max=3)
+    assert report.is_clean and report.problems_count == 0 and report.housekeeping_count == 7
+    assert len(report.findings) == 3 and report.is_truncated
+    write(memory.root, memory.name(5), b"damaged")
+    write(memory.root, Name("holiday.jpg"), b"mine")
+    report = check(memory, live_sessions=set(), findings_max=3)
+    assert not report.is_clean
+    assert {one.kind for one in report.findings if one.is_problem} == {Kind.DAMAGED, Kind.FOREIGN}
+
+
+def test_what_recoding_replaced_stays_as_long_as_its_name_says(memory: Filled) -> None:
+    young = places.replaced(SESSION, 1, int(NOW_S) + 200)
+    write(memory.root, young, b"held", age_s=OLD)
+    write(memory.root, places.replaced(SESSION, 2, int(NOW_S) - 200), b"over")
+    report = check(memory, live_sessions=set(), repair=True)
+    assert {(one.kind, one.action) for one in report.findings} == {
+        (Kind.YOUNG_STAGING, None),
+        (Kind.ORPHAN_STAGING, Action.REMOVED),
+    }
+    assert read(memory.root, young) == b"held"
 
 
 def test_payload_is_not_read_when_only_headers_are_asked_for(memory: Filled) -> None:

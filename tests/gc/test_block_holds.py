@@ -15,6 +15,7 @@ from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually
 from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 BLOCKS = [bytes([number]) * 5000 for number in range(4)]
@@ -49,7 +50,7 @@ def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster) -> 
     assert [bytes(buffer) for buffer in buffers] == BLOCKS
     hold.release()
     eventually(lambda: not c.present(AS_CHAIN))
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     with pytest.raises(HoldBroken):
         hold.get(KEYS, buffers)
 

@@ -4,76 +4,224 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.usage import Room, Usage
 from kvstore.root.interface import Space
 from kvstore_gc.capacity import SIGN_AGAIN_S, FullSign, Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.room import PACE_S_MIN, REPORTS_PER_S, room_of
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
+
+
+ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
 
 
 def space(free: int | None) -> Space:
     return Space(1000, free)
 
 
-def test_used_bytes_are_followed_by_free_space() -> None:
-    marks = Watermarks(None, 0.9)
+class Marks(Watermarks):
+    """Watermarks on a clock of their own, and a survey in one step."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.clock = FakeClock()
+        super().__init__(max_bytes, 0.9, self.clock)
+
+    def survey(self, used: int, free: int | None = None) -> None:
+        self.followed(space(free))
+        self.surveyed(used, self.mark())
+        self.clock.advance(self.late_s + 1)
+
+    def says(self, reporter: SessionId, written: int, removed: int = 0) -> None:
+        self.reported(reporter, Usage(written, removed), is_answer=True)
+
+
+def test_used_bytes_are_followed_by_what_is_reported() -> None:
+    marks = Marks(1000)
     assert marks.level is None
-    marks.surveyed(300, space(700))
+    marks.survey(300)
     assert marks.level == Level(300, 1000)
-    marks.followed(space(450))
-    assert marks.level == Level(550, 1000)
-    marks.followed(space(900))
-    assert marks.level == Level(100, 1000)
+    marks.says(ONE, 200)
+    marks.says(TWO, 100, 50)
+    marks.says(ONE, 250)
+    assert marks.level == Level(600, 1000)
+    marks.reaped(150)
+    assert marks.level == Level(450, 1000)
+
+
+def test_what_others_delete_hides_no_growth() -> None:
+    marks = Marks(1000)
+    marks.survey(300, free=5000)
+    marks.followed(space(9000))
+    marks.says(ONE, 680)
+    assert marks.level == Level(980, 1000) and marks.is_urgent
+
+
+def test_what_others_write_is_no_growth_of_ours_and_a_lack_of_room_only_where_there_is_one() -> None:
+    marks = Marks(1000)
+    marks.survey(300, free=5000)
+    marks.followed(space(2000))
+    assert marks.level == Level(300, 1000)
+    marks.followed(space(100))
+    assert marks.level == Level(300, 400)
+
+
+def test_free_space_that_nobody_reported_to_have_taken_asks_for_a_survey() -> None:
+    marks = Marks(1000)
+    marks.survey(300, free=5000)
+    marks.settled()
+    marks.followed(space(4500))
+    assert not marks.is_urgent, "800 at most"
+    marks.followed(space(4300))
+    assert marks.is_urgent, "a node without a session may have written it"
+    marks.survey(300, free=4300)
+    marks.settled()
+    assert not marks.is_urgent, "it was somebody else's"
 
 
 def test_what_others_have_filled_is_no_room_of_ours() -> None:
-    marks = Watermarks(None, 0.9)
-    marks.surveyed(300, space(100))  # 600 are somebody else's
+    marks = Marks()
+    marks.survey(300, free=100)  # 600 are somebody else's
     assert marks.level == Level(300, 400)
 
 
 @pytest.mark.parametrize(("max_bytes", "free", "capacity"), [(500, 700, 500), (500, 100, 400), (500, None, 500)])
 def test_a_limit_counts_as_far_as_there_is_room(max_bytes: int, free: int | None, capacity: int) -> None:
-    marks = Watermarks(max_bytes, 0.9)
-    marks.surveyed(300, Space(None, free))
+    marks = Marks(max_bytes)
+    marks.survey(300, free)
     assert marks.level == Level(300, capacity)
 
 
 def test_without_room_and_limit_nothing_is_known() -> None:
-    marks = Watermarks(None, 0.9)
-    marks.surveyed(300, Space(None, None))
-    assert marks.level is None and not marks.is_urgent
+    marks = Marks()
+    marks.survey(300)
+    assert marks.level is None and not marks.is_urgent and not marks.is_known
 
 
-def test_a_root_that_cannot_tell_its_free_space_counts_what_was_reaped() -> None:
-    marks = Watermarks(1000, 0.9)
-    marks.surveyed(950, Space(None, None))
-    marks.reaped(200)
-    assert marks.level == Level(750, 1000)
-    known = Watermarks(1000, 0.9)
-    known.surveyed(950, space(50))
-    known.reaped(200)
-    assert known.level == Level(950, 1000), "free space tells by itself"
+def test_what_a_reporter_wrote_stays_when_its_key_is_gone() -> None:
+    marks = Marks(1000)
+    marks.survey(300)
+    marks.says(ONE, 200)
+    marks.gone(ONE)
+    assert marks.level == Level(500, 1000)
+    marks.survey(500)
+    assert marks.level == Level(500, 1000), "the survey has seen it"
+
+
+def test_what_is_written_while_a_survey_lists_counts_twice_and_is_never_lost() -> None:
+    marks = Marks(1000)
+    marks.survey(0)
+    marks.says(ONE, 100)
+    mark = marks.mark()
+    marks.says(ONE, 150)  # listed or not, nobody knows
+    marks.gone(ONE)
+    marks.surveyed(100, mark)
+    assert marks.level == Level(150, 1000)
+
+
+def test_what_is_deleted_while_a_survey_lists_is_not_subtracted_from_it() -> None:
+    marks = Marks(1000)
+    marks.survey(950)
+    mark = marks.mark()
+    marks.reaped(100)
+    marks.says(ONE, 0, 100)
+    marks.surveyed(950, mark)  # it had listed what was deleted afterwards, or had not: nobody knows
+    assert marks.level == Level(950, 1000)
+    marks.settled()
+    marks.says(ONE, 0, 150)
+    assert marks.level == Level(950, 1000), "deleted before the listing ended, perhaps, and reported late"
+    assert marks.is_urgent, "another survey tells"
+    marks.clock.advance(marks.late_s)
+    marks.says(ONE, 0, 160)
+    marks.reaped(1)
+    assert marks.level == Level(939, 1000)
+
+
+def test_reports_of_before_the_first_survey_are_in_it() -> None:
+    marks = Marks(1000)
+    marks.says(ONE, 700)
+    marks.survey(800)
+    assert marks.level == Level(800, 1000)
+    marks.says(ONE, 750)
+    assert marks.level == Level(850, 1000)
+
+
+def test_a_report_that_arrives_late_changes_nothing() -> None:
+    marks = Marks(1000)
+    marks.survey(0)
+    marks.says(ONE, 700, 20)
+    marks.says(ONE, 600, 10)
+    assert marks.level == Level(680, 1000)
+
+
+def test_a_node_that_was_silent_before_the_survey_counts_from_its_first_answer() -> None:
+    """Else a collector that starts takes what it wrote in days without one for growth."""
+    for answers_after in (False, True):
+        marks = Marks(1000)
+        marks.reported(ONE, Usage(10), is_answer=False)
+        mark = marks.mark(frozenset({ONE, TWO}))
+        if answers_after:
+            marks.surveyed(300, mark)
+        marks.says(ONE, 5000)
+        if not answers_after:
+            marks.surveyed(300, mark)
+        assert marks.level == Level(300, 1000)
+        marks.says(ONE, 5100)
+        assert marks.level == Level(400, 1000)
+
+
+def test_the_smallest_limit_of_the_collectors_holds_and_makes_a_round_urgent() -> None:
+    marks = Marks(1000)
+    marks.survey(500)
+    marks.settled()
+    marks.limited(2000)
+    assert marks.level == Level(500, 1000) and not marks.is_urgent
+    marks.limited(520)
+    assert marks.level == Level(500, 520) and marks.is_urgent
+    marks.limited(None)
+    assert marks.level == Level(500, 1000)
 
 
 def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_growth() -> None:
-    marks = Watermarks(None, 0.9)
-    marks.surveyed(850, space(150))
+    marks = Marks(1000)
+    marks.survey(850)
     marks.settled()
     assert not marks.is_urgent
-    marks.followed(space(80))
+    marks.says(ONE, 70)
     assert marks.is_urgent
-    marks.surveyed(920, space(80))
+    marks.survey(920)
     marks.settled()  # nothing could be deleted
     assert not marks.is_urgent
-    marks.followed(space(75))
+    marks.says(ONE, 75)
     assert not marks.is_urgent, "grown by half a per cent"
-    marks.followed(space(70))
+    marks.says(ONE, 80)
     assert marks.is_urgent
+
+
+# What nodes are asked
+
+
+def test_nodes_may_write_together_what_lies_between_the_stop_mark_and_the_capacity() -> None:
+    marks = Marks(100_000)
+    assert room_of(marks, 4, 7) == Room(7, None, None, PACE_S_MIN)
+    marks.survey(94_000)
+    room = room_of(marks, 4, 8)
+    assert (room.revision, room.allowance_bytes) == (8, 5_000 // 5), "one more share, for a node that joins"
+    assert room.step_bytes is not None and room.allowance_bytes is not None
+    assert 3 * room.step_bytes <= room.allowance_bytes, "a report is counted before the node must wait for it"
+    marks.says(ONE, 1_100)
+    assert room_of(marks, 4, 9).allowance_bytes == 0
+
+
+def test_a_thousand_nodes_report_a_hundred_times_a_second_at_most() -> None:
+    marks = Marks(1 << 40)
+    marks.survey(0)
+    assert room_of(marks, 10, 1).pace_s == PACE_S_MIN
+    assert all(count / room_of(marks, count, 1).pace_s <= REPORTS_PER_S for count in (1, 25, 100, 1000, 5000))
 
 
 class Host:
@@ -88,7 +236,7 @@ class Host:
 
     def at(self, used: int) -> bool:
         """Whether the sign is there when this much is used."""
-        self.marks.surveyed(used, Space(None, None))
+        self.marks.surveyed(used, self.marks.mark())
         self.sign.follow(self.marks)
         return self.meta.get(KEYS.gc_full) is not None
 

@@ -32,6 +32,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.patience import PATIENCE_S
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
 SWEEP = b"s" * 16
@@ -234,7 +235,7 @@ def test_f3_many_may_lift_one_folder_at_once(on_files: Cluster, tmp_root: Path) 
         def step(point: str) -> None:
             if point == "publish.before" and not waited:
                 waited.append(point)
-                together.wait(10.0)  # all have listed the whole folder before the first chunk goes back
+                together.wait(PATIENCE_S)  # all have listed the whole folder before the first chunk goes back
 
         collector = c.collector(PosixRoot(tmp_root / "root", step=step))
         try:
@@ -246,7 +247,7 @@ def test_f3_many_may_lift_one_folder_at_once(on_files: Cluster, tmp_root: Path) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(PATIENCE_S)
     assert errors == []
     assert_back_once(c, chain, tmp_root / "root")
 

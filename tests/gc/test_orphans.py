@@ -13,10 +13,11 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import NamespaceDigest
-from kvstore.root.faulty import EIO, Delay, FaultyRoot, Rule
-from kvstore.root.interface import Root
+from kvstore.root.faulty import EACCES, EIO, Delay, FaultyRoot, Rule
+from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
 from tests.fsck.damage import NOW_S, Filled, fill, read, write
@@ -52,16 +53,19 @@ class Scene:
         self.ids = CountingIds()
         self.orphans = self.again()
 
-    def again(self) -> Orphans:
+    def again(self, marks: Watermarks | None = None) -> Orphans:
         """Another collector, which remembers nothing."""
-        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS)
+        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS, watermarks=marks)
 
     def write(self, name: Name, content: bytes = b"x", age_s: float = NEW_S) -> Name:
         write(self.root, name, content, age_s=age_s)
         return name
 
     def session(self) -> bytes:
-        return Session.open(self.meta, self.keys, clock=self.clock, ids=self.ids).id
+        return self.open_session().id
+
+    def open_session(self) -> Session:
+        return Session.open(self.meta, self.keys, clock=self.clock, ids=self.ids, ttl_s=3600)
 
     def names(self, folder: Name) -> list[str]:
         return sorted(entry.name for entry in self.root.list(folder))
@@ -93,6 +97,55 @@ def test_a_live_session_keeps_what_it_staged_however_old(scene: Scene) -> None:
     scene.write(places.staged(alive, 1), age_s=OLD_S)
     assert not scene.orphans.remove()
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
+
+
+def test_what_a_session_staged_that_was_seen_alive_goes_soon_after_it_is_gone(scene: Scene) -> None:
+    session = scene.open_session()
+    scene.write(places.staged(session.id, 1), age_s=-60)
+    assert not scene.orphans.remove()
+    session.close()
+    assert not scene.orphans.remove(), "a put that it began may be going on"
+    scene.clock.time_s += TIMINGS.dead_session_s
+    assert scene.again().remove() == {}, "a collector that never saw it alive cannot know"
+    assert scene.orphans.remove() == {"staging": 1}
+    assert scene.names(places.STAGING) == []
+
+
+def test_what_recoding_replaced_stays_until_the_time_in_its_name_however_dead_its_session(scene: Scene) -> None:
+    session = scene.open_session()
+    until_s = int(NOW_S + 300)
+    name = scene.write(places.replaced(session.id, 1, until_s), age_s=OLD_S)
+    scene.write(places.replaced(DEAD, 1, int(NOW_S) - 120))
+    scene.write(places.replaced(DEAD, 2, int(NOW_S) + 10**9))
+    assert scene.orphans.remove() == {"staging": 2}, "the time is over, or no hold lasts so long"
+    session.close()
+    for left_s in (300, TIMINGS.clock_margin_s, 1):
+        scene.clock.time_s = until_s + TIMINGS.clock_margin_s - left_s
+        assert not scene.orphans.remove()
+    scene.clock.time_s += 1
+    assert scene.orphans.remove() == {"staging": 1}
+    assert read(scene.root, name) is None
+
+
+def test_leftovers_of_those_who_were_killed_go_within_minutes_without_any_memory_of_them(scene: Scene) -> None:
+    scene.write(places.staged(DEAD, 1))
+    scene.write(plan_of(2)[1])
+    scene.clock.time_s += 180
+    assert scene.again().remove() == {"staging": 1, "plans": 1}
+    assert scene.names(places.STAGING) == [] and scene.names(places.PLANS) == []
+
+
+def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noticed_them(scene: Scene) -> None:
+    """Whatever time they carry: that of a file's writer may be wrong."""
+    scene.write(places.staged(DEAD, 1), age_s=-10_000)
+    scene.write(plan_of(2)[1], age_s=-10_000)
+    assert not scene.orphans.remove()
+    scene.clock.time_s += 59
+    assert not scene.orphans.remove()
+    scene.write(places.staged(DEAD, 2), age_s=-10_000)
+    scene.clock.time_s += 6
+    assert scene.orphans.remove() == {"staging": 1, "plans": 1}
+    assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
 
 
 def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
@@ -180,6 +233,64 @@ def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
     assert root.calls["open"] == before > 0
 
 
+def marks(used_bytes: int, free_bytes: int) -> Watermarks:
+    watermarks = Watermarks(None, 0.9)
+    watermarks.followed(Space(None, free_bytes))
+    watermarks.surveyed(used_bytes, watermarks.mark())
+    return watermarks
+
+
+def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
+    return scene.write(places.quarantined(scene.filled.chain.addresses[1], DEAD, number), b"x" * size_bytes, age_s)
+
+
+def test_damaged_files_take_a_hundredth_of_the_capacity_at_most_and_the_oldest_go(scene: Scene) -> None:
+    oldest, old, new = (set_aside(scene, number, 4, 300.0 - number) for number in range(3))
+    assert not scene.again(marks(100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
+    assert scene.again(marks(100, 900)).remove() == {"quarantine": 1}
+    assert [read(scene.root, name) is None for name in (oldest, old, new)] == [True, False, False]
+
+
+def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: Scene) -> None:
+    aside = places.quarantined(scene.filled.chain.addresses[2], DEAD, 9)
+    assert scene.root.move(scene.filled.name(2), aside)
+    for number in range(3):
+        set_aside(scene, number, 4, 0.0)
+    assert scene.again(marks(950, 50)).remove() == {"quarantine": 3, "restored": 1}
+    assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "max_bytes", "gone"),
+    [(1000, 50, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 50, 500, 3), (None, None, 500, 2)],
+)
+def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
+    total: int | None, free: int | None, max_bytes: int | None, gone: int
+) -> None:
+    class Sized(FaultyRoot):
+        def space(self) -> Space:
+            return Space(total, free)
+
+    scene = Scene(Sized(MemoryRoot()))
+    for number in range(3):
+        set_aside(scene, number, 4, 0.0)
+    removed = scene.again(Watermarks(max_bytes, 0.9)).remove()
+    assert removed == {"quarantine": gone}
+
+
+def test_a_file_that_cannot_be_read_keeps_nobody_from_the_others_and_goes_in_a_second_round() -> None:
+    unreadable = f"{places.QUARANTINE}/"
+    root = FaultyRoot(MemoryRoot(), [])
+    scene = Scene(root)
+    first = set_aside(scene, 1, 4, OLD_S)
+    aside = places.quarantined(scene.filled.chain.addresses[2], DEAD, 9)
+    assert scene.root.move(scene.filled.name(2), aside)
+    root.set_rules([Rule("open", EACCES, lambda name: name.startswith(unreadable) and name != aside)])
+    assert scene.orphans.remove() == {"restored": 1}, "it may be the root that fails"
+    assert scene.orphans.remove() == {"quarantine": 1}
+    assert root.inner.stat(first) is None
+
+
 def test_what_people_put_in_quarantine_stays(scene: Scene) -> None:
     scene.write(Name("quarantine/look-at-this"), age_s=OLD_S)
     scene.write(Name(f"quarantine/{DEAD.hex()}.{DEAD.hex()}"), age_s=OLD_S)
@@ -200,7 +311,7 @@ def test_a_plan_that_no_sweep_names_goes_when_it_is_old(scene: Scene) -> None:
     scene.meta.put(scene.keys.condemned_in(0), Condemned.of_victims(named, bytes(16), []).to_bytes())
     scene.write(named_plan, age_s=OLD_S)
     scene.write(plan_of(2)[1], age_s=OLD_S)
-    young = scene.write(plan_of(3)[1], age_s=TIMINGS.orphan_age_s - 60)
+    young = scene.write(plan_of(3)[1], age_s=TIMINGS.plan_age_s - 60)
     foreign = scene.write(Name("plans/holiday"), age_s=OLD_S)
     assert scene.orphans.remove() == {"plans": 1}
     kept = sorted(name.rpartition("/")[2] for name in (named_plan, young, foreign))

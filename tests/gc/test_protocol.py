@@ -11,21 +11,25 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
-from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
+from kvstore.meta import faulty as meta_faulty
 from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.interface import LeaseId
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.node.member import Member
-from kvstore.root.faulty import FaultyRoot
+from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.execute import Sweeper
+from kvstore_gc.threads import inline
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
     sweep.join(0.3)
     assert sweep.is_alive() and c.present(chain) == 8
     node.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     assert not sweep.is_alive() and c.present(chain) == 0
 
 
@@ -67,7 +71,7 @@ def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     assert node.node.match(chain) == 0 and node.node.hold(chain).count == 0
     assert put(node, chain) == 0, "what is being swept cannot be put again before the sweep has ended"
     other.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     eventually(lambda: put(node, chain) == 8)
     assert node.node.match(chain) == 8
 
@@ -98,6 +102,50 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     assert c.leftovers() == [] and c.present(chain) == 0
 
 
+def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -> None:
+    """What lies in the folder of a session that ended belongs to puts that began in it: a collector may clear it."""
+    meta = FaultyMeta(MemoryMeta(c.store))
+    node, chain = c.node(meta=meta), prompt(1, 8)
+    session = node.presence.current()
+    assert node.node._session() == session.id
+    meta.add(meta_faulty.Rule(meta_faulty.Fault.NOT_SENT, ("grant",)))
+    c.store.revoke(session.lease)
+    with pytest.raises(SessionLost):
+        session.check_chain()
+    session.beat()
+    eventually(lambda: node.node._session() != session.id)
+    alone = node.node._session()
+    assert put(node, chain) == 8 and node.node._session() == alone
+    assert c.store.get(Keys(c.identity.root).session(SessionId(alone))) is None
+
+
+def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: Cluster) -> None:
+    """Others may have taken the plan for left behind by then."""
+
+    class Slow(SystemClock):
+        ahead_s = 0.0
+
+        def monotonic_s(self) -> float:
+            return super().monotonic_s() + self.ahead_s
+
+    node, chain, clock = c.node(), prompt(1, 8), Slow()
+    put(node, chain)
+
+    def sleep(seconds: float) -> None:
+        clock.ahead_s += seconds
+
+    slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
+    sweeper = Sweeper(
+        slow, c.identity, MemoryMeta(c.store), clock=clock, ids=RandomIds(), timings=TIMINGS, each=inline,
+        pause=lambda _: None,
+    )  # fmt: skip
+    report = sweeper.sweep(c.plans(chain))
+    assert report.sweeps_count == 0 and report.kept["condemned too slowly"] > 0
+    assert c.leftovers() == [] and c.present(chain) == 8
+    slow.set_rules([])
+    assert sweeper.sweep(c.plans(chain)).reaped_count == 8
+
+
 def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
     meta = MemoryMeta(c.store)
     node, chain = c.node(meta=meta), prompt(1, 50)
@@ -120,7 +168,7 @@ def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) 
     young = c.node()
     assert young.node.hold(chain).count == 0
     old.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     assert c.present(chain) == 0 and c.leftovers() == []
 
 
@@ -145,7 +193,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     hold = node.node.hold(chain)
     meta.cut_watches()
     eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
-    collector = c.collector(timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=0.4))
+    collector = c.collector()
     late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
     thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
     thread.start()
@@ -154,7 +202,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     assert c.present(chain) == 8
     node.node.release(late)
     node.node.release(hold)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert c.leftovers() == []
 
 
@@ -167,7 +215,7 @@ def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(reports) == 3 and sum(report.reaped_count for report in reports) == 30
     assert c.present(chain) == 0 and c.leftovers() == []
 

@@ -142,7 +142,7 @@ def test_g4_a_pin_put_until_the_grace_is_over_is_spared(c: Cluster) -> None:
         if not pins:
             pins.append(node._pins.pin("me", chain.addresses, 60, hold.tokens, SPACE.digest))
             node.node.release(hold)
-        eventually(lambda: node.presence.current().announced > 0, 60.0)
+        eventually(lambda: node.presence.current().announced > 0)
 
     report = c.collector(pause=meanwhile).sweep(c.plans(chain, other))
     assert pins and c.present(chain) == 8
@@ -185,7 +185,7 @@ def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster
 
     sweeper = Sweeper(
         c.root, c.identity, MemoryMeta(c.store), clock=SystemClock(), ids=RandomIds(), timings=TIMINGS, each=inline,
-        pause=lambda _: eventually(lambda: node.presence.current().announced > 0, 60.0), check=adopted,
+        pause=lambda _: eventually(lambda: node.presence.current().announced > 0), check=adopted,
     )  # fmt: skip
     with pytest.raises(RootMismatch):
         sweeper.sweep(c.plans(chain))
@@ -196,7 +196,7 @@ def test_g5_each_run_has_names_of_its_own_in_the_trash(c: Cluster) -> None:
     """A name used twice could be replaced between another run's look and its unlink."""
     node, chain, root = c.node(), prompt(1, 1), noted(c)
     for _ in range(2):
-        eventually(lambda: put(node, chain) == 1, 60.0)
+        eventually(lambda: put(node, chain) == 1)
         assert c.collector(root=root).sweep(c.plans(chain)).reaped_count == 1
     runs = [name.rpartition(".")[2] for name in root.moved]
     assert len(runs) == len({*runs}) == 2

@@ -21,23 +21,27 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.usage import Usage
 from kvstore.recency import NS_PER_S
 from kvstore.root.faulty import EIO, FaultyRoot, Hang, Rule
-from kvstore.root.interface import Root, Space
+from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.capacity import FullSign, Watermarks
+from kvstore_gc.capacity import FullSign, Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors, owner
 from kvstore_gc.config import Config, Share
+from kvstore_gc.reports import Reports
+from kvstore_gc.room import RoomSign
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector, Opened
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
-from kvstore_gc.watch import Watch
+from kvstore_gc.watch import TICK_S, Duties, Watch
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.patience import PATIENCE_S
 
 LONG_S = 3600.0
 
@@ -222,11 +226,11 @@ def test_a_round_stopped_in_its_middle_is_finished_by_the_next(place: Place) -> 
     rounds = first.rounds(config, root=root)
     crashed = threading.Thread(target=lambda: _quietly(rounds.run), daemon=True)
     crashed.start()
-    assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(10)
+    assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(PATIENCE_S)
     summary = place.rounds(config).run()
     assert summary.sweeps["adopted"] > 0 and summary.unfinished == []
     striking.fault.release.set()
-    crashed.join(10)
+    crashed.join(PATIENCE_S)
     assert place.cluster.present(chain) == 0
     place.rounds(config).run()
     assert place.cluster.leftovers() == []
@@ -256,7 +260,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
     thread.start()
     eventually(lambda: node.node.gc_view.leading(chain.addresses) < 4)
     place.stop.ask()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert ended == [Stopped] and place.cluster.present(chain) == 4
     node.node.release(hold)
     assert place.cluster.leftovers() == []
@@ -319,7 +323,30 @@ def test_each_shard_is_one_live_collector_s() -> None:
     assert one.shards(16) == list(range(16)), "under a new id"
 
 
-def test_a_collector_costs_one_keepalive_in_a_third_of_its_ttl() -> None:
+def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock, ids = FakeClock(), CountingIds()
+    store = MemoryStore(clock)
+    one, two, three = (
+        Collectors(MemoryMeta(store), Keys(bytes(16)), clock=clock, ids=ids, max_bytes=max_bytes)
+        for max_bytes in (100, None, 50)
+    )
+    one.beat()
+    two.beat()
+    assert (one.smallest_bytes, two.smallest_bytes) == (None, 100)
+    three.beat()
+    for _ in range(3):
+        clock.advance(TTL_S / 3)
+        for each in (one, two, three):
+            each.beat()
+    assert (one.smallest_bytes, two.smallest_bytes, three.smallest_bytes) == (50, 50, 100)
+    said = [record.message for record in caplog.records if record.message.startswith("gc.smaller_limit")]
+    assert len(said) == 3, "two of it, when one was there, and one and two of three"
+    three.close()
+    one.look()
+    assert one.smallest_bytes is None
+
+
+def test_a_collector_costs_a_keepalive_and_a_look_at_the_others_in_a_third_of_its_ttl() -> None:
     clock = FakeClock()
     meta = MemoryMeta(MemoryStore(clock))
     one = Collectors(meta, Keys(bytes(16)), clock=clock, ids=CountingIds())
@@ -328,7 +355,7 @@ def test_a_collector_costs_one_keepalive_in_a_third_of_its_ttl() -> None:
     for _ in range(TTL_S):
         clock.advance(1)
         one.beat()
-    assert meta.operations_count - joined == 3
+    assert meta.operations_count - joined == 6
 
 
 def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
@@ -356,7 +383,7 @@ def test_two_collectors_empty_a_root_together(place: Place) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert sum(summary.reaped.count for summary in summaries) == 36
     assert all(summary.reaped.count for summary in summaries)
     assert place.cluster.leftovers() == []
@@ -440,20 +467,27 @@ def test_a_bug_of_ours_is_not_taken_for_an_outage() -> None:
 def watched(root: Root, meta: Meta, clock: FakeClock, watermarks: Watermarks) -> tuple[Watch, Collectors]:
     keys = Keys(bytes(16))
     collectors = Collectors(meta, keys, clock=clock, ids=CountingIds())
-    return Watch(root, watermarks, clock, collectors, FullSign(meta, keys, collectors, clock)), collectors
+    reports = Reports(meta, keys, collectors, watermarks, clock)
+    sign, room = FullSign(meta, keys, collectors, clock), RoomSign(meta, keys, collectors, reports, clock)
+    return Watch(root, watermarks, clock, Duties(collectors, reports, sign, room)), collectors
 
 
 def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
     files, clock = MemoryFiles(capacity_bytes=1000), FakeClock()
-    root, meta = MemoryRoot(files), MemoryMeta(MemoryStore(clock))
+    root, meta, keys = MemoryRoot(files), MemoryMeta(MemoryStore(clock)), Keys(bytes(16))
     marks = Watermarks(None, 0.9)
     watch, collectors = watched(root, meta, clock, marks)
     watch.tick()
     assert collectors.me is not None and not marks.is_urgent
-    marks.surveyed(0, Space(1000, 1000))
+    marks.surveyed(0, marks.mark())
     root.stage(places.staged(bytes(16), 0), [memoryview(bytes(980))], stamp_ns=0, durable=False)
+    clock.advance(TICK_S)
     watch.tick()
-    assert marks.is_urgent and meta.get(Keys(bytes(16)).gc_full) is not None
+    assert marks.is_urgent and meta.get(keys.gc_full) is None, "it may be somebody else's: a survey tells"
+    lease = meta.grant(60)
+    meta.put(keys.usage_of(SessionId(b"n" * 16)), Usage(980, 0).to_json(), lease)
+    watch.tick()
+    assert marks.level == Level(980, 1000) and meta.get(keys.gc_full) is not None
 
 
 def test_an_outage_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -474,14 +508,15 @@ def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:
     meta = MemoryMeta(MemoryStore(clock))
     watch, collectors = watched(root, meta, clock, Watermarks(None, 0.9))
     watch.tick()
+    clock.advance(TICK_S)
     thread = threading.Thread(target=watch.tick)
     thread.start()
-    assert hang.reached.wait(10)
+    assert hang.reached.wait(PATIENCE_S)
     clock.advance(TTL_S + 1)
     assert watch.silent_s > TTL_S and collectors.me is None
     assert not meta.list(Keys(bytes(16)).collectors).items, "others take its shards"
     hang.release.set()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert watch.silent_s == 0 and collectors.me is not None
 
 
@@ -520,7 +555,7 @@ sys.exit("it did not end")
 @pytest.mark.slow
 def test_a_signal_ends_a_collector_whose_root_hangs() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -554,7 +589,7 @@ def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
         release.wait()
 
     def ask() -> None:
-        reached.wait(10)
+        reached.wait(PATIENCE_S)
         stop.ask()
 
     asking = threading.Thread(target=ask)
@@ -562,7 +597,7 @@ def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
     with pytest.raises(Stopped):
         Threads(2, stop).each(2, hang)
     release.set()
-    asking.join(10)
+    asking.join(PATIENCE_S)
 
 
 def test_a_call_that_does_not_return_in_time_is_unavailable() -> None:

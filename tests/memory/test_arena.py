@@ -19,6 +19,8 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory import host
 from kvstore.memory.arena import Arena, follow, map_arena
+from kvstore.waiting import Flag
+from tests.patience import PATIENCE_S
 
 SIZE = 64 * 4096
 
@@ -87,7 +89,7 @@ def test_a1_another_process_reads_what_is_written_and_changes_nothing() -> None:
         assert bytes(arena.memory[:5]) == b"first"
         arena.memory[:5] = b"later"
         ours.sendall(b"x")
-        said = json.loads(child.communicate(timeout=60)[0])
+        said = json.loads(child.communicate(timeout=PATIENCE_S)[0])
     assert said["read"] == "later"
     assert [name for name, outcome in said["done"].items() if outcome == "worked"] == []
     assert os.fstat(arena.fd).st_size == SIZE and bytes(arena.memory[:5]) == b"later"
@@ -115,7 +117,7 @@ def test_a2_what_is_mapped_stays_readable_when_the_writer_is_killed() -> None:
         mapped = map_arena(fd, SIZE)
         os.close(fd)
         child.send_signal(signal.SIGKILL)
-        assert child.wait(60) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     assert mapped.readonly and bytes(mapped[-4:]) == b"left" and bytes(mapped[:4]) == bytes(4)
 
 
@@ -123,7 +125,7 @@ def test_pages_are_taken_in_the_background_and_keep_what_is_written_meanwhile() 
     arena = Arena(SIZE).open()
     arena.memory[4096:4100] = b"page"
     assert arena._filling is not None
-    arena._filling.join(30)
+    arena._filling.join(PATIENCE_S)
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE and bytes(arena.memory[4096:4101]) == b"page\0"
     arena.close()
 
@@ -220,7 +222,7 @@ def _open_count(name: str) -> int:
 def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
     """Whoever takes a page pays for it in its cgroup: a client follows what the worker took, and takes nothing."""
     fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
-    closing = threading.Event()
+    closing = Flag()
     try:
         os.ftruncate(fd, SIZE)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
@@ -231,7 +233,7 @@ def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
         assert following and os.fstat(fd).st_blocks == taken
         closing.set()
         for each in following:
-            each.join(30)
+            each.join(PATIENCE_S)
         assert os.fstat(fd).st_blocks == taken
         assert _open_count("kvstore-other") == open_count
     finally:
@@ -244,10 +246,10 @@ def test_pages_that_are_all_there_are_followed_at_once() -> None:
     try:
         os.pwrite(fd, bytes(SIZE), 0)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
-        follow(mapped, fd, threading.Event())
+        follow(mapped, fd, Flag())
         for each in threading.enumerate():
             if each.name == "kvstore-pages":
-                each.join(30)
+                each.join(PATIENCE_S)
                 assert not each.is_alive()
     finally:
         os.close(fd)

@@ -23,6 +23,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.meta.conftest import Store
+from tests.patience import PATIENCE_S
 
 KEYS = Keys(bytes(range(16)))
 
@@ -149,7 +150,7 @@ def test_racing_nodes_agree_on_one() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(found) == 8 and len({str(each) for each in found}) == 1 and isinstance(found[0], Agreed)
 
 
@@ -166,7 +167,7 @@ def test_of_nodes_that_race_with_two_etcds_only_those_of_one_agree() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     kinds = [{type(each) for each in found[side]} for side in (0, 1)]
     assert kinds in ([{Agreed}, {Foreign}], [{Foreign}, {Agreed}])
 

@@ -48,3 +48,6 @@ CONFIGS: dict[str, Config] = {
 
 BROKEN = {"c13r": "I1"}
 """Worlds in which an invariant does not hold: resurrecting what is condemned, and a rollback. It must not be built."""
+
+QUICK = ("hold", "join", "unpin", "two", "pins", "cache", "twoa")
+"""Worlds that take seconds, not minutes."""

@@ -19,6 +19,7 @@ from kvstore.planes import Planes
 from kvstore.sources import RandomIds
 from tests.native.test_same_results import LARGE
 from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -71,5 +72,5 @@ def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_righ
             turn.wait()
     finally:
         turn.abort()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert min(outcomes) > 0, "some were replaced, and some were not"

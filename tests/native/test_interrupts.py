@@ -22,6 +22,7 @@ from kvstore.root.posix import PosixReader, PosixRoot
 from tests.native.modes import opened
 from tests.native.test_withdrawing import Paused
 from tests.node.stores import SMALL, kv_of, member_on, same
+from tests.patience import PATIENCE_S
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 
@@ -45,7 +46,7 @@ class PausedRoot(PosixRoot):
     def _pause(self) -> None:
         if self.is_on:
             self.reached.set()
-            assert self.release.wait(30)
+            assert self.release.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def interrupted_at(reached: threading.Event) -> Iterator[None]:
     assert main is not None and threading.get_ident() == main
 
     def interrupt() -> None:
-        assert reached.wait(30)
+        assert reached.wait(PATIENCE_S)
         time.sleep(0.05)  # until the call waits
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -66,7 +67,7 @@ def interrupted_at(reached: threading.Event) -> Iterator[None]:
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         signal.signal(signal.SIGINT, before)
 
 
@@ -151,7 +152,7 @@ def test_an_interrupted_put_stores_nothing_that_came_later(store_and_pause: tupl
 
 
 def wait_until_staged_is_empty(root: Path) -> None:
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + PATIENCE_S
     time.sleep(0.1)  # lanes may not have begun to write
     while list(root.glob("staging/*/*")):
         assert time.monotonic() < limit, "a file stayed in staging"

@@ -29,6 +29,7 @@ from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -166,7 +167,7 @@ else:
 )  # fmt: skip
 def test_nothing_behind_the_last_chunk_is_looked_at(name: str) -> None:
     command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE, name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-500:]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,16 @@ print(is_available(), why_not())
 """
 
 
+WAIT_S = 150.0
+"""For a process that takes two seconds on an idle machine."""
+
+
 def used(path: Path, setting: str) -> str:
     """What a process with ``KVSTORE_NATIVE`` set says after it stored and read something."""
     search = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "KVSTORE_NATIVE": setting, "PYTHONPATH": search}
     command = [sys.executable, "-c", USE, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=True)
     return done.stdout.strip()
 
 
@@ -81,7 +86,7 @@ def test_a_library_that_does_not_fit_is_not_used(
     library = tmp_path / "libkvstore.so"
     if source is not None:
         (tmp_path / "other.c").write_text(source)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True, timeout=60)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True, timeout=WAIT_S)
     monkeypatch.setattr(native, "LIBRARY", library)
     found, brief, said = native._load()
     assert found is None and brief is None and reason in said
@@ -118,7 +123,45 @@ def test_only_a_library_older_than_its_sources_is_removed(tmp_path: Path) -> Non
     assert not library.exists()
 
 
+def test_a_compiler_that_takes_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds of work took over two minutes on a machine that did much else, and the user got pure Python."""
+    hook, limits = builder(), []
+
+    def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        limits.append(options["timeout"])
+        return subprocess.CompletedProcess(command, 1, "", "no")
+
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    monkeypatch.setenv("CC", "true")
+    monkeypatch.setattr(subprocess, "run", ran)
+    assert "failed" in hook.build(tmp_path)
+    assert limits and min(limits) >= 600
+
+
+@pytest.mark.parametrize(("setting", "is_said"), [("", True), ("0", False)])
+def test_a_library_that_is_missing_is_said_unless_it_was_turned_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, setting: str, is_said: bool
+) -> None:
+    monkeypatch.setenv("KVSTORE_NATIVE", setting)
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "libkvstore.so")
+    native._say(native._load()[2])
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == is_said and all("pure Python" in each and "install kvstore again" in each for each in said)
+
+
+def test_a_process_without_the_library_says_so_once(tmp_path: Path) -> None:
+    """On standard error, where a program that configures no logging has its warnings."""
+    shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    environment = {**os.environ, "KVSTORE_NATIVE": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", "import kvstore.native.library; import kvstore.native"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stderr.count("native.missing") == 1 and str(tmp_path) in done.stderr
+
+
 @pytest.mark.parametrize("named", [None, "", "cc -g"])
+@pytest.mark.timeout(960)  # as long as the build itself may take
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_it_builds_from_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
     monkeypatch.delenv("KVSTORE_NATIVE", raising=False)

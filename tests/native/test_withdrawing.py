@@ -26,6 +26,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, kv_of, same
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -48,7 +49,7 @@ class Paused:
 
         def slow(*arguments: object) -> object:
             self.reached.set()
-            assert self.release.wait(30)
+            assert self.release.wait(PATIENCE_S)
             return found(*arguments)
 
         return slow
@@ -95,10 +96,10 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert paused_open.reached.wait(30)
+        assert paused_open.reached.wait(PATIENCE_S)
         borrowed.withdraw()
         paused_open.release.set()
-        reader.join(30)
+        reader.join(PATIENCE_S)
         assert ended == [True]
         assert (out == 7).all()
         assert open_files(tmp_root) == before
@@ -142,7 +143,7 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
             borrowed.withdraw()
             out.fill(9)
             for reader in readers:
-                reader.join(30)
+                reader.join(PATIENCE_S)
             assert (out == 9).all()
         assert open_files(tmp_root) == before
 
@@ -187,7 +188,7 @@ def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root
             writer.send_signal(signal.SIGKILL)
             written = 1 + len(writer.stdout.read().splitlines())
             writer.stdout.close()
-            writer.wait(30)
+            writer.wait(PATIENCE_S)
         with opened(tmp_root, native=True) as store:
             cache = store.namespace("m", SMALL)
             for number in range(written + 1):
@@ -248,4 +249,4 @@ def test_taking_back_that_is_interrupted_is_ended_all_the_same() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert borrowed.natively.users == 0
-    thread.join(30)
+    thread.join(PATIENCE_S)

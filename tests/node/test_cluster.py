@@ -20,14 +20,15 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from tests.etcd_fixture import eventually, running_etcd
 from tests.node.stores import SMALL, TINY, kv_of, same
+from tests.patience import PATIENCE_S, slowness
 
 pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 QUICK = Limits(meta_deadline_s=2.0)
-IN_TIME_S = 10.0
-"""A call to etcd gives up after 2 s here; a busy machine may add to it."""
+IN_TIME_S = PATIENCE_S
+"""A call to etcd gives up after 2 s here; one without a deadline would never end."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_nodes_of_one_root_see_each_others_chunks_and_pins(store: Store, tmp_roo
 def test_a_pin_ends_with_its_lease(store: Store) -> None:
     cache = store.namespace("m", SMALL)
     cache.put(TOKENS, KV)
-    cache.pin(TOKENS, ttl=1)
+    cache.pin(TOKENS, ttl=round(slowness()))
     assert cache.refcount(TOKENS) == 1
     eventually(lambda: cache.refcount(TOKENS) == 0)
 
@@ -196,7 +197,7 @@ def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: Em
         lost = member.presence.current()
         member.meta.revoke(lost.lease)
         lost.beat()
-        eventually(lambda: store.stats()["sessions_lost"] == 1)
+        eventually(lambda: store.stats()["sessions_lost"] >= 1)
         with pytest.raises(Unavailable, match="match again"):
             hold.read_into(np.zeros_like(KV))
         eventually(lambda: store.stats()["session_alive"] == 1)

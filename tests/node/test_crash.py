@@ -17,6 +17,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.node.stores import TINY, SetClock, kv_of, same, store_on
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def put_and_die(root: str, point: str, occurrence: int) -> None:
 def killed(root: Path, point: str, occurrence: int) -> None:
     script = f"from tests.node.test_crash import put_and_die; put_and_die({str(root)!r}, {point!r}, {occurrence})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=PATIENCE_S, check=False)
     assert ended.returncode == -signal.SIGKILL, "the point was not reached"
 
 

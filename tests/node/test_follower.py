@@ -202,7 +202,7 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
     presence.attach(alone.follower.begin, alone.follower.end)
     presence.start()
     try:
-        eventually(lambda: root.struck and not alone.meta.list(alone.keys.sessions).items, 2.0)
+        eventually(lambda: root.struck and not alone.meta.list(alone.keys.sessions).items)
         assert not alone.view.protects
         root.set_rules(())
         eventually(lambda: alone.view.protects)

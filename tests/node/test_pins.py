@@ -45,11 +45,12 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 from tests.etcd_fixture import eventually, free_port, running_etcd
 from tests.node.stores import TINY, kv_of, same, store_on
+from tests.patience import PATIENCE_S
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
 CHAIN = Chain.of(Namespace.of("m", TINY), token_array(TOKENS))
-LIMITS = Limits(meta_deadline_s=2.0)
+LIMITS = Limits()
 
 
 class Shared:
@@ -146,10 +147,10 @@ def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
 
         thread = threading.Thread(target=pin)
         thread.start()
-        assert hang.reached.wait(10)
+        assert hang.reached.wait(PATIENCE_S)
         store._port._member.node.holds.drop_all()  # type: ignore[attr-defined]
         hang.release.set()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert [type(error) for error in failed] == [HoldBroken]
         assert cluster.refs() == cluster.twins() == []
         cluster.root.set_rules([])
@@ -201,7 +202,9 @@ def test_c6_a_node_of_a_wiped_etcd_serves_and_refuses_pins_until_adoption() -> N
         assert [(one.id, one.owner, one.tokens) for one in store.pins()] == [(pin.record.id, "job", len(TOKENS))]
         # The session that found them to differ was ended with the adoption; the next one agrees.
         _beat(store)
-        eventually(lambda: store.stats()["protected"] == 1)
+        # It protects before it is handed out, and refuses pins until then: Unavailable says to try again.
+        eventually(lambda: not _refuses(cache))
+        assert store.stats()["protected"] == 1
         assert cache.pin(TOKENS, ttl=60).release() and store.unpin(pin.record.id)
         assert wiped.twins() == []
 
@@ -245,7 +248,7 @@ def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_sessi
         for kv in cluster.etcd.list(cluster.keys.sessions).items:
             cluster.etcd.revoke(kv.lease)
         _beat(store)
-        eventually(lambda: store.stats()["sessions_lost"] == 1 and store.stats()["session_alive"] == 1)
+        eventually(lambda: store.stats()["sessions_lost"] >= 1 and store.stats()["session_alive"] == 1)
         with pytest.raises(Unavailable):
             cache.pin(TOKENS, ttl=60)
 
@@ -280,7 +283,7 @@ def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
         etcd.stop()
         shutil.rmtree(tmp_path / "etcd")
         etcd.start()
-        eventually(lambda: store.stats()["sessions_lost"] == 1 and _refuses(cache))
+        eventually(lambda: store.stats()["sessions_lost"] >= 1 and _refuses(cache))
         assert same(cache.get(TOKENS)[1], KV), "served all the same"
         code, said = command("ls", "--pins", *at)
         assert code == 0 and "job/1" not in said
@@ -319,7 +322,9 @@ def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp
 
     def etcdctl(*arguments: str) -> None:
         binary = Path(find_etcd()).with_name("etcdctl")
-        subprocess.run([binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=PATIENCE_S
+        )
 
     with (
         EmbeddedEtcd(folder, peer_port=peer_port) as etcd,

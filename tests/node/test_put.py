@@ -20,6 +20,7 @@ from kvstore.root.faulty import FaultyRoot
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
+from tests.patience import PATIENCE_S
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -103,14 +104,14 @@ def test_many_writers_of_one_prompt_publish_each_chunk_once(tmp_root: Path) -> N
 
     def put(store: Store) -> None:
         cache = store.namespace("m", SMALL)
-        barrier.wait(30)
+        barrier.wait(PATIENCE_S)
         results.append(cache.put(TOKENS, KV))
 
     threads = [threading.Thread(target=put, args=(store,)) for store in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert [result.tokens_present for result in results] == [len(TOKENS)] * 4
     assert sum(result.chunks_written for result in results) == 8
     for store in stores:

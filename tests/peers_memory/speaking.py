@@ -29,6 +29,7 @@ from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.standard import Health
+from tests.patience import NEVER_S, PATIENCE_S
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)
@@ -99,7 +100,7 @@ class Speaker:
         """For ``BulkListener``: one request of a connection."""
         channel = connection.channel
         try:
-            channel.limit(60.0, 60.0)
+            channel.limit(NEVER_S, NEVER_S)
             head = channel.receive_head()
             channel.expect(head, Kind.GET)
             request = decode_request(channel.receive(head.length))
@@ -128,7 +129,7 @@ def speaking(say: Say) -> Iterator[Speaker]:
     def open_bulk(_: bytes, __: grpc.ServicerContext) -> bytes:
         speaker.dials += 1
         if not speaker.greets:
-            speaker.ended.wait(60.0)
+            speaker.ended.wait(NEVER_S)
         grant = listener.grant()
         offer = pb.OpenBulkResponse(tcp_port=speaker.port, grant=grant.id, secret=grant.secret, ttl_s=5.0)
         answer: bytes = offer.SerializeToString()
@@ -147,5 +148,5 @@ def speaking(say: Say) -> Iterator[Speaker]:
         yield speaker
     finally:
         speaker.ended.set()
-        server.stop(0).wait(5)
+        server.stop(0).wait(PATIENCE_S)
         listener.close(5)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -29,7 +30,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_index
 from kvstore.wire.statuses import UnknownNamespace, refusal
-from tests.etcd_fixture import Proxy, eventually
+from tests.etcd_fixture import Proxy
+from tests.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
 from tests.peers_memory.speaking import (
     Say,
     Speaker,
@@ -44,20 +46,38 @@ from tests.peers_memory.speaking import (
 from tests.peers_memory.telling import KEYS, Held, shard_of, sorted_prints
 
 CLOCK = SystemClock()
-QUICK = PeerLimits(answer_s=0.6, follow_s=0.02, aside_s_min=0.2, aside_s_max=0.4)
+PATIENT = PeerLimits(answer_s=PATIENCE_S, follow_s=0.02, aside_s_min=0.2, aside_s_max=0.4)
+"""For peers that answer, late perhaps."""
+LASTING = replace(PATIENT, aside_s_min=NEVER_S, aside_s_max=NEVER_S)
+"""Who failed once is left alone for the whole test."""
+
+
+def hasty(limits: PeerLimits = LASTING) -> PeerLimits:
+    """For peers that do not answer: how long each of their silences takes."""
+    return replace(limits, answer_s=0.6 * slowness())
+
+
+class Moved(SystemClock):
+    """The real clock, and what a test adds to it."""
+
+    added_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.added_s
 
 
 class Reader:
     """A node without memory of its own that reads from peers."""
 
     def __init__(self, limits: PeerLimits) -> None:
+        self.clock = Moved()
         self.store = MemoryStore()
         self.counters = Counters()
         self.presence = Presence(MemoryMeta(self.store), KEYS)
-        self.presence.start(5.0)
+        self.presence.start(PATIENCE_S)
         self.cleared: list[NamespaceDigest] = []
         self.peers = Peers(
-            MemoryMeta(self.store), KEYS, self.presence, Held(), self.counters, CLOCK, limits,
+            MemoryMeta(self.store), KEYS, self.presence, Held(), self.counters, self.clock, limits,
             self.cleared.append, Random(1),
         )  # fmt: skip
         self.peers.start(None)
@@ -74,10 +94,10 @@ class Reader:
         Digests(meta, KEYS).publish(session, digests, WorkerRecord(address), 1.0)
         eventually(lambda: address in self.peers._follower.directory.numbers)  # type: ignore[union-attr]
 
-    def get(self, chain: Chain, indexes: Sequence[int], seconds: float = 30.0) -> list[bool]:
+    def get(self, chain: Chain, indexes: Sequence[int], seconds: float = NEVER_S) -> list[bool]:
         """Fetches, and checks what is said to have come."""
         images = room_for(chain, indexes)
-        came = self.peers.fetch(chain, indexes, images, Deadline(CLOCK, seconds))
+        came = returns(lambda: self.peers.fetch(chain, indexes, images, Deadline(CLOCK, seconds)))
         for index, image, is_here in zip(indexes, images, came, strict=True):
             assert not is_here or bytes(image) == image_of(chain, index)
         return came
@@ -87,19 +107,13 @@ class Reader:
 
 
 @contextmanager
-def reading(limits: PeerLimits = QUICK) -> Iterator[Reader]:
+def reading(limits: PeerLimits = PATIENT) -> Iterator[Reader]:
     reader = Reader(limits)
     try:
         yield reader
     finally:
         reader.peers.close(5.0)
         reader.presence.close()
-
-
-def took_s(action: Callable[[], object]) -> float:
-    began_s = time.monotonic()
-    action()
-    return time.monotonic() - began_s
 
 
 def test_chunks_come_from_a_peers_memory_over_one_connection() -> None:
@@ -176,7 +190,7 @@ def test_a_namespace_that_is_unknown_there_is_a_miss() -> None:
 
 def test_a_peer_that_is_full_is_left_alone() -> None:
     chain = chain_of(2)
-    with speaking(refusing(Overloaded("full"))) as speaker, reading() as reader:
+    with speaking(refusing(Overloaded("full"))) as speaker, reading(LASTING) as reader:
         reader.hears(speaker.address, chain, range(2))
         assert reader.get(chain, range(2)) == [False, False]
         assert reader.peers.leading(chain, 0) == 0
@@ -227,11 +241,11 @@ def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
 def test_a_lying_peer_is_a_miss_and_is_left_alone(say: Say) -> None:
     """No image is said to have come that did not, and no later look-up counts on that peer for a while."""
     chain = chain_of(3)
-    with speaking(say) as speaker, reading() as reader:
+    with speaking(say) as speaker, reading(LASTING) as reader:
         reader.hears(speaker.address, chain, range(3))
         assert reader.get(chain, range(3)) == [False] * 3
         assert reader.peers.leading(chain, 0) == 0
-        assert took_s(lambda: reader.get(chain, range(3))) < QUICK.answer_s / 2
+        assert reader.get(chain, range(3)) == [False] * 3
         assert len(speaker.asked) == 1
         assert reader.counted("peers_failed") == 1
 
@@ -265,41 +279,54 @@ def silent(speaker: list[Speaker]) -> Say:
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
         start(channel, number, request.chunks_max)
         send_file(channel, number, request.first, image_of(chain_of(3), request.first))
-        speaker[0].ended.wait(60.0)
+        speaker[0].ended.wait(NEVER_S)
 
     return say
 
 
+def test_what_came_before_a_peer_broke_off_counts() -> None:
+    chain = chain_of(3)
+
+    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
+        start(channel, number, request.chunks_max)
+        send_file(channel, number, 0, image_of(chain, 0))
+        channel.close()
+
+    with speaking(say) as speaker, reading(LASTING) as reader:
+        reader.hears(speaker.address, chain, range(3))
+        assert reader.get(chain, range(3)) == [True, False, False]
+        assert reader.peers.stats()["peers_aside"] == 1
+
+
 def test_a_peer_that_falls_silent_costs_one_bounded_wait() -> None:
-    """As after SIGSTOP. What came before counts; those who waited for their turn do not wait again."""
+    """As after SIGSTOP. Those who waited for their turn do not wait again."""
     chain = chain_of(3)
     box: list[Speaker] = []
-    limits = PeerLimits(answer_s=0.6, follow_s=0.02, aside_s_min=5.0, links_max=1)
-    with speaking(silent(box)) as speaker, reading(limits) as reader:
+    with speaking(silent(box)) as speaker, reading(replace(hasty(), links_max=1)) as reader:
         box.append(speaker)
         reader.hears(speaker.address, chain, range(3))
         found: list[list[bool]] = []
         waits = [threading.Thread(target=lambda: found.append(reader.get(chain, range(3)))) for _ in range(4)]
-        began_s = time.monotonic()
         for each in waits:
             each.start()
         for each in waits:
             each.join()
-        assert time.monotonic() - began_s < 2 * limits.answer_s + 0.5
-        assert sorted(found) == [[False] * 3] * 3 + [[True, False, False]]
+        *others, one = sorted(found)
+        # A busy machine may not have read the first chunk in time.
+        assert others == [[False] * 3] * 3 and one in ([True, False, False], [False] * 3)
         assert reader.peers.leading(chain, 0) == 0
-        assert took_s(lambda: reader.get(chain, range(3))) < 0.2
-        assert len(speaker.asked) == 1
+        assert reader.get(chain, range(3)) == [False] * 3
+        assert len(speaker.asked) <= 1 and speaker.dials == 1
 
 
 def test_no_wait_is_longer_than_the_callers() -> None:
     chain = chain_of(3)
     box: list[Speaker] = []
-    with speaking(silent(box)) as speaker, reading(PeerLimits(follow_s=0.02)) as reader:
+    with speaking(silent(box)) as speaker, reading(replace(PATIENT, answer_s=NEVER_S)) as reader:
         box.append(speaker)
         reader.hears(speaker.address, chain, range(3))
-        assert took_s(lambda: reader.get(chain, range(3), seconds=0.3)) < 0.9
-        assert took_s(lambda: reader.get(chain, range(3), seconds=0.0)) < 0.1
+        for seconds in (0.3, 0.0):
+            assert not all(reader.get(chain, range(3), seconds=seconds))
 
 
 def test_a_peer_that_trickles_is_given_up() -> None:
@@ -313,9 +340,9 @@ def test_a_peer_that_trickles_is_given_up() -> None:
         while not speaker.ended.wait(0.05):
             channel.send_bytes([memoryview(b"x")])
 
-    with speaking(say) as speaker, reading() as reader:
+    with speaking(say) as speaker, reading(hasty()) as reader:
         reader.hears(speaker.address, chain, [0])
-        assert took_s(lambda: reader.get(chain, [0])) < 2 * QUICK.answer_s
+        assert reader.get(chain, [0]) == [False]
         assert reader.peers.leading(chain, 0) == 0
 
 
@@ -341,24 +368,26 @@ def test_a_dead_peer_is_left_alone_until_it_answers() -> None:
 def test_a_peer_that_does_not_greet_costs_one_bounded_wait() -> None:
     """A frozen process takes connections, as the kernel does that for it, and says nothing."""
     chain = chain_of(1)
-    with speaking(honest(chain)) as speaker, reading() as reader:
+    with speaking(honest(chain)) as speaker, reading(hasty()) as reader:
         speaker.greets = False
         reader.hears(speaker.address, chain, [0])
-        assert took_s(lambda: reader.get(chain, [0])) < QUICK.answer_s + 0.4
+        assert reader.get(chain, [0]) == [False]
         assert reader.peers.leading(chain, 0) == 0
+        assert reader.get(chain, [0]) == [False] and speaker.dials <= 1
 
 
 def test_a_partition_between_workers_is_a_miss() -> None:
     """What the peer says on the bulk connection is swallowed, from the greeting on and in the middle of an answer."""
     chain = chain_of(2)
-    with speaking(honest(chain)) as speaker, reading() as reader:
+    with speaking(honest(chain)) as speaker, reading(hasty(PATIENT)) as reader:
         proxy = Proxy(f"127.0.0.1:{speaker.port}")
         speaker.port = proxy.port
         reader.hears(speaker.address, chain, range(2))
-        assert reader.get(chain, [0]) == [True]
+        eventually(lambda: reader.get(chain, [0]) == [True])
+        failed = reader.counted("peers_failed")
         proxy.swallow.set()
-        assert took_s(lambda: reader.get(chain, [0, 1])) < QUICK.answer_s + 0.4
-        assert reader.peers.leading(chain, 0) == 0
+        assert reader.get(chain, [0, 1]) == [False, False]
+        assert reader.counted("peers_failed") == failed + 1
         proxy.swallow.clear()
         proxy.cut()
         eventually(lambda: reader.peers.leading(chain, 0) == 2)
@@ -369,15 +398,15 @@ def test_a_partition_between_workers_is_a_miss() -> None:
 def test_closing_cuts_what_is_in_progress() -> None:
     chain = chain_of(3)
     box: list[Speaker] = []
-    with speaking(silent(box)) as speaker, reading(PeerLimits(follow_s=0.02)) as reader:
+    with speaking(silent(box)) as speaker, reading(replace(PATIENT, answer_s=NEVER_S)) as reader:
         box.append(speaker)
         reader.hears(speaker.address, chain, range(3))
         found: list[list[bool]] = []
         fetching = threading.Thread(target=lambda: found.append(reader.get(chain, range(3))))
         fetching.start()
         eventually(lambda: len(speaker.asked) == 1)
-        assert took_s(lambda: reader.peers.close(5.0)) < 1.5
-        fetching.join(1.0)
+        reader.peers.close(5.0)
+        fetching.join(PATIENCE_S)
         assert found in ([[True, False, False]], [[False, False, False]])
         assert reader.get(chain, range(3)) == [False] * 3
 
@@ -385,7 +414,7 @@ def test_closing_cuts_what_is_in_progress() -> None:
 def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> None:
     """At the node that cleared it and at any other, for a while; what came meanwhile is dropped."""
     chain = chain_of(2)
-    limits = PeerLimits(follow_s=0.02, cleared_s=0.5)
+    limits = replace(PATIENT, cleared_s=NEVER_S)
     with speaking(honest(chain)) as speaker, reading(limits) as one, reading(limits) as other:
         for reader in (one, other):
             reader.hears(speaker.address, chain, range(2))
@@ -397,6 +426,7 @@ def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> No
         eventually(lambda: other.cleared == [chain.namespace.digest])
         assert other.peers.leading(chain, 0) == 0
         for reader in (one, other):
+            reader.clock.added_s += NEVER_S
             eventually(lambda reader=reader: reader.get(chain, [0, 1]) == [True, True])  # type: ignore[misc]
         assert one.cleared == [chain.namespace.digest], "it does not hear itself"
 
@@ -406,14 +436,14 @@ def test_replicas_share_the_load_and_a_slow_one_gets_less() -> None:
     chain = chain_of(2)
 
     def slow(channel: Channel, number: int, request: pb.GetRequest) -> None:
-        time.sleep(0.02)
+        time.sleep(0.02 * slowness())
         honest(chain)(channel, number, request)
 
     with (
         speaking(honest(chain)) as a,
         speaking(honest(chain)) as b,
         speaking(slow) as c,
-        reading(PeerLimits(follow_s=0.02)) as reader,
+        reading() as reader,
     ):
         for each in (a, b, c):
             reader.hears(each.address, chain, range(2))

@@ -29,6 +29,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S
 from tests.peers_memory.speaking import LAYOUT, Say, chain_of, honest, image_of, send_file, speaking, start
 from tests.peers_memory.telling import shard_of, sorted_prints
 
@@ -42,8 +43,9 @@ class Reader:
         self.store = MemoryStore()
         ids, root = RandomIds(), MemoryRoot(MemoryFiles())
         self.member: Member = join(
-            root, create_or_open(root, ids), MemoryMeta(self.store), durable=False, limits=Limits(read_deadline_s=5),
-            clock=CLOCK, ids=ids, settings=TierSettings(32 << 20, sync_interval_s=0.05),
+            root, create_or_open(root, ids), MemoryMeta(self.store), durable=False,
+            limits=Limits(read_deadline_s=PATIENCE_S), clock=CLOCK, ids=ids,
+            settings=TierSettings(32 << 20, sync_interval_s=0.05),
         )  # fmt: skip
         peers = join_peers(self.member)
         assert peers is not None

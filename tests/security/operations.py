@@ -107,6 +107,7 @@ OPERATIONS = {
     "get": one("Get", "read", prompt(pb.GetRequest)),
     "get what is held": one("Get", "read", lambda cell: pb.GetRequest(hold=cell.hold)),
     "hold": one("Hold", "read", prompt(pb.HoldRequest)),
+    "renew": one("Renew", "read", lambda cell: pb.RenewRequest(holds=[cell.hold])),
     "release": one("Release", "read", lambda cell: pb.ReleaseRequest(hold=cell.hold)),
     "put": Operation("Put", "write", put),
     "pin": one("Pin", "write", prompt(pb.PinRequest, ttl_s=60)),

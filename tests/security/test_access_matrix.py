@@ -24,6 +24,7 @@ from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
+from kvstore.worker.limits import WorkerLimits
 from tests.node.stores import SMALL
 from tests.security.operations import BLOCK, ELSEWHERE, KEY, KV, OPERATIONS, TOKENS, Cell, Operation
 from tests.security.secured import Issuer, Secured, bearer, secured
@@ -79,7 +80,8 @@ WHO = (
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    with secured(tmp_path_factory.mktemp("matrix"), IDENTITIES) as running:
+    limits = WorkerLimits(hold_lease_s=900)  # what each cell holds stays until it is released
+    with secured(tmp_path_factory.mktemp("matrix"), IDENTITIES, limits=limits) as running:
         running.revoke("revoked")
         yield running
 

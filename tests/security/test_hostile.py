@@ -28,6 +28,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
 from tests.node.stores import SMALL, kv_of, same
+from tests.patience import slowness, stretched
 from tests.security.certificates import Authority
 from tests.security.secured import Secured, bearer, secured
 from tests.worker.serving import WAIT_S, packed
@@ -37,9 +38,16 @@ pytestmark = pytest.mark.slow
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 IDENTITIES = {"cert:engine": {"acme": "write"}, "engine": {"acme": "write"}, "other": {"globex": "admin"}}
-LIMITS = WorkerLimits(idle_s=1.0, hello_s=1.0, calls_max=8, spare_calls_max=4)
+LIMITS = stretched(WorkerLimits(idle_s=1.0, hello_s=1.0, calls_max=8, spare_calls_max=4), "idle_s", "hello_s")
 STATS = "/kvstore.v1.KVStore/Stats"
-SOON = ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0)
+SOON = stretched(
+    ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0),
+    "probe_s",
+    "match_s",
+    "pin_s",
+    "read_s",
+    "write_s",
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +115,7 @@ def test_tls_on_a_plaintext_port_fails_soon(engine: ClientTls) -> None:
         began_s = time.monotonic()
         with kvstore.connect(address, tls=engine, limits=SOON) as store, pytest.raises(Unavailable):
             store.namespace("m", SMALL)
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < WAIT_S
 
 
 def test_tokens_that_are_stolen_old_or_of_another_tenant(served: Secured, engine: ClientTls) -> None:
@@ -158,7 +166,7 @@ def test_a_grant_is_of_no_use_with_another_certificate(served: Secured, engine: 
     try:
         granted = mine.unary("OpenBulk")(b"", timeout=WAIT_S)
         theirs.bulk._ask = lambda request, timeout_s: granted
-        with pytest.raises(Exception, match="no such way"), theirs.bulk.link(5.0):
+        with pytest.raises(Unavailable, match="closed the connection"), theirs.bulk.link(5.0):
             raise AssertionError("a connection was had")
     finally:
         mine.close()
@@ -298,7 +306,7 @@ def kvstore_digest(served: Secured, tls: ClientTls) -> bytes:
 
 
 def test_two_thousand_connections_are_bounded_and_others_served(tmp_path: Path) -> None:
-    limits = WorkerLimits(connections_max=500, hello_s=1.0)
+    limits = WorkerLimits(connections_max=500, hello_s=slowness())
     with secured(tmp_path, IDENTITIES, limits=limits) as served, ExitStack() as sockets:
         engine = served.authority.client("engine")
         host, port = served.address.rsplit(":", 1)

@@ -19,6 +19,7 @@ from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthent
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
 from tests.etcd_fixture import Certificates, tls_etcd
 from tests.node.stores import SMALL, kv_of, same
+from tests.patience import slowness, stretched
 from tests.security.secured import Secured, secured
 from tests.worker.serving import WAIT_S, eventually
 
@@ -26,7 +27,14 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SOON = ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0)
+SOON = stretched(
+    ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0),
+    "probe_s",
+    "match_s",
+    "pin_s",
+    "read_s",
+    "write_s",
+)
 READER, WRITER = {"acme": "read"}, {"acme": "write"}
 
 
@@ -164,7 +172,7 @@ def test_a_node_of_its_own_reaches_etcd_by_mutual_tls_and_renews_its_certificate
     install(other)
     tls = EtcdTls(ca, cert, key)
     with tls_etcd(tmp_path, good) as endpoint:
-        meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=1.0)
+        meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=slowness())
         try:
             assert error_of(lambda: meta.get("a")) is Unavailable
             install(good)

@@ -1,4 +1,4 @@
-"""What production code gets in place of ``threading`` and ``queue``: the same names, over actors of the kernel.
+"""What production code gets in place of ``threading``, ``queue`` and ``kvstore.waiting``, over actors of the kernel.
 
 So threads, locks, events and queues of nodes and collectors run as they are, in the order that the seed gives.  Only
 what is used there is here.
@@ -25,6 +25,7 @@ THREADED = (
     "kvstore.meta.presence",
     "kvstore.meta.session",
     "kvstore.node.lanes",
+    "kvstore.node.usage",
     "kvstore.node.refresh",
     "kvstore.node.clears",
     "kvstore.node.follower",
@@ -33,7 +34,6 @@ THREADED = (
     "kvstore_gc.threads",
 )
 """The modules that start threads, or hold locks while they call the root or the metadata."""
-QUEUEING = ("kvstore.node.lanes", "kvstore.node.refresh")
 
 
 def kernel() -> Kernel:
@@ -234,16 +234,17 @@ class NowClock:
 
 _THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread)
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
+_REPLACED = {"threading": _THREADING, "queue": _QUEUE, "Flag": Event, "Monitor": Condition}
+"""By the name that a module has for it; the last two are those of ``kvstore.waiting``."""
 
 
 @contextmanager
 def installed(at: Kernel) -> Iterator[None]:
     """Production code runs on actors of ``at``."""
     with ExitStack() as undo:
-        for name in THREADED:
-            undo.enter_context(patch.object(importlib.import_module(name), "threading", _THREADING))
-        for name in QUEUEING:
-            undo.enter_context(patch.object(importlib.import_module(name), "queue", _QUEUE))
+        for module in map(importlib.import_module, THREADED):
+            for name in _REPLACED.keys() & vars(module).keys():
+                undo.enter_context(patch.object(module, name, _REPLACED[name]))
         undo.enter_context(patch("kvstore.meta.deadline.SystemClock", NowClock))
         _current.append(at)
         undo.callback(_current.pop)

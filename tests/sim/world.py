@@ -21,6 +21,7 @@ from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.sweeps import Condemned
+from kvstore.meta.usage import Room
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.root.generations import publish, read_newest
@@ -46,9 +47,14 @@ WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
 TIMINGS = Timings(
+    clock_margin_s=10.0,
+    dead_session_s=10.0,
+    put_s_max=30.0,
     staging_age_s=40.0,
+    noticed_s=30.0,
+    condemn_s_max=25.0,
+    plan_age_s=40.0,
     quarantine_age_s=40.0,
-    orphan_age_s=40.0,
     twin_margin_s=10.0,
 )
 
@@ -322,8 +328,13 @@ class World:
         self.faults.meta_down_until_s = self.kernel.now_s + 20 * self.kernel.random()
 
     def _full(self) -> None:
+        """Full, or so nearly that each node must report what it writes; collectors of the run say neither."""
         lease = self.store.grant(1 + self.kernel.source.randrange(4))
-        self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
+        if self.kernel.source.random() < 0.5:
+            self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
+        else:
+            room = Room(self.store._revision, 1 << self.kernel.source.randrange(16), 1, 0.1)
+            self.store.txn((), (Put(self.keys.gc_room, room.to_json(), lease),))
 
     def _before_txn(self, keys: str) -> None:
         """A snapshot just before a sweep begins or ends, to which etcd will go back soon."""

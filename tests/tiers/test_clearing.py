@@ -12,6 +12,7 @@ import pytest
 from kvstore.hints import Hints
 from kvstore.root.faulty import FaultyRoot
 from kvstore.writes import WriteMode
+from tests.patience import PATIENCE_S
 from tests.tiers.acting import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
 from tests.tiers.scattering import press, to_disk
 
@@ -96,9 +97,9 @@ def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting)
     with held(root_of(node), "list") as hang:
         clearing = threading.Thread(target=node.cache.clear)
         clearing.start()
-        assert hang.reached.wait(5.0)
+        assert hang.reached.wait(PATIENCE_S)
         assert not any(node.in_memory(1, 4)) and node.get(1, 4) == 4 and not any(node.in_memory(1, 4))
-    clearing.join(10.0)
+    clearing.join(PATIENCE_S)
     assert not any(node.on_root(1, 4))
     assert node.match(1, 4) == node.get(1, 4) == 0 and not any(node.in_memory(1, 4))
     node.assert_settled()

@@ -26,6 +26,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
 from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.stores import TINY, kv_of, same
+from tests.patience import PATIENCE_S
 from tests.tiers.acting import MEMORY_BYTES, held
 
 
@@ -89,7 +90,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
     assert node.node.match(chain) == 0 and get(node, chain) == 0
     assert put(node, chain) == 0, "not before the sweep has ended"
     other.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     eventually(lambda: get(node, chain) == 8)
 
 
@@ -105,7 +106,7 @@ def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster) -> None:
         assert hold.read_into(out) == len(chain.tokens) and same(out, kv_of(TINY, chain.tokens))
         assert len(hold.view()) == 8
         assert c.present(chain) == 8 and sweep.is_alive()
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     assert c.present(chain) == 0
 
 
@@ -149,7 +150,7 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
         sweep.start()
         eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
     other.node.release(hold)
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
     node.node.drain()
     assert get(node, longer) == 12
     assert c.present(longer) in (0, 12), "never a child without its parent"
@@ -195,7 +196,7 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
         assert cache.blocks.get(keys, buffers) == [False, False, True, True]
         assert buffers[2:] == blocks[2:]
     hold.release()
-    sweep.join(10)
+    sweep.join(PATIENCE_S)
 
 
 def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:

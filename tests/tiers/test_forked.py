@@ -11,6 +11,7 @@ import numpy as np
 
 import kvstore
 from kvstore.errors import InvalidRequest
+from tests.patience import PATIENCE_S
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
 TOKENS = list(range(64))
@@ -42,7 +43,7 @@ def test_i2_a_forked_child_is_refused_at_once_and_changes_nothing(tmp_root: Path
                     os._exit(asked_in_child(store, cache))
                 finally:
                     os._exit(99)
-        limit_s = time.monotonic() + 30
+        limit_s = time.monotonic() + PATIENCE_S
         ended, status = 0, 0
         while not ended and time.monotonic() < limit_s:
             ended, status = os.waitpid(child, os.WNOHANG)

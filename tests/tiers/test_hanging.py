@@ -16,9 +16,11 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from kvstore.node import memory_puts
+from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
+from tests.patience import PATIENCE_S, slowness
 from tests.tiers.acting import (
     ASKING,
     IN_TIME_S,
@@ -144,35 +146,39 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
         node.assert_settled()
 
 
-def test_a_put_that_is_late_gives_its_room_back(node: Acting) -> None:
+def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
+    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)  # here copying is not short
     chain = node.chain(1, 24)  # so many that lanes copy them
-    began, release = threading.Event(), threading.Event()
+    began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
         began.set()
-        release.wait(0.5)
+        release.wait(0.5 * longer)
         return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
 
     with pytest.raises(KVStoreError):
-        node.node.put(chain, 0, source, deadline_s=0.3)
+        node.node.put(chain, 0, source, deadline_s=0.3 * longer)
     assert began.is_set()
     node.assert_settled()
     assert node.stat("memory_chunks") == 0
 
 
-def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
+def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
+    node: Acting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-    release = threading.Event()
+    release, longer = threading.Event(), slowness()
 
     def source(index: int) -> list[memoryview]:
         asked[index] += 1
         if node.on_root(1, 24)[23]:
-            release.wait(0.3)
+            release.wait(0.3 * longer)
         return payload
 
-    result = node.node.put(chain, 0, source, deadline_s=0.5, write=WriteMode.THROUGH)
+    result = node.node.put(chain, 0, source, deadline_s=0.5 * longer, write=WriteMode.THROUGH)
     assert result.tokens_present == len(chain.tokens) and max(asked.values()) == 2
     node.assert_settled()
 
@@ -201,8 +207,24 @@ def test_w3_what_cannot_be_flushed_in_time_is_lost_counted_and_logged(caplog: py
         node.put(2, 6)
         with caplog.at_level(logging.INFO, "kvstore"):
             assert timed(node.close) < 2 * IN_TIME_S
+        # While it hangs: what is being staged goes on to its own deadline, and would be written once the hang ends.
+        eventually(lambda: node.node.counters.snapshot().get("behind_lost", 0) == 12)
         assert any("behind.lost" in record.message for record in caplog.records)
-    eventually(lambda: node.node.counters.snapshot().get("behind_lost", 0) == 12)
+
+
+def test_w3_a_root_that_refuses_is_not_waited_for_until_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that is full: what only memory has is lost, counted, and said once. It takes seconds, not ``flush_s``."""
+    root = faulty()
+    node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
+    root.set_rules([Rule("stage", ENOSPC)])
+    node.put(1, 6)
+    node.put(2, 6)
+    with caplog.at_level(logging.INFO, "kvstore"):
+        node.close()
+    said = [record.message for record in caplog.records if record.message.startswith("behind.")]
+    assert said == ["behind.lost_at_close chunks=12"]
+    assert node.node.counters.snapshot()["behind_lost"] == 12
+    assert not any(node.on_root(1, 6))
 
 
 def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:

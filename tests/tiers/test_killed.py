@@ -22,6 +22,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.writes import WriteMode
 from tests.node.stores import SetClock
+from tests.patience import PATIENCE_S
 from tests.tiers.acting import Acting
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def test_sigkill_with_a_full_queue(tmp_root: Path, seed: int) -> None:
     finally:
         os.kill(child.pid, signal.SIGKILL)
         rest = child.stdout.read()
-        child.wait(10)
+        child.wait(PATIENCE_S)
     acknowledged += [json.loads(line) for line in rest.splitlines() if line.endswith("}")]
     counts = dict.fromkeys(range(1, 4), CHUNKS)
     missing = 0

@@ -15,6 +15,7 @@ from kvstore.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.writes import WriteMode
 from tests.node.stores import kv_of
+from tests.patience import slowness
 from tests.tiers.acting import (
     IN_TIME_S,
     QUEUE_CHUNKS,
@@ -168,7 +169,7 @@ def test_w5_parents_that_only_memory_has_are_written_first(node: Acting, write: 
 def test_w5_a_parent_that_is_damaged_in_memory_and_lost_on_the_root_ends_the_put(
     root: FaultyRoot, write: WriteMode
 ) -> None:
-    with Acting(root, limits=quick(behind_give_up_s=0.3)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness())) as node:
         damaged_parent(node, root, write)
 
 
@@ -222,7 +223,7 @@ def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(roo
 
 
 def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
-    with Acting(root, limits=quick(behind_give_up_s=0.3, width=1)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness(), width=1)) as node:
         root.set_rules([Rule("publish", ENOSPC, lambda name: name in {node.name(1, 2), node.name(1, 3)})])
         node.put(1, 4)
         eventually(lambda: not node.stat("behind_bytes"))
@@ -234,7 +235,7 @@ def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
 @pytest.mark.parametrize("first", [0, 4], ids=["behind", "as_parents"])
 def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: FaultyRoot, first: int) -> None:
     """Its checksums are made anew when it is staged, so a bit that turns before that would be right ever after."""
-    with Acting(root, limits=quick(behind_give_up_s=0.3, width=1)) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness(), width=1)) as node:
         turned: list[bool] = []
         if first:
             node.put(1, 4)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
     *("pyproject.toml", "proto", "kvstore", "gc", "deploy", "tests", "benchmarks", "README.md"),
@@ -40,7 +42,7 @@ def repository_files() -> list[Path]:
     """Every file that is, or is about to be, in the repository; relative paths."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     if listed.returncode != 0:
         pytest.skip("not a git checkout")

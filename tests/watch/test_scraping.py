@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import scraping
 from tests.etcd_fixture import eventually
+from tests.patience import PATIENCE_S
 
 
 def page(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -27,13 +28,13 @@ def port() -> Iterator[int]:
     yield server.server_port
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
 def is_answered(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
             return bool(answer.read() == b"up 1\n" * 200_000)
     except OSError:
         return False  # let go for another: a scraper asks again
@@ -43,7 +44,9 @@ def is_answered(port: int) -> bool:
 def test_many_that_ask_nothing_or_take_no_answer_get_no_thread_each(port: int, sent: bytes) -> None:
     before = threading.active_count()
     with ExitStack() as undo:
-        many = [undo.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(100)]
+        many = [
+            undo.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)) for _ in range(100)
+        ]
         for each in many:
             with suppress(OSError):  # let go already
                 each.sendall(sent)
@@ -57,7 +60,7 @@ def test_one_that_asks_nothing_is_let_go(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(scraping._Asked, "timeout", 0.3)
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as silent:
         assert select.select([silent], [], [], 5)[0] and silent.recv(1) == b""
     assert is_answered(port) and capfd.readouterr().err == "", "neither is worth a line"
 

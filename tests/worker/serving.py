@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,9 +35,11 @@ from kvstore.wire.statuses import ERROR_KEY
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from tests.node.stores import member_on
+from tests.patience import PATIENCE_S
+from tests.patience import eventually as eventually
 
-WAIT_S = 60.0
-"""For what must happen soon; generous, because the machine may be busy with something else."""
+WAIT_S = PATIENCE_S
+"""For what must happen soon."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,6 @@ def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
         trailers: Any = error.trailing_metadata() or ()
         return error.code(), error.details() or "", str(dict(trailers).get(ERROR_KEY, ""))
     raise AssertionError("the call was answered")
-
-
-def eventually(holds: Callable[[], object], what: str) -> None:
-    """Waits until something holds; for what another thread or process does without telling us."""
-    ends_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < ends_s, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 _PROCESS = """

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import kvstore
+from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
@@ -32,6 +33,7 @@ from kvstore.worker.metrics import start_metrics
 from kvstore.worker.worker import Worker
 from tests.etcd_fixture import running_etcd
 from tests.node.stores import SMALL, kv_of, member_on, same
+from tests.patience import stretched
 from tests.worker.serving import (
     WAIT_S,
     Served,
@@ -178,12 +180,15 @@ def test_reflection_lists_the_services_and_describes_ours() -> None:
 
 
 def test_metrics_tell_what_was_done() -> None:
-    with serving() as served, connected(served) as store:
+    with serving() as served, connected(served, limits=ClientLimits(probe_s=WAIT_S)) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         cache.get(TOKENS)
         metrics = start_metrics(served.worker, "127.0.0.1:0")
         try:
+            # A call is counted when it has ended at the worker: the client may have its answer before.
+            calls = served.worker.service.calls
+            eventually(lambda: {name for name, _ in calls.latencies()} >= {"Put", "Get"}, "both are counted")
             with urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=WAIT_S) as answer:
                 lines = answer.read().decode().splitlines()
             with pytest.raises(InvalidRequest, match="could not serve metrics"):
@@ -299,6 +304,7 @@ def hanging() -> Iterator[tuple[Served, FaultyRoot, Hang]]:
     hang = Hang()
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     limits = Limits(lanes=2, width=2, stall_s=0.2, match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=1.0)
+    limits = stretched(limits, "stall_s", "match_deadline_s", "read_deadline_s", "write_deadline_s")
     with serving(root, limits=limits) as served:
         yield served, root, hang
         hang.release.set()
@@ -358,6 +364,6 @@ def test_a_worker_whose_end_hangs_says_where_and_ends(tmp_path: Path, tmp_root: 
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and "ready" in child.stdout.readline()
             child.terminate()
-            said = child.communicate(timeout=60)[1]
+            said = child.communicate(timeout=WAIT_S)[1]
     assert child.returncode == 1
     assert "Timeout" in said and "<lambda>" in said

@@ -58,7 +58,7 @@ def test_no_more_bytes_in_flight_than_allowed() -> None:
 
 
 def client_holds(released: list[Hold], clock: FakeClock, most: int = 2, tokens: int = 1 << 20) -> ClientHolds:
-    return ClientHolds(most, tokens, released.append, clock)
+    return ClientHolds(most, tokens, released.append, lambda hold: hold.ends_s > clock.monotonic_s(), clock)
 
 
 def hold(number: int, ends_s: float) -> Hold:

@@ -18,6 +18,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.node.stores import SMALL, kv_of
+from tests.patience import stretched
 from tests.worker.serving import (
     WAIT_S,
     Served,
@@ -35,7 +36,12 @@ from tests.worker.serving import (
 
 pytestmark = pytest.mark.slow
 
-IMPATIENT = WorkerLimits(idle_s=0.3, stream_s_max=1.0)
+
+def impatient(idle_s: float = 0.3, **more: int) -> WorkerLimits:
+    """For clients that say nothing, beside some that do."""
+    return stretched(WorkerLimits(idle_s=idle_s, stream_s_max=max(1.0, idle_s), **more), "idle_s", "stream_s_max")
+
+
 LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -58,7 +64,7 @@ def silent_after(messages: list[pb.PutRequest], ended: threading.Event) -> Itera
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_put_that_stops_sending_is_cancelled(sent: int) -> None:
     ended = threading.Event()
-    with serving(worker_limits=IMPATIENT) as served, raw_stub(served) as stub:
+    with serving(worker_limits=impatient()) as served, raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
         messages = [pb.PutRequest(start=start), pb.PutRequest(data=SECTIONS[0], checksums=sums_of(SECTIONS[:1]))]
         code, _, _ = refused(lambda: stub.Put(silent_after(messages[:sent], ended), timeout=WAIT_S))
@@ -76,7 +82,7 @@ def test_a_put_that_drips_for_ever_is_cancelled() -> None:
         while not pause.wait(0.05):
             yield pb.PutRequest()
 
-    with serving(worker_limits=IMPATIENT) as served, raw_stub(served) as stub:
+    with serving(worker_limits=impatient()) as served, raw_stub(served) as stub:
         digest = opened(stub, SMALL)
         code, _, _ = refused(lambda: stub.Put(drip(digest), timeout=WAIT_S))
         pause.set()
@@ -118,7 +124,7 @@ def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
 def test_a_get_that_nobody_reads_is_cancelled(order: pb.Order) -> None:
     tokens = np.arange(32 * LARGE.chunk_tokens)
     with (
-        serving(worker_limits=WorkerLimits(idle_s=0.5)) as served,
+        serving(worker_limits=stretched(WorkerLimits(idle_s=0.5), "idle_s")) as served,
         connected(served) as store,
         raw_stub(served) as stub,
     ):
@@ -156,8 +162,7 @@ def test_streams_of_reflection_end_too() -> None:
         ended.wait(WAIT_S)
         yield from ()
 
-    limits = WorkerLimits(calls_max=1, spare_calls_max=3, idle_s=0.3)
-    with serving(worker_limits=limits) as served, raw_channel(served) as channel:
+    with serving(worker_limits=impatient(calls_max=1, spare_calls_max=3)) as served, raw_channel(served) as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         calls = [reflection.ServerReflectionInfo(silent(), timeout=WAIT_S) for _ in range(4)]
         eventually(lambda: served.worker.service.watch.expired_count >= 4, "all were given up")
@@ -190,8 +195,11 @@ def test_many_clients_at_once() -> None:
 
 def test_calls_that_never_send_their_one_message_let_go_of_their_threads() -> None:
     ended = threading.Event()
-    limits = WorkerLimits(idle_s=0.5, stream_s_max=1.0, calls_max=4)
-    with serving(worker_limits=limits) as served, raw_channel(served) as channel, raw_stub(served) as stub:
+    with (
+        serving(worker_limits=impatient(0.5, calls_max=4)) as served,
+        raw_channel(served) as channel,
+        raw_stub(served) as stub,
+    ):
         half_open: Any = channel.stream_unary("/kvstore.v1.KVStore/Match")
         calls = [half_open.future(silent_after([], ended)) for _ in range(40)]
         for call in calls:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.memory.arena import populate
+from kvstore.waiting import Flag
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, PUTS_MAX, entry_of, released_count
 
 ARENA_BYTES_MIN = 16 << 20
@@ -66,7 +67,7 @@ class Arena:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
         # Pages are taken while the first put is copied, ahead of it: nobody else has to wait for them then.
-        self._closing = threading.Event()
+        self._closing = Flag()
         pages = memoryview(mapped)
         threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
         self._regions: deque[_Region] = deque()

@@ -15,13 +15,15 @@ import grpc
 
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
 from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.shortage import Shortage, links_max
+from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import VERSION, Head, Kind, decode_arena, encode_arena
+from kvstore.wire.bulk.frames import VERSION, Head, Kind, Mode, decode_arena, encode_arena
 from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse
@@ -54,6 +56,10 @@ class NoAnswer(Unavailable):
     """The way that was asked for is there, and the worker does not answer on it. Nothing was sent: turn to another."""
 
 
+class _NotOffered(Unavailable):
+    """The worker offers no such way, or not to this client."""
+
+
 class BulkRefused(Exception):
     """A worker refused a request on a bulk connection; carries what that means."""
 
@@ -66,9 +72,16 @@ class Link:
     """One connection, and the arena that goes with it. Used by one call at a time."""
 
     def __init__(
-        self, channel: Channel, hands_files: bool, ledger: Ledger | None, memory: WorkerMemory | None, address: str
+        self,
+        channel: Channel,
+        hands_files: bool,
+        ledger: Ledger | None,
+        memory: WorkerMemory | None,
+        address: str,
+        shortage: Shortage | None = None,
     ) -> None:
         self.channel = channel
+        self.shortage = shortage or Shortage(ClientCounters())
         self.hands_files = hands_files
         self.memory = memory
         """The worker's, mapped; None where it has none, or is on another host."""
@@ -86,6 +99,13 @@ class Link:
     def is_shared(self) -> bool:
         """Whether the worker is on this host, and memory and files are shared with it."""
         return self.channel.is_unix
+
+    @property
+    def mode(self) -> Mode:
+        """How reads are best answered here: in another way than as a stream they need descriptors of this process."""
+        if self.shortage.is_on or (self.memory is None and not self.hands_files):
+            return Mode.STREAM
+        return Mode.FILES if self.memory is None else Mode.SLOTS
 
     @property
     def is_usable(self) -> bool:
@@ -127,7 +147,8 @@ class Link:
             return
         try:
             new = Arena(wanted, ledger)
-        except (OSError, MemoryError):
+        except (OSError, MemoryError) as error:
+            self.shortage.note(error)
             reserve(size)
             return
         if arena is not None:
@@ -162,8 +183,11 @@ class Links:
         limits: ClientLimits,
         ask: Callable[[bytes, float], bytes],
         credentials: Credentials = PLAIN,
+        shortage: Shortage | None = None,
     ) -> None:
         self._address = address
+        self._shortage = shortage or Shortage(ClientCounters())
+        self._links_max = links_max(limits.bulk_links_max)
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
@@ -177,7 +201,10 @@ class Links:
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
-        self._was_late = False
+        """A connection was made in a way that the worker still offered when it was asked last."""
+        self._is_silent = False
+        """The last dial met a worker that offers a way and does not answer on it."""
+        self._warned = False
         self._closed = False
 
     @contextmanager
@@ -189,9 +216,10 @@ class Links:
         link = self._take(timeout_s)
         try:
             yield link
-        except BaseException:
+        except BaseException as error:
             if link is not None:
                 link.channel.alive = False  # in the middle of a request
+            self._shortage.note(error)
             raise
         finally:
             if link is not None:
@@ -233,7 +261,7 @@ class Links:
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
-                is_full = link is None and len(self._open) + self._dialling >= self._limits.bulk_links_max
+                is_full = link is None and len(self._open) + self._dialling >= self._links_max
                 dials = not (link or is_full or self._closed) and time.monotonic() >= self._retry_at_s
                 self._dialling += dials
             if link is None:
@@ -259,7 +287,9 @@ class Links:
 
     def _check_auto(self) -> None:
         """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it is and nobody answers."""
-        if self._bulk is not Bulk.AUTO and (self._worked or self._was_late):
+        if self._shortage.is_on:
+            return  # it is not the worker that cannot be reached in this way
+        if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
             raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
@@ -280,25 +310,48 @@ class Links:
         link.close()
 
     def _dial(self, timeout_s: float) -> Link | None:
-        """A new connection by the shortest way that works."""
+        """A new connection by the shortest way that works; None, and why, where none does."""
+        ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
+        if self._bulk is not Bulk.AUTO:
+            # Twice: a worker that died after it had offered the way is found out by asking it again.
+            ways = [each for each in ways if each[0] is self._bulk] * 2
         answer: pb.OpenBulkResponse | None = None
-        reasons: list[str] = []
-        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
-            if self._bulk not in (Bulk.AUTO, way):
-                continue
+        reasons: dict[Bulk, str] = {}
+        silent = False
+        for way, dial in ways:
             if answer is None and (answer := self._offer(timeout_s)) is None:
-                self._why_not = "the worker is of an older version"
+                self._worked = False
+                self._no_link("the worker is of an older version", silent=False)
                 return None
             try:
-                return dial(answer)
+                link = dial(answer)
+            except _NotOffered as error:
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    self._worked = False
+                    break
+            except (LinkBroken, LinkLate, TimeoutError) as error:
+                reasons[way] = str(error)
+                silent, answer = not self._shortage.note(error), None  # its grant is used up
+                if self._bulk is not Bulk.AUTO:
+                    break
             except (OSError, KVStoreError, ValueError) as error:
-                reasons.append(f"{way.value}: {error}")
-                self._was_late = isinstance(error, LinkLate)  # somebody took the connection, and is slow or stopped
-                if isinstance(error, (LinkBroken, LinkLate)):
-                    answer = None  # its grant is used up
-        self._why_not = "; ".join(reasons)
-        log.info("client.no_bulk worker=%s why=%s", self._address, self._why_not)
+                self._shortage.note(error)
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    answer = None
+            else:
+                self._warned = False
+                return link
+        self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
         return None
+
+    def _no_link(self, why: str, *, silent: bool) -> None:
+        """Notes and logs why there is none; that a worker is silent as a warning, once until it answers again."""
+        self._why_not, self._is_silent = why, silent
+        level = logging.WARNING if silent and not self._warned else logging.INFO
+        self._warned |= silent
+        log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
 
     def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
         """What the worker offers, with a fresh grant; None where it knows nothing of this."""
@@ -312,15 +365,15 @@ class Links:
 
     def _dial_shared(self, answer: pb.OpenBulkResponse) -> Link:
         if not answer.unix_path:
-            raise Unavailable("the worker offers no unix socket")
+            raise _NotOffered("the worker offers no unix socket")
         if answer.boot_id != boot_id() or not answer.boot_id:
-            raise Unavailable("it is on another host")
+            raise _NotOffered("it is on another host")
         channel = Channel(dial_unix(answer.unix_path, self._limits.probe_s), self._limits.probe_s)
         return self._greeted(channel, answer)
 
     def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Link:
         if not answer.tcp_port or self._address.startswith("unix:"):
-            raise Unavailable("the worker offers no port")
+            raise _NotOffered("the worker offers no port")
         host = self._address.rpartition(":")[0]
         sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._address)
         return self._greeted(Channel(sock, self._limits.probe_s), answer)
@@ -334,13 +387,13 @@ class Links:
             channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
             head, proof = channel.receive_frame(Kind.WELCOME)
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise channel.break_off("whoever listens there is not the worker")
+                raise _NotOffered("whoever listens there is not the worker")
             ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
             memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:
             channel.close()
             raise
-        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address)
+        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address, self._shortage)
         link.credentials_version = version
         return link
 
@@ -355,6 +408,7 @@ class Links:
         try:
             memory = WorkerMemory(fd, size_bytes, answer.memory)
         except Unavailable as error:
+            self._shortage.note(error)
             log.info("client.no_memory worker=%s why=%s", self._address, error)
             return None
         with self._lock:

@@ -7,7 +7,6 @@ mapping outlives the worker.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import PAGE_BYTES
 from kvstore.memory.arena import follow, map_arena
 from kvstore.node.images import ImagesIn
+from kvstore.waiting import Flag
 
 
 class WorkerMemory:
@@ -28,7 +28,7 @@ class WorkerMemory:
         """Maps the file and closes ``fd``. Raises Unavailable where it cannot be mapped, or could shrink."""
         self.id = id
         self.leases: set[int] = set()
-        self._closing = threading.Event()
+        self._closing = Flag()
         try:
             self._bytes = map_arena(fd, size_bytes)
             follow(self._bytes, fd, self._closing)

@@ -46,9 +46,9 @@ class BlockReading:
     def run(self, indexes: Sequence[int]) -> None:
         """Reads these. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest."""
         link = self._link
-        if link.memory is not None or link.hands_files:
+        if (mode := link.mode) is not Mode.STREAM:
             # What is in memory may be too much to be leased, or on a root that has no files to hand over.
-            indexes = self._take_given(indexes, Mode.FILES if link.memory is None else Mode.SLOTS)
+            indexes = self._take_given(indexes, mode)
         if indexes:
             self._receive(indexes)
 

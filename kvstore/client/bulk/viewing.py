@@ -72,7 +72,7 @@ def view_given(
             keeps = True
             read = _view_slots(link, chain, given, views, lanes.copiers(), deadline)
         elif views.may_map(given_count):
-            read = _map_files(chain, given, views, lanes.get(), deadline)
+            read = _map_files(link, chain, given, views, lanes.get(), deadline)
         else:
             read = read_files(link, chain, given, views.sections, lanes.get(), deadline)
         good = given.first + read
@@ -91,17 +91,26 @@ def _view_slots(link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes
     return count
 
 
-def _map_files(chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline) -> int:
-    """Maps the leading files that have their chunk's size, and closes them all; how many are right."""
+def _map_files(link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline) -> int:
+    """Maps the leading files that have their chunk's size, and closes them all; how many are right.
+
+    Where the system gives no more mappings, or descriptors, which each mapping needs, they are copied.
+    """
     expected = expected_chunk(chain, given.first)
     images: list[memoryview] = []
     try:
         for fd in given.files:
             images.append(memoryview(mmap.mmap(fd, expected.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ)))
-    except (OSError, ValueError):
-        pass  # shorter than it should be, or no more mappings: a miss here, and read over gRPC
-    finally:
+    except ValueError:
+        pass  # shorter than it should be: not right, and read over gRPC
+    except OSError as error:
+        link.shortage.note(error)
+        images.clear()
+        return read_files(link, chain, given, views.sections, lanes, deadline)
+    except BaseException:
         given.close()
+        raise
+    given.close()
     count = _verified(chain, given.first, images, lanes, deadline)
     for at in range(count):
         views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))

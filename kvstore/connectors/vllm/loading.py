@@ -19,6 +19,7 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.errors import KVStoreError
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Loading:
     timed_out: bool = False
     kept: list[tuple[Run, Any]] = field(default_factory=list)
     """Leading blocks of each run that were read, and the host memory they are in."""
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Flag = field(default_factory=Flag)
 
 
 class Loader:

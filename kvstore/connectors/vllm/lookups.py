@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvstore.connectors.vllm.counts import Counts
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
+from kvstore.waiting import Monitor
 
 POLL_S = 0.02
 """Between two looks for blocks that another engine is writing."""
@@ -68,7 +69,7 @@ class Lookups:
         self._clock = clock
         self._paused_until_s = 0.0
         self._waiting: deque[Lookup] = deque()
-        self._condition = threading.Condition()
+        self._condition = Monitor()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvstore-vllm-lookup-{number}", daemon=True)

@@ -17,6 +17,7 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.pages import Copy, Pages
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Storer:
         self._bytes = 0
         self._on_the_way: set[bytes] = set()
         self._queue: queue.SimpleQueue[tuple[Run, Copy] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
+        self._idle = Flag()
         self._idle.set()
         self._thread = threading.Thread(target=self._serve, name="kvstore-vllm-store", daemon=True)
         self._thread.start()

@@ -21,6 +21,7 @@ from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_key, rea
 from kvstore.meta.etcd.faults import Effect, Fault, fault_of
 from kvstore.meta.etcd.wire import Message, rpc
 from kvstore.security.secret_files import Watched
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Members:
         self._index = 0
         self._token: str | None = None
         self._authenticating = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = Flag()
 
     def current(self) -> Member:
         """The member to ask next. Where TLS files have changed, by a new connection."""

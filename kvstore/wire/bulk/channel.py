@@ -38,6 +38,10 @@ class LinkBroken(Unavailable):
     """The connection ended, or its peer does not keep to the protocol."""
 
 
+class LinkShort(LinkBroken):
+    """Files came that this process has no file descriptors for. They are closed, and so is the connection."""
+
+
 class LinkLate(Unavailable):
     """The peer moved nothing for too long, or the request took too long."""
 
@@ -257,6 +261,9 @@ class Channel:
             for level, kind, raw in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
+            if flags & socket.MSG_CTRUNC and len(self._files) < self._files_max:
+                # There was room for more: the kernel found no descriptors for them.
+                raise self._broken("this process has no file descriptors for the files that came", LinkShort)
             if flags & socket.MSG_CTRUNC or len(self._files) > self._files_max:
                 raise self._broken("more files came than a frame may have")
             if not count:
@@ -283,9 +290,9 @@ class Channel:
             self.alive = False
             raise LinkLate("the peer of a bulk connection moved nothing in time")
 
-    def _broken(self, why: str) -> LinkBroken:
+    def _broken(self, why: str, kind: type[LinkBroken] = LinkBroken) -> LinkBroken:
         self.alive = False
-        return LinkBroken(f"bulk connection: {why}")
+        return kind(f"bulk connection: {why}")
 
 
 def _step(pieces: Pieces, bytes_max: int) -> Pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -53,11 +54,16 @@ def read_hello(payload: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def boot_id() -> str:
-    """Names this boot of this host; empty where the system does not say."""
+    """Names this boot of this host; empty where the system does not say.
+
+    Raises OSError where this process has no file descriptor to read it: that says nothing about the host.
+    """
     try:
         with open(BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return ""
 
 

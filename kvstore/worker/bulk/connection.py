@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import threading
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
 from kvstore.security.identity import NOTHING, Presented
+from kvstore.waiting import Flag
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
 
@@ -47,7 +47,7 @@ class Connection:
         """What the client showed when it asked for leave to connect: looked at again with each request."""
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
-        self._closing = threading.Event()
+        self._closing = Flag()
 
     @property
     def has_arena(self) -> bool:
@@ -77,7 +77,7 @@ class Connection:
                 raise InvalidRequest(f"the arena could not be mapped: {cause}") from cause
             self._arena = memoryview(mapped)
             self._closing.set()
-            self._closing = threading.Event()
+            self._closing = Flag()
             follow(self._arena, fd, self._closing)
         finally:
             os.close(fd)

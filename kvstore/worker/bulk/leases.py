@@ -59,13 +59,13 @@ class Leases:
         with self._lock:
             if self._closed or self._count >= self._leases_max:
                 return None
+            try:
+                self._epoll = self._epoll or select.epoll()  # now: a lease that nobody can watch would have no end
+                lease = Lease()
+            except OSError:
+                return None
             self._count += 1
-        try:
-            return Lease()
-        except OSError:
-            with self._lock:
-                self._count -= 1
-            return None
+        return lease
 
     def add(self, lease: Lease, slots: Slots) -> bool:
         """Has the lease refer to ``slots``; False where too much of the memory is leased (rule L1)."""
@@ -92,8 +92,8 @@ class Leases:
             if self._closed:
                 os.close(lease.watched)
                 return
-            if self._epoll is None:
-                self._epoll = select.epoll()
+            assert self._epoll is not None, "begin has made it"
+            if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._watch, args=(self._epoll,), name="kvstore-leases", daemon=True
                 )
@@ -108,7 +108,10 @@ class Leases:
             self._closed = True
             kept, self._kept = list(self._kept.values()), {}
             epoll, self._epoll = self._epoll, None
-        if epoll is None or self._thread is None:
+        if epoll is None:
+            return
+        if self._thread is None:
+            epoll.close()
             return
         # An end of ours, closed at once, wakes the thread up.
         reader, writer = os.pipe2(os.O_CLOEXEC)

@@ -157,7 +157,7 @@ COUNTED = [
         "a client's hold ends in time",
         edit(
             "kvstore.worker.holds:ClientHolds.find",
-            "if hold is None or hold.ends_s <= self._clock.monotonic_s():",
+            "if hold is None or not self._renew(hold):",
             "if hold is None:",
         ),
         f"{COUNTS}a_hold_past_its_time_is_not_found",

@@ -1,0 +1,130 @@
+"""What nodes set aside: whole files go back to where they belong, damaged ones are deleted, in time or for their room.
+
+Apart from the other orphans because here a file is read before anything is decided, and because damaged files, which
+are worth nothing to engines, must not keep room that chunks need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.format import places
+from kvstore.format.header import Header
+from kvstore.format.places import Name
+from kvstore.meta.keys import parse_id
+from kvstore.namespace import NamespaceId
+from kvstore.recency import NS_PER_S
+from kvstore.root.inspect import Broken, Inspector, Whole
+from kvstore.root.interface import Root, Stat
+from kvstore_gc.capacity import Level, Watermarks
+from kvstore_gc.safety import Timings
+
+REMEMBERED_MAX = 100_000
+"""Damaged files remembered from round to round; what is beyond is read in every round."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Damaged:
+    """A damaged file, and whether it may go."""
+
+    name: Name
+    stat: Stat
+    may_go: bool
+
+
+class Quarantine:
+    """The quarantine folder of one root. One thread at a time. Remembers what it need not read again."""
+
+    def __init__(
+        self, root: Root, shard_bits: int, inspector: Inspector, timings: Timings, watermarks: Watermarks | None = None
+    ) -> None:
+        self._root = root
+        self._shard_bits = shard_bits
+        self._inspector = inspector
+        self._timings = timings
+        self._watermarks = watermarks
+        self._damaged: set[Name] = set()
+        self._unreadable: set[Name] = set()
+
+    def clear(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
+        """Puts whole files back; deletes damaged ones that are old, or take more room than they may, oldest first.
+
+        Over its high watermark the root has no room for them at all, else ``quarantine_share`` of its capacity.
+
+        Whoever set a file aside looks at it there and puts a whole one back itself; we come in where it died between,
+        or look at the same moment.  Both publish, which never replaces: one of them finds the name taken or the source
+        gone, and either is fine.  Where a newer chunk has the name it stays, and ours is deleted.
+
+        Age is that of the mtime, the last use of the chunk: nothing is written to a file when it is set aside.
+        """
+        left = sorted(self._looked_at(done, check), key=lambda each: each.stat.mtime_ns)
+        self._damaged = {each.name for each in left[:REMEMBERED_MAX] if each.name not in self._unreadable}
+        left_bytes, allowed_bytes = sum(each.stat.size_bytes for each in left), self._allowed_bytes()
+        for each in left:
+            age_s = now_s - each.stat.mtime_ns / NS_PER_S
+            is_over = allowed_bytes is not None and left_bytes > allowed_bytes
+            if each.may_go and (is_over or age_s >= self._timings.quarantine_age_s):
+                check()
+                done["quarantine"] += self._root.remove(each.name)
+                left_bytes -= each.stat.size_bytes
+
+    def _looked_at(self, done: Counter[str], check: Callable[[], object]) -> list[_Damaged]:
+        """The files that are not whole, after the whole ones were put back."""
+        left: list[_Damaged] = []
+        unreadable: set[Name] = set()
+        for entry in list(self._root.list(places.QUARANTINE)):
+            name = Name(f"{places.QUARANTINE}/{entry.name}")
+            if entry.stat is None or not _is_set_aside(entry.name):
+                continue
+            check()
+            may_go = True
+            if name not in self._damaged:
+                try:
+                    verdict = self._inspector.look(name)
+                    if isinstance(verdict, Whole):
+                        self._put_back(name, verdict.header)
+                        done["restored"] += 1
+                    if not isinstance(verdict, Broken):
+                        continue
+                except (Unavailable, PermissionDenied):
+                    # A node found that it cannot be read, or the root fails for a moment: a second round tells.
+                    may_go = name in self._unreadable
+                    unreadable.add(name)
+            left.append(_Damaged(name, entry.stat, may_go))
+        self._unreadable = set(sorted(unreadable)[:REMEMBERED_MAX])
+        return left
+
+    def _put_back(self, name: Name, header: Header) -> None:
+        """Publishes a whole file where it belongs, unless that name is taken."""
+        namespace = NamespaceId(header.namespace[: places.NAMESPACE_ID_BYTES])
+        self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
+
+    def _allowed_bytes(self) -> float | None:
+        """What damaged files may take; None where nobody knows the capacity. Raises the root's errors."""
+        marks = self._watermarks
+        level = None if marks is None else marks.level or _level_before_survey(self._root, marks)
+        if marks is None or level is None:
+            return None
+        return 0.0 if level.over(marks.high) else self._timings.quarantine_share * level.capacity_bytes
+
+
+def _level_before_survey(root: Root, marks: Watermarks) -> Level | None:
+    """How full the root is as its file system says; None where nobody knows. Raises the root's errors."""
+    space, limit_bytes = root.space(), marks.limit_bytes
+    if space.total_bytes is None or space.free_bytes is None:
+        return None if limit_bytes is None else Level(0, limit_bytes)
+    used_bytes = space.total_bytes - space.free_bytes
+    if limit_bytes is None or limit_bytes >= space.total_bytes:
+        return Level(used_bytes, space.total_bytes)
+    # What chunks take nobody has counted yet, unless the file system itself is nearly full.
+    return Level(limit_bytes if used_bytes > marks.high * space.total_bytes else 0, limit_bytes)
+
+
+def _is_set_aside(file_name: str) -> bool:
+    """Whether a name in quarantine is one that ``places.quarantined`` makes. Others were put there by people."""
+    address, dot, rest = file_name.partition(".")
+    session, other_dot, number = rest.partition(".")
+    return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())

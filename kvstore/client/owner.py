@@ -1,0 +1,29 @@
+"""The process that made an object. A forked child has a copy: its threads are gone, and locks they held stay locked."""
+
+from __future__ import annotations
+
+import os
+
+from kvstore.errors import InvalidRequest
+
+
+class Owner:
+    """Asked before any lock, as one that another thread held at the fork is never given back in the child."""
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the object."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Raises InvalidRequest in a forked child."""
+        if not self.is_here:
+            raise InvalidRequest(
+                "the store was opened or connected before a fork, and its threads are not here: open it in the child, "
+                "or connect in the child"
+            )

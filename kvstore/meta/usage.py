@@ -1,0 +1,103 @@
+"""What nodes tell of the room that they take, and what a collector says about it: ``usage/<session>``, ``gc/room``.
+
+Separate from sweeps, because no safety rests on it: it keeps the root below its limit between two surveys, and a
+reader that cannot parse a record takes it for absent.  Section 6 of gc/PROTOCOL.md has the bound that follows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+PACE_S_MAX = 60.0
+BYTES_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The value of ``usage/<session>``: bytes written to the root, and deleted from it, since the session began.
+
+    Two counts that only grow: of two records of one session the larger one is the later one, and a survey that ran
+    while both changed may leave out deletions without leaving out a write.
+    """
+
+    written_bytes: int = 0
+    removed_bytes: int = 0
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return _packed({"written": self.written_bytes, "removed": self.removed_bytes})
+
+    @classmethod
+    def from_json(cls, value: bytes) -> Usage:
+        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        fields = _unpacked(value, "usage")
+        return cls(_count(fields, "written"), _count(fields, "removed"))
+
+    def latest(self, other: Usage) -> Usage:
+        """The later of two records of one session."""
+        return Usage(
+            max(self.written_bytes, other.written_bytes),
+            max(self.removed_bytes, other.removed_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The value of ``gc/room``: how much a node may write before a collector has heard of it, and when to report.
+
+    ``revision``: the reports of that revision and before are counted.  Beyond its own last one among them a node
+    may write ``allowance_bytes``; None: no limit yet.  It reports when it has written ``step_bytes`` (None: once,
+    when it sees the key) and at most every ``pace_s``.
+    """
+
+    revision: int
+    allowance_bytes: int | None
+    step_bytes: int | None
+    pace_s: float
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return _packed(
+            {
+                "revision": self.revision,
+                "allowance": self.allowance_bytes,
+                "step": self.step_bytes,
+                "pace_s": self.pace_s,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, value: bytes) -> Room:
+        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        fields = _unpacked(value, "room")
+        try:
+            pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
+        except (ValueError, KeyError, TypeError, OverflowError) as cause:
+            raise InvalidRequest(f"not a record of room: {cause}") from cause
+        allowance, step = (None if fields.get(name) is None else _count(fields, name) for name in ("allowance", "step"))
+        return cls(_count(fields, "revision"), allowance, step, pace_s)
+
+
+def _packed(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _unpacked(value: bytes, what: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError) as cause:
+        raise InvalidRequest(f"not a record of {what}: {cause}") from cause
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"not a record of {what}: expected an object")
+    return fields
+
+
+def _count(fields: dict[str, Any], name: str) -> int:
+    found = fields.get(name)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= BYTES_MAX:
+        raise InvalidRequest(f"{name}={found!r}: expected a whole number from 0 to {BYTES_MAX}")
+    return found

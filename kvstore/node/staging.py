@@ -1,0 +1,65 @@
+"""The staging folders of one node: that of its session, and those of the sessions that it had before.
+
+Apart from what is staged there, which puts and recoding look after: here is only what a node leaves behind at its end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.node.lanes import Lanes, moved_on
+from kvstore.node.recoding import Recoder
+from kvstore.root.interface import Root
+
+BEFORE_MAX = 64
+"""Ids remembered; what was staged under older ones is a collector's to clear."""
+WAITS_MAX = 10
+"""A root that goes on removing files is waited for so many times as long as one that does not."""
+
+
+class Staging:
+    """The folders of one node. ``session`` gives the id under which it stages now."""
+
+    def __init__(self, root: Root, recoder: Recoder, session: Callable[[], bytes]) -> None:
+        self._root = root
+        self._recoder = recoder
+        self._session = session
+        self._before: deque[bytes] = deque(maxlen=BEFORE_MAX)
+        self._removed_count = 0
+
+    def leave(self, session: bytes) -> None:
+        """Notes that nothing more is staged under this id."""
+        self._before.append(session)
+
+    def clear(self, lanes: Lanes, timeout_s: float, *, keep_replaced: bool) -> None:
+        """At the node's end removes what it will not publish any more, and its folders where they are empty.
+
+        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them.  Waits for
+        ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: what stays on a root that
+        hangs or refuses a collector clears later, or ``fsck``.
+        """
+        try:
+            batch = lanes.start(1, lambda _: self._clear(keep_replaced))
+        except KVStoreError:
+            return
+        for _ in range(WAITS_MAX):
+            before_count = self._removed_count
+            if batch.join(timeout_s) or self._removed_count == before_count:
+                break
+        batch.stop()
+
+    def _clear(self, keep_replaced: bool) -> bool:
+        self._recoder.sweep(even_held=not keep_replaced)
+        for session in {*self._before, self._session()}:
+            folder = places.staging_folder(session)
+            for entry in list(self._root.list(folder)):
+                # Of puts that were cut off. One that goes on all the same finds its file gone, and fails.
+                if places.parse_replaced(entry.name) is None:
+                    self._root.discard(places.Name(f"{folder}/{entry.name}"))
+                self._removed_count += 1
+                moved_on()
+            self._root.remove_folder(folder)
+        return True

@@ -1,0 +1,186 @@
+"""A process that runs out of file descriptors: a client goes on over paths that need fewer, a node has misses."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client.bulk.shortage import PAUSE_S, Shortage
+from kvstore.client.counters import ClientCounters
+from kvstore.wire.bulk.channel import Channel, LinkShort
+from kvstore.wire.bulk.frames import Kind
+from tests.bulk.memories import filled, serving_memory
+from tests.bulk.ways import same, tokens_and_kv
+from tests.node.stores import SMALL
+from tests.worker.serving import WAIT_S, Served, connected, serving
+
+CHUNKS = 100
+"""More than the files that fit below the limit."""
+_CLIENT = """
+import json, logging, os, resource, sys, threading
+import numpy as np
+import kvstore
+from tests.bulk.ways import same, tokens_and_kv
+from tests.node.stores import SMALL
+
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("kvstore").addHandler(Lines(logging.WARNING))
+tokens, kv = tokens_and_kv(int(sys.argv[2]), 3, SMALL)
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[4]), hard))
+hits, errors, fds = [], [], []
+
+def work():
+    for turn in range(5):
+        try:
+            count, array = cache.get(tokens)
+            hits.append(count == len(tokens) and same(array, kv))
+            with cache.hold(tokens) as hold:
+                hits.append(len(hold.view()) == int(sys.argv[2]))
+            new, new_kv = tokens_and_kv(1, threading.get_ident() + turn, SMALL)
+            hits.append(cache.put(new, new_kv).tokens_present == len(new))
+        except Exception as error:
+            errors.append(repr(error))
+
+with kvstore.connect(sys.argv[1], bulk=sys.argv[3]) as store:
+    cache = store.namespace("m", SMALL)
+    for _ in range(2):
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        fds.append(len(os.listdir("/proc/self/fd")))
+    stats = store.stats()
+    short, missed = stats["client_descriptors_short"], stats["client_misses_unreachable"]
+print(json.dumps([all(hits), errors, fds, lines, short, missed]))
+"""
+
+
+@contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """So many are left to this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + spare + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(min(spare, len(taken))):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+@contextmanager
+def holding_files(served_root: Path) -> Iterator[Served]:
+    with serving(served_root) as served:
+        with connected(served, bulk="grpc") as store:
+            tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
+            store.namespace("m", SMALL).put(tokens, kv)
+        yield served
+
+
+@contextmanager
+def holding_memory(served_root: Path) -> Iterator[Served]:
+    with serving_memory(served_root) as served:
+        filled(served, *tokens_and_kv(CHUNKS, 3, SMALL), SMALL)
+        yield served
+
+
+@pytest.mark.parametrize("bulk", ["auto", "shared"])
+@pytest.mark.parametrize("holding", [holding_files, holding_memory])
+def test_a_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: object, bulk: str) -> None:
+    """Whichever way is asked for: it is not the worker that has none. One warning, and none of them leaks."""
+    limit = 24 if holding is holding_memory else 48
+    with holding(tmp_root) as served:  # type: ignore[operator]
+        child = subprocess.run(
+            [sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), bulk, str(limit)],
+            capture_output=True, text=True, timeout=2 * WAIT_S, check=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        hits, errors, fds, lines, short, missed = json.loads(child.stdout)
+        assert errors == [] and missed == 0
+        assert hits
+        assert fds[1] <= fds[0] + 4, f"descriptors after each turn: {fds}"
+        assert len([line for line in lines if "descriptors_short" in line]) == min(1, short), lines
+        assert short or holding is holding_memory, "files of 64 chunks do not fit"
+        damage = {name: count for name, count in served.member.stats().items() if "damage" in name and count}
+        assert not damage
+
+
+def test_files_that_came_without_descriptors_for_them_are_closed() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours, WAIT_S), Channel(theirs, WAIT_S)
+    with open(os.devnull) as file:
+        before = len(os.listdir("/proc/self/fd"))
+        sender.send(Kind.FILES, 1, [bytes(8)], [file.fileno()] * 20)
+        with few_descriptors(3), pytest.raises(LinkShort):
+            receiver.receive_frame(Kind.FILES)
+        receiver.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+    sender.close()
+
+
+def test_a_shortage_is_said_once_and_is_over_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    counters, now = ClientCounters(), [100.0]
+    shortage = Shortage(counters, lambda: now[0])
+    assert not shortage.note(OSError(5, "an error of the device"))
+    assert not shortage.is_on
+    for _ in range(3):
+        assert shortage.note(LinkShort("too few"))
+        assert shortage.is_on
+    now[0] += PAUSE_S
+    assert not shortage.is_on
+    assert counters.snapshot()["client_descriptors_short"] == 3
+    assert len([each for each in caplog.records if "descriptors_short" in each.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("memory", [0, 32 << 20])
+def test_a_node_without_descriptors_has_misses_and_damages_nothing(tmp_root: Path, memory: int) -> None:
+    tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
+    with kvstore.open(str(tmp_root)) as store:
+        store.namespace("m", SMALL).put(tokens, kv)
+    with kvstore.open(str(tmp_root), memory=memory) as store:
+        cache = store.namespace("m", SMALL)
+        with few_descriptors(0):
+            assert cache.get(tokens)[0] == 0
+            with cache.hold(tokens) as hold:
+                assert hold.read_into(np.empty_like(kv)) == 0 and hold.view() == []
+        count, array = cache.get(tokens)
+        assert count == len(tokens) and same(array, kv)
+        assert not {name: each for name, each in store.stats().items() if "damage" in name and each}
+    assert not (tmp_root / "quarantine").exists() or not list((tmp_root / "quarantine").iterdir())
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_worker_without_descriptors_has_misses_and_damages_nothing(tmp_root: Path, memory: bool) -> None:
+    tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
+    with (holding_memory if memory else holding_files)(tmp_root) as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        assert cache.get(tokens)[0] == len(tokens)  # the connections are there
+        for spare in (0, 3, 10):
+            with few_descriptors(spare):
+                count, array = cache.get(tokens)
+                assert same(array, kv[:, :, :count])
+        count, array = cache.get(tokens)
+        assert count == len(tokens) and same(array, kv)
+        assert not {name: each for name, each in served.member.stats().items() if "damage" in name and each}
+    assert not (tmp_root / "quarantine").exists() or not list((tmp_root / "quarantine").iterdir())

@@ -1,0 +1,125 @@
+"""A process that forks while it serves and calls: its calls go on, and the child is refused before it takes a lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.cache import Cache, Hold
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest
+from tests.node.stores import SMALL, kv_of
+from tests.worker.serving import WAIT_S, Several, connected, serving
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+KV = kv_of(SMALL, TOKENS)
+FORKS = 20
+
+
+def exit_code(child: int) -> int | None:
+    """How a child ended; None where it did not, and was killed."""
+    limit_s = time.monotonic() + WAIT_S
+    while time.monotonic() < limit_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def forked(work: Callable[[], int]) -> int | None:
+    """What ``work`` returned in a forked child; 99 where it raised."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(work())
+        finally:
+            os._exit(99)
+    return exit_code(child)
+
+
+def refused_count(calls: list[Callable[[], object]]) -> int:
+    """How many of the calls said what to do in a child."""
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except InvalidRequest as error:
+            refused += "connect in the child" in str(error)
+    return refused
+
+
+@contextmanager
+def all_locked(store: Store, hold: Hold) -> Iterator[None]:
+    """Every lock of a client that some thread of it may have at a fork."""
+    port: Any = store._port
+    remote_hold: Any = hold._held
+    endpoints = port.endpoints
+    locks = [endpoints._changed, port.counters._lock, port._watch._changed, port._tools.lanes._lock, remote_hold._lock]
+    for endpoint in endpoints._live.values():
+        locks += [endpoint._lock, endpoint.bulk._lock]
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        yield
+
+
+def test_calls_of_a_process_go_on_while_it_forks_and_no_child_hangs(capfd: pytest.CaptureFixture[str]) -> None:
+    """gRPC's own handlers, which log what they do, abort or hang some children and break calls of the parent."""
+    with serving() as served, connected(served) as store, connected(served, bulk="grpc") as other:
+        cache, busy = store.namespace("m", SMALL), other.namespace("m", SMALL)
+
+        def work(number: int, turn: int) -> None:
+            tokens = TOKENS + 1000 * number + turn % 10
+            assert busy.put(tokens, kv_of(SMALL, tokens)).tokens_present == len(tokens)
+            assert busy.get(tokens)[0] == len(tokens)
+
+        calls = Several(4, work)
+        codes = [forked(lambda: refused_count([lambda: cache.match(TOKENS)])) for _ in range(FORKS)]
+        calls.stop()
+    assert codes == [1] * FORKS
+    assert "fork" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None:
+    with serving() as served, connected(served, bulk=bulk) as store:
+        cache: Cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        with cache.hold(TOKENS) as hold:
+            calls: list[Callable[[], object]] = [
+                lambda: cache.match(TOKENS),
+                lambda: cache.get(TOKENS),
+                lambda: cache.put(TOKENS, KV),
+                lambda: cache.hold(TOKENS),
+                lambda: cache.prefetch(TOKENS),
+                lambda: cache.blocks.match([bytes(16)]),
+                lambda: hold.read_into(np.zeros_like(KV)),
+                hold.view,
+                lambda: next(hold.layers()),
+                store.stats,
+                store.pins,
+                store.namespaces,
+                lambda: store.namespace("n", SMALL),
+                store.control.health,
+            ]
+
+            def in_child() -> int:
+                refused = refused_count(calls)
+                hold.release()
+                store.close()
+                return refused
+
+            with all_locked(store, hold):
+                code = forked(in_child)
+            assert code == len(calls)
+            assert hold.read_into(np.zeros_like(KV)) == len(TOKENS), "the hold is the parent's"

@@ -1,0 +1,182 @@
+"""What a collector reads of reports, what it says to nodes, and what it tells other collectors."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.meta.interface import Put
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.session import Session
+from kvstore.meta.usage import Room, Usage
+from kvstore.sources import RandomIds
+from kvstore_gc.capacity import SIGN_AGAIN_S, Watermarks
+from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.reports import Reports
+from kvstore_gc.room import RoomSign
+from tests.meta.fakes import CountingIds, FakeClock
+
+KEYS = Keys(bytes(16))
+NODE = SessionId(b"n" * 16)
+
+
+class Host:
+    """One collector, without threads."""
+
+    def __init__(self, store: MemoryStore, clock: FakeClock, ids: CountingIds, max_bytes: int | None = 1000) -> None:
+        self.clock = clock
+        self.meta = MemoryMeta(store)
+        self.collectors = Collectors(self.meta, KEYS, clock=clock, ids=ids)
+        self.marks = Watermarks(max_bytes, 0.9, clock)
+        self.reports = Reports(self.meta, KEYS, self.collectors, self.marks, clock)
+        self.room = RoomSign(self.meta, KEYS, self.collectors, self.reports, clock)
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.clock.advance(seconds)
+        self.collectors.beat()
+        self.reports.follow()
+        self.reports.tell()
+        self.room.follow(self.marks)
+
+    def survey(self, used: int) -> None:
+        self.marks.surveyed(used, self.marks.mark(self.reports.unheard(self.clock.advance)))
+        self.clock.advance(self.marks.late_s)
+
+    @property
+    def used(self) -> int:
+        level = self.marks.level
+        assert level is not None
+        return level.used_bytes
+
+    @property
+    def word(self) -> Room | None:
+        found = self.meta.get(KEYS.gc_room)
+        return None if found is None else Room.from_json(found.value)
+
+
+@pytest.fixture
+def hosts() -> tuple[Host, Host]:
+    clock, ids = FakeClock(), CountingIds()
+    store = MemoryStore(clock)
+    return Host(store, clock, ids), Host(store, clock, ids)
+
+
+def report(host: Host, written: int, removed: int = 0, node: SessionId = NODE) -> int:
+    return host.meta.put(KEYS.usage_of(node), Usage(written, removed).to_json())
+
+
+def test_reports_are_followed_and_counted_in_the_next_word(hosts: tuple[Host, Host]) -> None:
+    one, _ = hosts
+    one.tick()
+    assert one.word == Room(one.reports.revision, None, None, one.word.pace_s if one.word else 0)
+    one.survey(100)
+    revision = report(one, 300)
+    one.tick()
+    assert one.used == 400 and one.word is not None
+    assert one.word.revision == revision and one.word.allowance_bytes == 25
+    one.meta.delete(KEYS.usage_of(NODE))
+    one.tick()
+    assert one.used == 400, "what it wrote is there"
+
+
+def test_a_root_where_nothing_happens_costs_no_writes(hosts: tuple[Host, Host]) -> None:
+    one, _ = hosts
+    one.tick()
+    one.survey(100)
+    one.tick()
+    before = one.meta.list(KEYS.prefix).revision
+    for _ in range(20):
+        one.tick()
+    assert one.meta.list(KEYS.prefix).revision == before
+
+
+def test_a_lost_watch_is_read_afresh(hosts: tuple[Host, Host]) -> None:
+    one, _ = hosts
+    other = SessionId(b"o" * 16)
+    report(one, 10, node=other)
+    one.tick()
+    one.survey(100)
+    assert one.reports._watch is not None
+    one.reports._watch.close()
+    report(one, 300)
+    report(one, 30, node=other)
+    one.meta.delete(KEYS.usage_of(other))
+    one.tick()
+    one.tick()
+    assert one.used == 400, "what was written and gone between is for the next survey"
+
+
+@pytest.mark.parametrize("value", [b"", b"nonsense", b"[]"])
+def test_a_report_that_cannot_be_read_is_none(hosts: tuple[Host, Host], value: bytes) -> None:
+    one, _ = hosts
+    one.tick()
+    one.survey(100)
+    one.meta.put(KEYS.usage_of(NODE), value)
+    one.meta.put(f"{KEYS.usage}beside", Usage(5).to_json())
+    one.tick()
+    assert one.used == 100
+
+
+def test_collectors_hear_of_each_other_s_deletions_and_not_of_their_own(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    one.tick()
+    two.tick()
+    one.survey(900)
+    two.survey(900)
+    one.marks.reaped(300)
+    one.tick()
+    two.tick()
+    one.tick()
+    assert (one.used, two.used) == (600, 600)
+    one.clock.advance(TTL_S)  # both join anew
+    one.marks.reaped(100)
+    one.tick()
+    one.marks.reaped(10)
+    one.tick()
+    two.tick()
+    two.tick()
+    assert (one.used, two.used) == (490, 590), "what it had not told before it lost its place is for the next survey"
+
+
+def test_the_word_is_one_collector_s_and_another_one_s_when_that_is_gone(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    one.tick()
+    two.tick()
+    first = one.meta.get(KEYS.gc_room)
+    assert first is not None and one.collectors.me is not None and first.lease == one.collectors.me[1]
+    one.collectors.close()
+    assert one.word is None
+    two.tick(SIGN_AGAIN_S)
+    found = two.meta.get(KEYS.gc_room)
+    assert found is not None and two.collectors.me is not None and found.lease == two.collectors.me[1]
+
+
+def test_a_collector_that_knows_no_limit_asks_nobody() -> None:
+    clock = FakeClock()
+    host = Host(MemoryStore(clock), clock, CountingIds(), None)
+    host.tick()
+    assert host.word is None
+
+
+def test_a_survey_waits_for_the_nodes_that_are_there_and_for_a_silent_one_once(hosts: tuple[Host, Host]) -> None:
+    one, _ = hosts
+    one.tick()
+    session = Session.open(one.meta, KEYS, clock=one.clock, ids=RandomIds(), ttl_s=3600)
+    waited: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        one.clock.advance(seconds)
+        if len(waited) == 3:
+            one.meta.txn((), (Put(KEYS.usage_of(session.id), Usage(5000).to_json(), session.lease),))
+            one.reports.follow()
+
+    assert one.reports.unheard(pause) == frozenset() and len(waited) == 3
+    one.marks.surveyed(100, one.marks.mark())
+    assert one.used == 100, "what it wrote before is listed"
+    silent = Session.open(one.meta, KEYS, clock=one.clock, ids=RandomIds(), ttl_s=3600)
+    waited.clear()
+    assert one.reports.unheard(pause) == {silent.id} and waited
+    waited.clear()
+    assert one.reports.unheard(pause) == {silent.id} and not waited

@@ -1,0 +1,201 @@
+"""Rule P5: a pin that was acknowledged keeps its chunks, whenever a clear of its namespace runs.
+
+Both run for real, over metadata and a root in memory, each in a thread that stops before a call to them that the test
+chooses: so every order of their steps with up to three turns is tried, and no clock decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.census.selection import Selection
+from kvstore.errors import Unavailable
+from kvstore.format.places import Name
+from kvstore.meta.barriers import BARRIER_S, Barriers
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.namespace import Namespace
+from kvstore.node.limits import Limits
+from kvstore.node.member import Member
+from kvstore.node.opening import join
+from kvstore.planes import Planes
+from kvstore.results import PinRecord
+from kvstore.root.identity import create_or_open
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+from tests.node.stores import SMALL, kv_of
+
+WAIT_S = 60.0
+ALL = 1000
+"""More steps than either takes."""
+CHUNKS = 2
+TOKENS = range(CHUNKS * SMALL.chunk_tokens)
+NAMESPACE = Namespace("m", SMALL)
+
+
+class Actor:
+    """A thread that stops before its n-th step until it is let on, and then runs to its end."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._left = 0
+        self._stopped = threading.Event()
+        self._let_on = threading.Event()
+        self.result: object = None
+        self.steps = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def run_until(self, step: int) -> None:
+        """Returns before that step, or at the end."""
+        self._left = step
+        self.thread.start()
+        assert self._stopped.wait(WAIT_S)
+
+    def finish(self) -> None:
+        self._let_on.set()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+    def pass_step(self) -> None:
+        if self._let_on.is_set():
+            return
+        if self.steps == self._left:
+            self._stopped.set()
+            assert self._let_on.wait(WAIT_S)
+            return
+        self.steps += 1
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except Unavailable as refused:
+            self.result = refused
+        self._stopped.set()
+
+
+class Stage:
+    """Metadata and a root in memory, whose calls are the steps of the actors."""
+
+    def __init__(self) -> None:
+        self.pinning: Actor | None = None
+        self.clearing: Actor | None = None
+        stage = self
+
+        class Root(MemoryRoot):
+            def remove(self, name: Name) -> bool:
+                stage.step(stage.clearing)
+                return super().remove(name)
+
+        class Metadata(MemoryMeta):
+            def __getattribute__(self, name: str) -> Any:
+                if name in ("list", "put", "txn", "grant", "revoke"):
+                    actors = (stage.pinning, stage.clearing)
+                    current = threading.current_thread()
+                    stage.step(next((each for each in actors if each and each.thread is current), None))
+                return super().__getattribute__(name)
+
+        clock, ids = SystemClock(), RandomIds()
+        self.root = Root(MemoryFiles())
+        meta: Meta = Metadata(clock=clock)
+        identity = create_or_open(self.root, ids)
+        self.member: Member = join(self.root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids)
+        self.member.claim_namespace(NAMESPACE)
+        self.chain: Chain = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
+        self.member.node.put(self.chain, 0, Planes(kv_of(SMALL, TOKENS), SMALL.section_bytes))
+
+    def step(self, actor: Actor | None) -> None:
+        if actor is not None:
+            actor.pass_step()
+
+    def pin(self) -> PinRecord:
+        return self.member.pin(self.chain, 600.0, "me")
+
+    def there(self) -> int:
+        self.member.node.known.clear()
+        return self.member.node.match(self.chain)
+
+
+@contextmanager
+def staged() -> Iterator[Stage]:
+    stage = Stage()
+    try:
+        yield stage
+    finally:
+        stage.member.close()
+
+
+def clear_namespace(stage: Stage) -> object:
+    return stage.member.clear(NAMESPACE)
+
+
+def clear_selected(stage: Stage) -> object:
+    return stage.member.clear_selected(Selection(namespace=NAMESPACE.digest))
+
+
+def played(clear: Callable[[Stage], object], first: str, pin_steps: int, clear_steps: int) -> tuple[object, int, int]:
+    """One order: the pin until its step, the clear until its own (or the other way round), the pin's end, the clear's.
+
+    What became of the pin, and how many steps each took before it stopped.
+    """
+    with staged() as stage:
+        pinning, clearing = Actor(stage.pin), Actor(lambda: clear(stage))
+        stage.pinning, stage.clearing = pinning, clearing
+        actors = [(pinning, pin_steps), (clearing, clear_steps)]
+        for actor, steps in actors if first == "pin" else reversed(actors):
+            actor.run_until(steps)
+        for actor in (pinning, clearing) if first == "pin" else (clearing, pinning):
+            actor.finish()
+        if isinstance(pinning.result, PinRecord):
+            assert stage.there() * SMALL.chunk_tokens >= pinning.result.tokens, (first, pin_steps, clear_steps)
+        else:
+            assert isinstance(pinning.result, Unavailable), "refused, and it says so"
+        return pinning.result, pinning.steps, clearing.steps
+
+
+@pytest.mark.parametrize("first", ["pin", "clear"])
+@pytest.mark.parametrize("clear", [clear_namespace, clear_selected])
+def test_a_pin_keeps_its_chunks_in_every_order_with_a_clear(clear: Callable[[Stage], object], first: str) -> None:
+    _, pin_steps, _ = played(clear, "pin", ALL, 0)
+    _, _, clear_steps = played(clear, "clear", 0, ALL)
+    whole, refused, nothing = 0, 0, 0
+    for pin_at in range(pin_steps + 1):
+        for clear_at in range(clear_steps + 1):
+            result, _, _ = played(clear, first, pin_at, clear_at)
+            if isinstance(result, PinRecord):
+                whole += result.tokens == len(TOKENS)
+                nothing += not result.tokens
+            else:
+                refused += 1
+    assert whole and refused and nothing, "each of these happens"
+
+
+def test_a_clear_stops_deleting_once_its_barrier_may_have_gone() -> None:
+    class Late(SystemClock):
+        ahead_s = 0.0
+
+        def monotonic_s(self) -> float:
+            return super().monotonic_s() + self.ahead_s
+
+    clock, meta = Late(), MemoryMeta()
+    barriers = Barriers(meta, Keys(bytes(16)), clock)
+    barrier = barriers.put_up(bytes(16), b"{}", 5.0)
+    barrier.check()
+    clock.ahead_s += BARRIER_S / 2
+    with pytest.raises(Unavailable, match="clear again"):
+        barrier.check()
+    barrier.renew(5.0)
+    barrier.check()
+    assert barriers.orders(5.0) == [b"{}"]
+    barrier.take_down(5.0)
+    assert not barriers.orders(5.0)
+    barrier.renew(5.0)
+    with pytest.raises(Unavailable):
+        barrier.check()

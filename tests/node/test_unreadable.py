@@ -1,0 +1,208 @@
+"""A chunk file that nobody can read is set aside once others can be read, and the next put repairs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.address import Address
+from kvstore.client import Cache, Store
+from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.format.encoded import decode_any
+from kvstore.format.places import QUARANTINE, Name
+from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
+from kvstore.root.faulty import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
+from kvstore.root.memory import MemoryRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import SystemClock
+from tests.node.stores import TINY, chunk_files, kv_of, same, store_on
+
+TOKENS = np.arange(6 * TINY.chunk_tokens)
+KV = kv_of(TINY, TOKENS)
+OTHER = TOKENS + 1000
+STRIKES = [("open", EACCES), ("open", EIO), ("read", EIO)]
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> FaultyRoot:
+    return FaultyRoot(PosixRoot(tmp_root))
+
+
+@pytest.fixture
+def store(root: FaultyRoot) -> Iterator[Store]:
+    with store_on(root) as opened:
+        yield opened
+
+
+def filled(store: Store) -> Cache:
+    cache = store.namespace("m", TINY)
+    cache.put(TOKENS, KV)
+    cache.put(OTHER, kv_of(TINY, OTHER))
+    return cache
+
+
+def third_of(root: Path) -> Path:
+    """The third chunk of one of the prompts."""
+    return next(path for path in chunk_files(root) if decode_any(path.read_bytes()).depth == 2)
+
+
+def name_of(root: Path, path: Path) -> Name:
+    return Name(str(path.relative_to(root)))
+
+
+def gets(cache: Cache) -> list[int]:
+    return [cache.get(tokens)[0] for tokens in (TOKENS, OTHER)]
+
+
+@pytest.mark.parametrize(("operation", "fault"), STRIKES)
+def test_a_file_that_nobody_can_read_is_repaired_by_the_next_put(
+    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: Fails
+) -> None:
+    cache = filled(store)
+    wrong = third_of(tmp_root)
+    old = wrong.stat().st_ino
+    root.set_rules([Rule(operation, fault, _is_inode(tmp_root, old))])
+    found = gets(cache)
+    assert sorted(found) == [2 * TINY.chunk_tokens, len(TOKENS)], "a miss at first"
+    tokens = TOKENS if found[0] < len(TOKENS) else OTHER
+    for _ in range(2):
+        assert cache.put(tokens, kv_of(TINY, tokens)).tokens_present == len(tokens)
+    assert wrong.stat().st_ino != old, "written anew"
+    assert [path.stat().st_ino for path in (tmp_root / QUARANTINE).iterdir()] == [old]
+    assert gets(cache) == [len(TOKENS)] * 2 and same(cache.get(tokens)[1], kv_of(TINY, tokens))
+
+
+def _is_inode(root: Path, inode: int) -> Callable[[Name], bool]:
+    """Whether a name is that of one file, wherever it was moved."""
+
+    def is_it(name: Name) -> bool:
+        path = root / name
+        return path.is_file() and path.stat().st_ino == inode
+
+    return is_it
+
+
+def test_reads_alone_set_it_aside_after_some_failures(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
+    cache = filled(store)
+    wrong = third_of(tmp_root)
+    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino))])
+    for _ in range(FAILURES_MAX + 1):
+        gets(cache)
+    assert not wrong.exists() and len(list((tmp_root / QUARANTINE).iterdir())) == 1
+
+
+def test_a_failure_that_passes_costs_a_miss_and_moves_nothing(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
+    cache = filled(store)
+    wrong = third_of(tmp_root)
+    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino), times=FAILURES_MAX - 1)])
+    assert sorted(gets(cache)) == [2 * TINY.chunk_tokens, len(TOKENS)]
+    assert gets(cache) == [len(TOKENS)] * 2
+    assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
+
+
+def test_a_file_that_can_be_read_once_it_was_moved_goes_back(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
+    cache = filled(store)
+    wrong = third_of(tmp_root)
+    inode = wrong.stat().st_ino
+    root.set_rules([Rule("read", EIO, lambda name: name == name_of(tmp_root, wrong), times=FAILURES_MAX)])
+    gets(cache)
+    assert gets(cache) == [len(TOKENS)] * 2
+    assert wrong.stat().st_ino == inode and not [*(tmp_root / "quarantine").glob("*")]
+
+
+@pytest.mark.parametrize(("operation", "fault"), STRIKES)
+def test_where_all_files_fail_nothing_is_set_aside_and_no_put_claims_them(
+    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: Fails
+) -> None:
+    cache = filled(store)
+    before = chunk_files(tmp_root)
+    root.set_rules([Rule(operation, fault)])
+    for _ in range(2 * FAILURES_MAX):
+        assert gets(cache) == [0, 0]
+    with pytest.raises((Unavailable, PermissionDenied)):
+        cache.put(TOKENS, KV)
+    assert chunk_files(tmp_root) == before and not [*(tmp_root / "quarantine").glob("*")]
+    root.set_rules([])
+    assert gets(cache) == [len(TOKENS)] * 2, "and all is well again"
+
+
+def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(
+    store: Store, root: FaultyRoot, tmp_root: Path
+) -> None:
+    cache = filled(store)
+    wrong = name_of(tmp_root, third_of(tmp_root))
+    root.set_rules([Rule("open", EACCES, lambda name: name == wrong), Rule("move", EROFS)])
+    found = gets(cache)
+    tokens = TOKENS if found[0] < len(TOKENS) else OTHER
+    for _ in range(3):
+        with pytest.raises(PermissionDenied, match=r"cannot be read.*not be set aside"):
+            cache.put(tokens, kv_of(TINY, tokens))
+        assert cache.match(tokens) < len(tokens) or cache.get(tokens)[0] < len(tokens)
+    root.set_rules([])
+    assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 0
+    assert gets(cache) == [len(TOKENS)] * 2
+
+
+def test_blocks_that_cannot_be_read_are_repaired_too(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
+    blocks = store.namespace("b", TINY).blocks
+    keys = [bytes([number]) * 16 for number in range(4)]
+    content = [bytes([number]) * 64 for number in range(4)]
+    assert blocks.put(keys, content) == [True] * 4
+    wrong = chunk_files(tmp_root)[0]
+    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino))])
+    into = [bytearray(64) for _ in keys]
+    assert sorted(blocks.get(keys, into)) == [False, True, True, True]
+    assert blocks.put(keys, content) == [True] * 4
+    assert blocks.match(keys) == 4 and blocks.get(keys, into) == [True] * 4
+    assert into == content and len(list((tmp_root / QUARANTINE).iterdir())) == 1
+
+
+def test_suspects_take_bounded_memory() -> None:
+    suspects = Unreadable(MemoryRoot(), SystemClock())
+    for number in range(2 * SUSPECTS_MAX):
+        suspects.failed(Address(number.to_bytes(16, "big")))
+    assert len(suspects) == SUSPECTS_MAX
+
+
+AS_NOBODY = """
+    import os, sys
+    from pathlib import Path
+    from tests.node.test_unreadable import OTHER, TOKENS, filled, gets, third_of
+    from tests.node.stores import TINY, kv_of, store_on
+
+    root = Path(sys.argv[1])
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    with store_on(root) as store:
+        assert store.stats()["native_path"] == int(sys.argv[2])
+        cache = filled(store)
+        wrong = third_of(root)
+        wrong.chmod(0)
+        found = gets(cache)
+        tokens = TOKENS if found[0] < len(TOKENS) else OTHER
+        assert min(found) == 2 * TINY.chunk_tokens, found
+        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 1
+        assert gets(cache) == [len(TOKENS)] * 2
+        assert len(list((root / "quarantine").iterdir())) == 1
+    print("repaired")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process of root becomes nobody, who cannot read what nobody may read")
+@pytest.mark.parametrize("native", [0, 1])
+def test_a_real_file_without_permission_is_repaired_by_the_next_put(tmp_root: Path, native: int) -> None:
+    tmp_root.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(tmp_root), str(native)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "KVSTORE_NATIVE": str(native)},
+    )  # fmt: skip
+    assert done.stdout == "repaired\n", done.stdout + done.stderr

@@ -1,0 +1,245 @@
+"""What a node reports of the room that it takes, and when it stops by itself (gc/PROTOCOL.md, section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.meta.usage import Room, Usage
+from kvstore.node.usage import AGAIN_S, NodeUsage
+from kvstore.root.posix import PosixRoot
+from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
+from tests.node.test_follower import SWEEP, Alone
+from tests.patience import NEVER_S, PATIENCE_S
+
+STEP, ALLOWED, PACE_S = 10, 100, 0.25
+
+
+def word(revision: int, allowance: int | None = ALLOWED) -> Room:
+    return Room(revision, allowance, STEP, PACE_S)
+
+
+class Reporting:
+    """A node's counts in a session, on a clock of its own; each report gets the next revision."""
+
+    def __init__(self) -> None:
+        self.usage = NodeUsage()
+        self.usage.begin()
+        self.now_s = 0.0
+        self._revisions = count(1)
+
+    def later(self, seconds: float = 1.0) -> Usage | None:
+        self.now_s += seconds
+        return self.usage.due(self.now_s)
+
+    def report(self, seconds: float = 1.0) -> int:
+        due = self.later(seconds)
+        assert due is not None
+        revision = next(self._revisions)
+        self.usage.told(due, revision, self.usage.asked_by, self.now_s)
+        return revision
+
+
+@pytest.fixture
+def node() -> Reporting:
+    return Reporting()
+
+
+def test_a_node_reports_nothing_where_no_collector_asks(node: Reporting) -> None:
+    node.usage.wrote(1 << 40)
+    node.usage.removed(1 << 40)
+    assert node.later() is None and not node.usage.is_spent and node.usage.owes_s == float("inf")
+
+
+def test_a_node_says_at_once_where_it_begins_and_then_each_step(node: Reporting) -> None:
+    node.usage.wrote(5)
+    node.usage.hear(word(0), created=7)
+    assert node.later(0.0) == Usage(5, 0)
+    node.report(0.0)
+    node.usage.wrote(STEP - 1)
+    assert node.later() is None
+    node.usage.wrote(1)
+    assert node.later() == Usage(5 + STEP, 0)
+    node.report()
+    node.usage.removed(1)
+    assert node.later(PACE_S / 2) is None
+    assert node.later(PACE_S / 2) == Usage(5 + STEP, 1)
+
+
+def test_a_new_word_of_another_collector_is_answered_at_once(node: Reporting) -> None:
+    node.usage.hear(word(0), created=7)
+    node.report()
+    node.usage.hear(word(0), created=7)
+    assert node.later() is None
+    node.usage.hear(None)
+    node.usage.hear(word(0), created=9)
+    assert node.later(0.0) == Usage(0, 0)
+
+
+def test_a_node_stops_by_itself_until_its_report_was_counted(node: Reporting) -> None:
+    node.usage.hear(word(0), created=7)
+    node.report()
+    node.usage.wrote(ALLOWED - 1)
+    assert not node.usage.is_spent
+    node.usage.wrote(1)
+    assert node.usage.is_spent
+    revision = node.report()
+    assert node.usage.is_spent, "no collector has said that it was counted"
+    node.usage.hear(word(revision - 1), created=7)
+    assert node.usage.is_spent
+    node.usage.hear(word(revision), created=7)
+    assert not node.usage.is_spent
+    node.usage.hear(word(revision, 0), created=7)
+    assert node.usage.is_spent, "the root is full"
+    node.usage.hear(None)
+    assert not node.usage.is_spent, "where no collector is there nobody waits for one"
+
+
+def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(node: Reporting) -> None:
+    node.usage.hear(word(0), created=7)
+    node.usage.wrote(ALLOWED)
+    node.report()
+    assert node.later(AGAIN_S / 2) is None and node.usage.is_spent
+    assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0)
+
+
+def test_what_the_last_session_did_not_report_is_reported_by_the_next_one(node: Reporting) -> None:
+    node.usage.hear(word(0), created=7)
+    node.report()
+    node.usage.wrote(30)
+    node.usage.removed(20)
+    node.usage.end()
+    assert not node.usage.is_spent and node.later() is None
+    node.usage.wrote(4)
+    node.usage.begin()
+    node.usage.hear(word(0), created=7)
+    assert node.later(0.0) == Usage(34, 0), "deletions would hide writes if they were told twice"
+
+
+def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(node: Reporting) -> None:
+    node.usage.wrote(1 << 40)
+    node.usage.end()
+    node.usage.begin()
+    node.usage.hear(word(0), created=7)
+    assert node.later(0.0) == Usage(0, 0)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"x", b"[]", b"{}", b'{"written":-1,"removed":0}', b'{"written":1.5,"removed":0}', b"[" * 100_000]
+)
+def test_records_that_are_none_are_refused(value: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        Usage.from_json(value)
+    with pytest.raises(InvalidRequest):
+        Room.from_json(value)
+
+
+def test_records_come_back_as_they_were() -> None:
+    for usage in (Usage(), Usage(1 << 60, 3)):
+        assert Usage.from_json(usage.to_json()) == usage
+    for room in (word(3), word(0, None), Room(9, None, None, 10.0)):
+        assert Room.from_json(room.to_json()) == room
+
+
+# With a follower
+
+
+def test_a_put_waits_for_the_count_and_not_for_a_full_root(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    node.usage.hear(word(0), created=7)
+    node.usage.wrote(ALLOWED)
+    revision = node.report()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(node.usage.wait_for_room)
+        node.usage.hear(word(revision), created=7)
+        assert waits.result(PATIENCE_S)
+    node.usage.hear(word(revision, 0), created=7)
+    assert not node.usage.wait_for_room()
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.0)
+    node.usage.hear(word(0), created=7)
+    node.usage.wrote(ALLOWED)
+    assert not node.usage.wait_for_room()
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    made = Alone()
+    yield made
+    made.node.close()
+
+
+def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    alone.meta.put(alone.keys.gc_room, word(0, 0).to_json())
+    alone.follower.step(0.0)
+    with pytest.raises(Overloaded, match="no collector has counted"):
+        alone.view.check_room()
+    assert alone.node.stats()["put_refused_uncounted"] == 1
+    assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
+    alone.meta.put(alone.keys.gc_room, b"nonsense")
+    alone.follower.step(0.0)
+    alone.view.check_room()
+    assert alone.view.protects and session.alive
+
+
+def test_a_report_is_gone_with_its_session(alone: Alone) -> None:
+    session = alone.session()
+    alone.meta.put(alone.keys.gc_room, word(0).to_json())
+    alone.follower.begin(session)
+    alone.follower.step(0.0)
+    assert len(alone.meta.list(alone.keys.usage).items) == 1
+    session.close()
+    assert not alone.meta.list(alone.keys.usage).items
+
+
+def test_a_gap_of_the_chain_is_found_although_other_keys_go_on_changing(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was restored to an older revision: the watch has missed the link, and hears what comes after."""
+    session, now_s = alone.session(), alone.follower._clock.monotonic_s()
+    alone.follower.begin(session)
+    monkeypatch.setattr(alone.follower._clock, "monotonic_s", lambda: now_s)
+    following = alone.follower._following
+    assert following is not None
+    following.watch.close()
+    alone.meta.put(alone.keys.gc_seq, SWEEP)
+    following.watch = alone.meta.watch(alone.keys.gc, alone.meta.list(alone.keys.gc).revision + 1)
+    for _ in range(3):
+        now_s += alone.node.limits.gap_check_s
+        alone.meta.put(alone.keys.gc_room, word(0).to_json())
+        alone.follower.step(0.0)
+    assert not session.alive
+
+
+# With a cluster
+
+
+@pytest.fixture(params=["memory", "files"])
+def c(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Cluster]:
+    """On files native code publishes."""
+    with cluster(PosixRoot(tmp_root) if request.param == "files" else None) as made:
+        yield made
+
+
+def test_what_a_node_puts_and_clears_is_what_it_reports(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 5)
+    key = node.keys.usage_of(node.presence.current().id)
+    put(node, chain)
+    size_bytes = sum(stat.size_bytes for address in chain.addresses if (stat := c.root.stat(c.name(address))))
+    assert c.store.get(key) is None, "without garbage collection there are no writes"
+    node.meta.put(node.keys.gc_room, Room(0, None, 1, 0.01).to_json())
+
+    def reported() -> Usage | None:
+        found = c.store.get(key)
+        return None if found is None else Usage.from_json(found.value)
+
+    eventually(lambda: reported() == Usage(size_bytes, 0))
+    put(node, chain)
+    assert node.clear(SPACE).chunks == 5
+    eventually(lambda: reported() == Usage(size_bytes, size_bytes))

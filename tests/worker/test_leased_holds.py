@@ -1,0 +1,139 @@
+"""Rule H4: a client's hold is leased, so one that was killed keeps collectors away for no longer than its lease."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.remote import RemotePort
+from kvstore.client.remote_hold import RemoteHold
+from kvstore.client.store import Store
+from kvstore.errors import HoldBroken
+from kvstore.sources import SystemClock
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.worker.limits import WorkerLimits
+from tests.node.stores import SMALL, kv_of
+from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+LEASE_S = 30.0
+_CLIENT = """
+import sys, time
+import kvstore, numpy as np
+from tests.node.stores import SMALL
+store = kvstore.connect(sys.argv[1])
+hold = store.namespace("m", SMALL).hold(np.arange(4 * SMALL.chunk_tokens))
+print(hold.tokens, flush=True)
+time.sleep(600)
+"""
+
+
+class Ahead:
+    """The system's clock, set forward by a test."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def now_s(self) -> float:
+        return SystemClock().now_s()
+
+    def monotonic_s(self) -> float:
+        return SystemClock().monotonic_s() + self.ahead_s
+
+
+def renewals(served: Served) -> int:
+    return sum(count for ended, count in served.worker.service.calls.ended().items() if ended.method == "Renew")
+
+
+def lease_of(store: Store, hold: object) -> object:
+    held = hold._held  # type: ignore[attr-defined]
+    assert isinstance(held, RemoteHold) and isinstance(store._port, RemotePort)
+    return held._lease
+
+
+def test_a_killed_client_holds_nothing_after_its_lease() -> None:
+    """Of real processes, with the client's own renewals until then."""
+    with serving(worker_limits=WorkerLimits(hold_lease_s=4.0)) as served, connected(served) as store:
+        store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, served.address],
+            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline().strip() == str(len(TOKENS))
+            eventually(lambda: renewals(served) >= 2, "the client renews what it holds")
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+        eventually(lambda: len(served.member.node.holds) == 0, "the worker lets go, long before hold_max_s")
+        eventually(lambda: len(served.worker.service.holds) == 0, "and keeps no prompt for it")
+
+
+def test_a_hold_lives_as_long_as_it_is_renewed_and_no_longer() -> None:
+    """By the .proto alone, as a client in another language does."""
+    clock = Ahead()
+    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served:
+        served.member.node.holds._clock = served.worker.service.holds._clock = clock
+        with connected(served) as store:
+            store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
+        with raw_stub(served) as stub:
+            digest = opened(stub, SMALL)
+            ask = pb.HoldRequest(namespace=digest, tokens=packed(TOKENS), ttl_s=4 * LEASE_S)
+            held, read, left = (stub.Hold(ask, timeout=WAIT_S) for _ in range(3))
+            assert held.lease_s == LEASE_S
+            for _ in range(3):
+                clock.ahead_s += 0.9 * LEASE_S
+                answer = stub.Renew(pb.RenewRequest(holds=[held.hold, bytes(16)]), timeout=WAIT_S)
+                assert answer.ended == [bytes(16)]
+                for each in (held, read):
+                    assert list(stub.Get(pb.GetRequest(hold=each.hold), timeout=WAIT_S)), "a read renews too"
+            served.worker.service.holds.expire()
+            assert len(served.member.node.holds) == 2
+            both = pb.RenewRequest(holds=[held.hold, left.hold])
+            assert stub.Renew(both, timeout=WAIT_S).ended == [left.hold]
+            for _ in range(2):
+                clock.ahead_s += 0.9 * LEASE_S
+                stub.Renew(both, timeout=WAIT_S)
+            assert set(stub.Renew(both, timeout=WAIT_S).ended) == {held.hold, left.hold}, "ttl_s ends it all the same"
+            served.worker.service.holds.expire()
+            assert len(served.member.node.holds) == 0
+
+
+def test_what_the_worker_has_let_go_says_so() -> None:
+    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        with cache.hold(TOKENS) as first, cache.hold(TOKENS) as second, cache.hold(TOKENS) as third:
+            served.member.node.holds.drop_all()  # as after a stall that was longer than the lease
+            port, leases = store._port, [lease_of(store, each) for each in (first, second)]
+            assert isinstance(port, RemotePort)
+            for lease in leases:
+                lease.renewed_s -= LEASE_S  # type: ignore[attr-defined]
+            with port._tools.renewing._changed:
+                port._tools.renewing._changed.notify_all()
+            eventually(lambda: all(each.ended for each in leases), "both are told")  # type: ignore[attr-defined]
+            assert renewals(served) == 1, "one call for all that a worker has"
+            for hold in (first, second, third):
+                with pytest.raises(HoldBroken):
+                    hold.read_into(np.empty(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype))
+                assert hold.tokens == len(TOKENS)
+
+
+def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
+    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        port = store._port
+        assert isinstance(port, RemotePort)
+        with cache.hold(TOKENS):
+            assert port._tools.renewing.step() is not None
+        assert port._tools.renewing.step() is None
+        cache.hold(TOKENS)  # dropped at once
+        assert port._tools.renewing.step() is None
+        assert renewals(served) == 0
