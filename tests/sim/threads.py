@@ -245,6 +245,7 @@ def installed(at: Kernel) -> Iterator[None]:
         for name in QUEUEING:
             undo.enter_context(patch.object(importlib.import_module(name), "queue", _QUEUE))
         undo.enter_context(patch("kvstore.meta.deadline.SystemClock", NowClock))
+        undo.enter_context(patch("kvstore.root.inspect.READ_BYTES", 4096))  # files are tiny here, and buffers many
         _current.append(at)
         undo.callback(_current.pop)
         yield
