@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim bench bench-check results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim sim-bugs bench bench-check results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -93,6 +93,9 @@ fast: $(READY) ## the tests that need no servers
 
 sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
+
+sim-bugs: $(READY) ## the first seed that finds each bug planted into the real code, 300 at most, on all cores
+	@$(BIN)/python -m tests.sim --bugs $(ARGS)
 
 bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="workers --workers 1,32" for some)
 	@$(BIN)/python -m benchmarks $(or $(ARGS),all --quick)

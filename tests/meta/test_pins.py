@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from kvstore.address import Address
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.interface import Compare, Delete, Put, TxnResult
@@ -125,6 +125,17 @@ def test_c5_a_failed_pin_whose_twin_cannot_be_removed_only_protects_longer() -> 
     with pytest.raises(Unavailable, match="injected"):
         node.pin()
     assert len(node.twins) == 1 and node.refs == {}
+
+
+def test_p2_a_pin_is_put_only_while_the_session_s_key_is_as_last_written() -> None:
+    """A store that was restored, or in which the session has ended: no collector waits for this node any more."""
+    node = Node()
+    found = node.store.get(node.session.key)
+    assert found is not None
+    node.store.txn((), (Put(found.key, b"of another timeline", found.lease),))
+    with pytest.raises(SessionLost):
+        node.pin()
+    assert node.refs == {} and node.twins == {}
 
 
 def test_p3_a_pin_whose_reply_was_lost_has_both() -> None:

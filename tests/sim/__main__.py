@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 
-from tests.sim.bugs import BUGS
+from tests.sim.bugs import BUGS, SEEDS_MAX, SHOWN_BY
 from tests.sim.profiles import BY_NAME
-from tests.sim.run import run, run_many
+from tests.sim.run import find_bugs, run, run_many
 
 PROGRESS = 500
 
@@ -49,7 +49,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many to search")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--bugs", nargs="*", metavar="BUG", help="the first seed that finds each planted bug")
     asked = parser.parse_args()
+    if asked.bugs is not None:
+        return search_bugs(asked.bugs or sorted(BUGS), asked.workers)
     if asked.seed is None:
         return search(asked.first, asked.seeds, asked.workers)
     profile = BY_NAME[asked.profile] if asked.profile else None
@@ -58,6 +61,21 @@ def main() -> int:
     print(f"seed {outcome.seed} ({outcome.profile}): {outcome.steps} steps, digest {outcome.digest:08x}")
     print(outcome.violation or "no violation")
     return int(outcome.violation is not None)
+
+
+def search_bugs(names: list[str], workers: int) -> int:
+    """Prints a table of the seeds that find planted bugs; 1 where one is neither found nor shown otherwise."""
+    lost = []
+    print("| bug | seed | profile | violation |\n|---|---|---|---|")
+    for name, outcome in find_bugs(names, workers):
+        if outcome is None:
+            print(f"| {name} | – | – | {SHOWN_BY.get(name, '**not found**')} |", flush=True)
+            lost += [name] if name not in SHOWN_BY else []
+        else:
+            print(f"| {name} | {outcome.seed} | {outcome.profile} | {(outcome.violation or '')[:2]} |", flush=True)
+    if lost:
+        print(f"not found within {SEEDS_MAX} seeds: {', '.join(lost)}")
+    return int(bool(lost))
 
 
 def search(first: int, count: int, workers: int) -> int:
@@ -76,6 +94,7 @@ def search(first: int, count: int, workers: int) -> int:
         if done % PROGRESS == 0 or done == count:
             rate = done / (time.monotonic() - began_s)
             print(f"  {done}/{count} seeds, {rate:.0f}/s, {found} violations", file=sys.stderr, flush=True)
+    assert done == count, f"only {done} of {count} seeds were run"
     print(f"\n{done} seeds, {steps} steps, {time.monotonic() - began_s:.0f} s")
     for what, times in sorted(counts.items()):
         print(f"  {times:10d}  {what}")

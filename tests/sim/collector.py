@@ -19,6 +19,12 @@ from tests.sim.shared_root import RootPort
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+IDLE_S = 2.0
+"""The longest that a collector waits after it found nothing to do."""
+AMBUSH_STEPS = 150
+AMBUSH_S = 5.0
+"""As long as one waits for its moment."""
+
 
 class Collector:
     """One collector's process."""
@@ -39,10 +45,11 @@ class Collector:
             ids=world.ids,
             timings=world.timings,
             each=each,
-            pause=self.kernel.sleep,
+            pause=self._pause,
         )
         self.orphans = Orphans(self.root, world.identity, meta, clock=self.process, timings=world.timings)
 
+        self._has_done = False
         self._works: dict[str, Callable[[], None]] = {
             "sweep": self._sweep,
             "adopt": self._adopt,
@@ -60,7 +67,17 @@ class Collector:
         while not world.winding_up:
             kernel.sleep(world.pace_s * kernel.random())
             work = world.choose(world.profile.collect)
+            for ambush in world.profile.ambushes:
+                if world.faults.strikes(ambush.likely):
+                    has_come = kernel.pause(
+                        AMBUSH_STEPS, ((ambush.upon,), kernel.source.randrange(ambush.steps)), AMBUSH_S
+                    )
+                    work = ambush.then if has_come else ""
+                    break
+            if not work:
+                continue
             kernel.note(f"begins {work}")
+            self._has_done = False
             try:
                 self._works[work]()
             except (KVStoreError, Stopped) as error:
@@ -68,17 +85,30 @@ class Collector:
                 kernel.note(f"{work}: {error}")
             else:
                 world.count(f"collector: {work}")
+            if not self._has_done:
+                kernel.sleep(IDLE_S * kernel.random())
 
     def _sweep(self) -> None:
         world, source = self.world, self.kernel.source
-        shards = [shard for shard in range(1 << world.identity.shard_bits) if self.kernel.random() < 0.7]
+        share = world.profile.share
+        shards = [shard for shard in range(1 << world.identity.shard_bits) if self.kernel.random() < share]
         plans = [self.plan(shard, world.profile.victim) for shard in shards]
         if source.random() < 0.3:
             self.kernel.sleep(3 * self.kernel.random())
         self._add(self.sweeper.sweep(plans))
 
+    def _pause(self, seconds: float) -> None:
+        """Waits for nodes, or is told to end: then it abandons its sweeps, and another one takes its place."""
+        self.kernel.sleep(seconds)
+        if not self.world.winding_up and self.world.faults.strikes(self.world.profile.stops):
+            raise Stopped
+
     def _adopt(self) -> None:
-        self._add(self.sweeper.adopt())
+        """All sweeps, or those of the shards that are its own, as when collectors share the work."""
+        shards = None
+        if self.world.identity.shard_bits and self.kernel.random() < 0.5:
+            shards = [shard for shard in range(1 << self.world.identity.shard_bits) if self.kernel.random() < 0.5]
+        self._add(self.sweeper.adopt(shards))
 
     def _lift(self) -> None:
         self.world.count("fences lifted", self.sweeper.lift_unnamed())
@@ -101,6 +131,7 @@ class Collector:
         return SweepPlan(shard, tuple(victims), {})
 
     def _add(self, report: SweepReport) -> None:
+        self._has_done = bool(report.condemned_count or report.adopted_count)
         count = self.world.count
         count("chunks reaped", report.reaped_count)
         count("sweeps adopted", report.adopted_count)

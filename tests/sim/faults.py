@@ -7,7 +7,6 @@ publishes, hands out a hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -22,13 +21,23 @@ class Call(Enum):
     """Of a file, under a hold, or of the metadata: who stands still there keeps sweeps from going on."""
     PUBLISH = "publish"
     TAKE = "take"
-    """A collector takes a chunk."""
+    """A collector takes a chunk, the first since a sweep was condemned ..."""
+    RETAKE = "retake"
+    """... or another one."""
     SETTLE = "settle"
     """It has taken one, and deletes it or puts it back."""
     FENCE = "fence"
     TXN = "txn"
     CONDEMN = "condemn"
-    """A transaction that begins or ends a sweep."""
+    """A transaction that begins a sweep ..."""
+    CLOSE = "close"
+    """... or ends one."""
+    ANNOUNCE = "announce"
+    """A node announces."""
+    VIEW = "view"
+    """A node has read what is condemned."""
+    LINK = "link"
+    """A collector has looked at the sweeps in flight, and is about to read the end of their chain."""
     OTHER = "other"
 
 
@@ -37,15 +46,23 @@ WAITS: dict[Call, tuple[str, ...]] = {
     Call.READ: ("", "condemned", "take", "closed"),
     Call.PUBLISH: ("", "condemned", "take", "taken", "closed"),
     Call.TAKE: ("", "published", "claimed", "claimed", "claimed"),
+    Call.RETAKE: ("", "published", "claimed", "claimed", "claimed"),
     Call.SETTLE: ("", "published", "published", "taken", "taken"),
     Call.FENCE: ("", "condemned", "taken", "claimed", "closed"),
     Call.TXN: ("", "condemned", "take", "taken", "closed"),
     Call.CONDEMN: ("", "condemned", "taken", "closed"),
+    Call.VIEW: ("", "condemned", "condemned>take"),
+    Call.CLOSE: ("", "condemned", "taken", "closed"),
+    Call.ANNOUNCE: ("", "condemned", "take", "taken", "closed"),
+    Call.LINK: ("", "condemned", "closed"),
 }
-"""What an actor may wait for at each; the empty one is only a number of steps."""
+"""What an actor may wait for at each, one thing after the other; the empty one is only a number of steps."""
 AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250, Call.TXN: 250}
 AWAIT_STEPS_DEFAULT = 150
 """No longer, because often that is not going to happen."""
+AS = {Call.RETAKE: "take", Call.CLOSE: "condemn", Call.ANNOUNCE: "txn"}
+PATIENCE_S = (1.0, 4.0, 60.0)
+"""No longer either while everybody else only waits: or time would pass in which nothing happens."""
 
 
 @dataclass(slots=True)
@@ -62,16 +79,26 @@ class Rates:
     """That anybody does before a chunk is published ..."""
     take: float = 0.0
     """... taken,"""
+    retake: float | None = None
+    """As ``take`` where None."""
     settle: float = 0.0
     fence: float = 0.0
     txn: float = 0.0
     condemn: float = 0.0
+    close: float | None = None
+    """As ``condemn`` where None."""
+    announce: float | None = None
+    """As ``txn`` where None."""
+    link: float = 0.0
+    view: float = 0.0
     dies: float = 0.0
-    """That a process is killed before one of the last six."""
+    """That a process is killed before one of the others than ``look`` and ``read``."""
     lag: float = 0.0
     """That a watch has nothing yet of what has happened."""
     pause_steps: int = 400
     """The longest pause is twice as long."""
+    await_steps: int = 0
+    """How long to wait for something at most, where it is not AWAIT_STEPS."""
     waits: dict[Call, tuple[str, ...]] = field(default_factory=lambda: WAITS)
 
 
@@ -83,9 +110,10 @@ class Faults:
         self.rates = rates
         self.late: list[Effect] = []
         self.doomed: list[Process] = []
-        self.before_txn: Callable[[str], object] = lambda keys: None
-        self.before_take: Callable[[], object] = lambda: None
         self.meta_down_until_s = 0.0
+        self._awaited: set[tuple[Call, str]] = set()
+        self.takes = 0
+        """Since a sweep was condemned."""
         self.counts: dict[str, int] = {}
 
     def count(self, what: str, times: int = 1) -> None:
@@ -104,11 +132,13 @@ class Faults:
         assert actor is not None
         if call is Call.TAKE:
             self.kernel.happened("take")
-            self.before_take()
+            self.takes += 1
+            call = Call.RETAKE if self.takes > 1 else call
         if call not in (Call.LOOK, Call.READ) and self.strikes(rates.dies):
             self.doomed.append(actor.process)
             self.kernel.give_way()
-        rate: float = getattr(rates, call.value)
+        found: float | None = getattr(rates, call.value)
+        rate: float = getattr(rates, AS[call]) if found is None else found
         if call in (Call.LOOK, Call.READ) and actor.process.is_collector:
             rate /= 5  # they look all the time
         if self.strikes(rate):
@@ -120,11 +150,20 @@ class Faults:
         what = kernel.source.choice(self.rates.waits[call])
         steps = int(self.rates.pause_steps ** kernel.random()) * 2
         if what:
+            # Never two at one place for one thing: where one waits, others must make it happen.
+            if (call, what) in self._awaited:
+                return
+            self._awaited.add((call, what))
             self.count(f"pauses until {what}")
-            kernel.pause(AWAIT_STEPS.get(call, AWAIT_STEPS_DEFAULT), (what, steps // 10))
+            kernel.note(f"stands still at {call.value} until {what}")
+            most = self.rates.await_steps or AWAIT_STEPS.get(call, AWAIT_STEPS_DEFAULT)
+            try:
+                kernel.pause(most, (what.split(">"), steps // 10), kernel.source.choice(PATIENCE_S))
+            finally:
+                self._awaited.discard((call, what))
         else:
             self.count("pauses")
-            kernel.pause(steps)
+            kernel.pause(steps, None, kernel.source.choice(PATIENCE_S))
 
     def land(self, index: int) -> None:
         """One call that nobody waits for any more takes effect."""

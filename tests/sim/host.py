@@ -15,7 +15,7 @@ from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from tests.sim.kernel import Process
-from tests.sim.metadata import MetaPort
+from tests.sim.metadata import MetaPort, SimStore
 from tests.sim.shared_root import RootPort
 
 if TYPE_CHECKING:
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 PIN_TTLS_S = (5, 20, 60)
 HOLD_TTLS_S = (1.0, 5.0, None)
+IDLE_S = 3.0
+"""The longest that a worker waits after a call that did nothing, so that steps go to those that do something."""
 
 
 class Host:
     """One node's process."""
 
-    def __init__(self, world: World, name: str, workers: int) -> None:
+    def __init__(self, world: World, name: str, workers: int, store: SimStore) -> None:
         self.world = world
+        self._store = store
         self.kernel = world.kernel
         self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1)
         self.member: Member | None = None
@@ -40,7 +43,7 @@ class Host:
 
     def _main(self) -> None:
         world = self.world
-        root, meta = RootPort(world.root, world.faults), MetaPort(world.store, world.faults)
+        root, meta = RootPort(world.root, world.faults), MetaPort(self._store, world.faults)
         while self.member is None:
             try:
                 self.member = join(
@@ -102,12 +105,13 @@ class Host:
         world, kernel = self.world, self.kernel
         while not world.winding_up:
             kernel.sleep(world.pace_s * kernel.random())
-            work = world.choose(world.profile.work)
+            work = world.work()
             kernel.note(f"begins {work}")
             try:
                 getattr(self, f"_{work}")()
             except KVStoreError as error:
                 world.count(f"{work} raised {type(error).__name__}")
+                kernel.sleep(IDLE_S * kernel.random())
             else:
                 world.count(work)
 
@@ -116,8 +120,8 @@ class Host:
     def _put(self) -> None:
         chain = self.world.chain()
         stored = self._member.node.put(chain, 0, lambda index: self.world.payload(chain, index))
-        if not stored.tokens_present:
-            self.kernel.sleep(0.5)
+        if not stored.chunks_written:
+            self.kernel.sleep(IDLE_S * self.kernel.random())
 
     def _match(self) -> None:
         self._member.node.match(self.world.chain())
@@ -135,14 +139,19 @@ class Host:
                 for _ in range(1 + kernel.source.randrange(2)):
                     kernel.sleep(kernel.random() * (world.profile.dwell_s if keeps else 0.4))
                     self._read(hold)
+                if hold.ends_s - self.process.monotonic_s() < 1.0:
+                    kernel.sleep(1.0)
+                    self._read(hold)  # which is over, and must be refused
         finally:
             node.release(hold)
 
     def _read(self, hold: Hold) -> None:
         world, node = self.world, self._member.node
         buffers = [world.buffer() for _ in range(hold.count)]
-        was_live, excuses = self._is_live(hold), self._excuses()
+        was_live, excuses, was_over = self._is_live(hold), self._excuses(), self._is_over(hold)
         count = node.read(hold, lambda index: buffers[index])
+        if count and was_over:
+            self.kernel.fail(f"H4: {self.process.name} read {count} chunks under a hold that had ended")
         for index in range(count):
             world.check_read(hold.chain, index, buffers[index])
         world.count("chunks read", count)
@@ -150,6 +159,12 @@ class Host:
         undisturbed = is_whole and excuses == self._excuses() and was_live and self._is_live(hold)
         if count < hold.count and undisturbed:
             self.kernel.fail(f"I1: {self.process.name} read {count} chunks of {hold.count} that it holds")
+
+    def _is_over(self, hold: Hold) -> bool:
+        """Whether a hold has ended by the node's own clock: by its time, or with its session, told or not."""
+        session, now_s = self.session, self.process.monotonic_s()
+        is_lapsed = session is not None and now_s - session._acknowledged_s >= session.ttl_s
+        return hold.ends_s <= now_s or (hold.born is not None and is_lapsed)
 
     def _excuses(self) -> int:
         """Grows with each thing by which a read may be cut short although all is there."""

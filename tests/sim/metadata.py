@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvstore.errors import Unavailable
 from kvstore.meta.interface import (
     NO_LEASE,
+    Absent,
     Compare,
     Delete,
     Event,
@@ -30,6 +31,7 @@ T = TypeVar("T")
 TIMEOUT_S = 5.0
 BUMP = 1_000
 LAG_S_MAX = 2.0
+CALLS = {"condemning": Call.CONDEMN, "closing": Call.CLOSE, "announcing": Call.ANNOUNCE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class MetaPort:
         self._store = store
         self._faults = faults
         self._kernel = faults.kernel
+        self._has_looked = False
+        """The last call read the sweeps in flight."""
 
     @property
     def operations_count(self) -> int:
@@ -112,6 +116,9 @@ class MetaPort:
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
         """See ``interface.Meta``."""
+        actor = self._kernel.current
+        if actor is not None and actor.process.is_collector and key.endswith("/gc/seq") and self._has_looked:
+            self._faults.maybe_pause(Call.LINK)
         return self._read("get", key, timeout_s, lambda: self._inner.get(key))
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
@@ -127,7 +134,8 @@ class MetaPort:
     ) -> TxnResult:
         """See ``interface.Meta``."""
         keys = " ".join(operation.key for operation in operations)
-        return self._change("txn", keys, timeout_s, lambda: self._inner.txn(compares, operations))
+        purpose = _purpose(compares, operations)
+        return self._change("txn", keys, timeout_s, lambda: self._inner.txn(compares, operations), purpose)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
         """See ``interface.Meta``."""
@@ -159,30 +167,39 @@ class MetaPort:
         self._inner.close()
 
     def _read(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], T]) -> T:
+        self._has_looked = key.endswith("/gc/condemned/")
         self._kernel.point()
         if self._is_down or self._faults.strikes(self._faults.rates.meta_fails):
             self._time_out(operation, timeout_s)
         result = call()
         self._kernel.note(f"{operation} {_short(key)}")
-        self._faults.maybe_pause(Call.READ)
+        actor = self._kernel.current
+        is_view = operation == "list" and key.endswith("/gc/") and actor is not None and not actor.process.is_collector
+        if is_view:
+            self._kernel.happened("viewed")
+        self._faults.maybe_pause(Call.VIEW if is_view else Call.READ)
         self._kernel.point()
         return result
 
-    def _change(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], T]) -> T:
+    def _change(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], T], purpose: str = "") -> T:
         kernel, actor = self._kernel, self._kernel.current
         assert actor is not None
+        if purpose:
+            kernel.happened(purpose)
         actor.pending = call
-        self._faults.maybe_pause(_call(operation, key))
+        self._faults.maybe_pause(CALLS.get(purpose, Call.TXN) if operation == "txn" else Call.OTHER)
         kernel.point()
         actor.pending = None
-        if operation == "txn":
-            self._faults.before_txn(key)
         if self._is_down:
             self._time_out(operation, timeout_s)
         if self._faults.strikes(self._faults.rates.meta_fails):
             self._fail(operation, key, timeout_s, call)
+        if purpose:
+            kernel.happened(f"now {purpose}")
         result = call()
         kernel.note(f"{operation} {_short(key)}{_outcome(result)}")
+        if purpose == "joining":
+            kernel.happened("joined")
         kernel.point()
         return result
 
@@ -280,14 +297,22 @@ class WatchPort:
         count = sum(event.revision <= last for event in self._events)
         told, self._events = tuple(self._events[:count]), self._events[count:]
         self._kernel.note(f"watch {' '.join(f'{event.revision}:{_short(event.key)}' for event in told)}")
+        if any("/gc/condemned/" in event.key for event in told):
+            self._kernel.happened("heard")
         self._kernel.point()
         return told
 
 
-def _call(operation: str, keys: str) -> Call:
-    if operation != "txn":
-        return Call.OTHER
-    return Call.CONDEMN if "/gc/condemned/" in keys else Call.TXN
+def _purpose(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> str:
+    """What a transaction is about to do, as profiles name it."""
+    puts = " ".join(operation.key for operation in operations if isinstance(operation, Put))
+    if "/gc/seq" in puts:
+        return "condemning" if "/gc/condemned/" in puts else "closing"
+    if "/refs/" in puts:
+        return "pinning"
+    if "/sessions/" in puts:
+        return "joining" if any(isinstance(compare, Absent) for compare in compares) else "announcing"
+    return "unpinning"
 
 
 def _short(key: str) -> str:

@@ -75,6 +75,8 @@ class Oracle:
             self._kernel.happened("published")
             self._at[name] = incarnation
         if before is not None:
+            if name.startswith("chunks/") and old not in self._damaged:
+                self._kernel.fail(f"W1: {incarnation.hex()[:8]} was written over {old.hex()[:8]} at {name}")
             self._left(name, old)
 
     def deleted(self, name: str, file: MemoryFile) -> None:
@@ -161,7 +163,7 @@ class Oracle:
         if not is_live():
             return
         self.counts[f"claims of {rule}"] += 1
-        self._kernel.happened("claimed")
+        self._kernel.happened("claimed" if rule == "I1" else "pinned")
         for name in names:
             incarnation = self._at.get(name)
             if incarnation is None:

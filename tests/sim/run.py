@@ -11,13 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+from tests.sim.bugs import BUGS, SEEDS_MAX
 from tests.sim.kernel import Kernel
-from tests.sim.profiles import PROFILES, Profile
+from tests.sim.profiles import ROTATION, Profile
 from tests.sim.threads import installed
 from tests.sim.world import World
 
 STAYS = (0.0, 0.4, 0.7, 0.9)
 """How likely an actor goes on where others could run: from any interleaving to long runs of one."""
+RANKED = 0.2
+"""How many of the seeds go by ranks with a few changes instead of a random walk."""
 BATCH = 25
 """Seeds that a worker process does at once."""
 
@@ -40,13 +43,15 @@ class Outcome:
 def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, trace: bool = False) -> Outcome:
     """Runs one seed, in a profile that it chooses unless told; ``bug`` breaks the code meanwhile."""
     first = random.Random(seed)
-    chosen = first.choice(PROFILES)
-    kernel = Kernel(seed, stay=first.choice(STAYS), trace=trace)
+    chosen = profile or ROTATION[seed % len(ROTATION)]
+    stay, is_ranked = first.choice(STAYS), first.random() < RANKED
+    demotions = sorted((first.randrange(chosen.steps) for _ in range(first.randrange(2, 12))), reverse=True)
+    kernel = Kernel(seed, stay=stay, demotions=demotions if is_ranked else (), trace=trace)
     logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
             try:
-                world = World(kernel, profile or chosen)
+                world = World(kernel, chosen)
                 world.run()
             finally:
                 kernel.end()
@@ -74,6 +79,17 @@ def first_to_find(bug: Bug, seeds: Sequence[int], profile: Profile | None = None
         if outcome.violation is not None:
             return outcome
     return None
+
+
+def find_bugs(names: Sequence[str], workers: int) -> Iterator[tuple[str, Outcome | None]]:
+    """The first of the seeds in which each bug shows, or None where none of SEEDS_MAX does; as they are found."""
+    with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        yield from pool.imap(_find_bug, names)
+
+
+def _find_bug(name: str) -> tuple[str, Outcome | None]:
+    gc.freeze()
+    return name, first_to_find(BUGS[name], range(SEEDS_MAX))
 
 
 def _run_batch(seeds: Sequence[int]) -> list[Outcome]:

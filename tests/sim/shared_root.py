@@ -86,10 +86,16 @@ class RootPort:
         return moved
 
     def remove(self, name: Name) -> bool:
-        return self._change("remove", name, lambda: self._inner.remove(name), _removing(name))
+        removed = self._change("remove", name, lambda: self._inner.remove(name), _removing(name))
+        if removed and name.startswith("chunks/"):
+            self._kernel.happened("taken")
+        return removed
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
-        return self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), Call.TAKE)
+        removed = self._change("remove_if", name, lambda: self._inner.remove_if(name, seen), Call.TAKE)
+        if removed:
+            self._kernel.happened("taken")
+        return removed
 
     def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
         return self._change(
@@ -100,6 +106,8 @@ class RootPort:
         self._change("make_folder", name, lambda: self._inner.make_folder(name), _fencing(name))
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
+        if name.startswith("trash/"):
+            self._kernel.happened("fence")
         return self._change(
             "remove_folder", name, lambda: self._inner.remove_folder(name, durable=durable), _fencing(name)
         )

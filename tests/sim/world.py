@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ import numpy as np
 from kvstore.address import Chain, block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore.format.generation import Generation
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
 from kvstore.layout import Layout
@@ -27,6 +28,7 @@ from kvstore.node.limits import Limits
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootId, RootIdentity
 from kvstore.root.memory import MemoryFile, MemoryRoot
+from kvstore.root.twins import list_twins
 from kvstore_gc.safety import Timings
 from kvstore_gc.victims import read_victims
 from tests.sim.collector import Collector
@@ -110,7 +112,7 @@ class World:
             announce_lag_max_s=profile.hold_max_s + 10.0,
             follow_s=source.choice((0.1, 0.3)),
             gap_check_s=source.choice((1.0, 4.0)),
-            stall_s=10.0,
+            stall_s=profile.stall_s,
             read_deadline_s=10.0,
             match_deadline_s=source.choice((5.0, 60.0)),
         )
@@ -127,12 +129,20 @@ class World:
         self._made = 0
         self._saved: Saved | None = None
         self._restore_at: int | None = None
-        self.faults.before_txn, self.faults.before_take = self._before_txn, self._before_take
+        self._restore_upon: list[str] = []
+        self._relapses_left = profile.relapse.times
+        self._spoiled: dict[Name, MemoryFile] = {}
+        kernel.heard = self._heard
+        self._work: Mapping[str, float] = profile.work
+        self._mishaps: Mapping[str, float] = profile.mishaps
+        if profile.swarms:
+            self._work = self._some(profile.work, keeps=("put", "hold"))
+            self._mishaps = self._some(profile.mishaps)
         self._first_generation()
         self._hosts_ever: list[Host] = []
         self.hosts = [self._host() for _ in range(profile.nodes)]
+        self._strangers = [self._host(self._other_cluster()) for _ in range(profile.strangers)]
         self.collectors = [self._collector() for _ in range(profile.collectors)]
-        self._mishaps: Mapping[str, float] = profile.mishaps
 
     def run(self) -> None:
         """From the first step to the verdict, which the kernel has."""
@@ -154,6 +164,15 @@ class World:
             if at < 0:
                 return name
         return next(iter(weights))
+
+    def work(self) -> str:
+        """What a worker does next."""
+        return self.choose(self._work)
+
+    def _some(self, weights: Mapping[str, float], keeps: Sequence[str] = ()) -> Mapping[str, float]:
+        """A random part of what a profile has."""
+        left = {name: weight for name, weight in weights.items() if name in keeps or self.kernel.random() < 0.6}
+        return left or weights
 
     def weight(self) -> float:
         """How often an actor gets its turn: some are very slow."""
@@ -219,9 +238,16 @@ class World:
         )
         assert isinstance(standing, Agreed)
 
-    def _host(self) -> Host:
+    def _other_cluster(self) -> SimStore:
+        """An etcd that is not this root's: a new one, or one whose root this once was."""
+        store = SimStore(EtcdClock(self.kernel), lambda put: None, lambda: None)
+        if self.kernel.random() < 0.5:
+            store.txn((), (Put(self.keys.generation, Generation(1, self.ids.fresh()).to_json()),))
+        return store
+
+    def _host(self, store: SimStore | None = None) -> Host:
         self._made += 1
-        host = Host(self, f"n{self._made}", self.profile.workers)
+        host = Host(self, f"n{self._made}", self.profile.workers, store or self.store)
         self._hosts_ever.append(host)
         return host
 
@@ -250,7 +276,7 @@ class World:
             kernel.note("MISHAP restore")
             self.count("mishap: restore")
             self._restore()
-        if kernel.random() < self.profile.mishap:
+        if kernel.random() < self.profile.mishap and self._mishaps:
             mishap = self.choose(self._mishaps)
             if getattr(self, f"_{mishap}")() is not False:
                 kernel.note(f"MISHAP {mishap}")
@@ -323,6 +349,7 @@ class World:
 
     def _expire(self) -> None:
         self.kernel.advance(self.kernel.source.choice((6.0, 16.0, 40.0)))
+        self.kernel.happened("lapsed")
 
     def _etcd_down(self) -> None:
         self.faults.meta_down_until_s = self.kernel.now_s + 20 * self.kernel.random()
@@ -336,18 +363,30 @@ class World:
             room = Room(self.store._revision, 1 << self.kernel.source.randrange(16), 1, 0.1)
             self.store.txn((), (Put(self.keys.gc_room, room.to_json(), lease),))
 
-    def _before_txn(self, keys: str) -> None:
-        """A snapshot just before a sweep begins or ends, to which etcd will go back soon."""
-        if "/condemned/" not in keys or self._restore_at is not None or self.oracle.restored:
-            return
-        if self.faults.strikes(self.profile.restores):
-            self._snapshot()
-            self._restore_at = self.kernel.steps + int(self.profile.restore_steps * self.kernel.random())
+    @property
+    def _may_relapse(self) -> bool:
+        """Whether a restore may be planned: none is yet, and there were not enough of them."""
+        return self._relapses_left > 0 and self._restore_at is None and not self._restore_upon
 
-    def _before_take(self) -> None:
-        """What decided this taking may be lost at this moment."""
-        if self._restore_at is not None and self.kernel.random() < 0.7:
-            self._restore_at = self.kernel.steps
+    def _heard(self, what: str) -> None:
+        """Something happened that rules are about: the moment for a mishap that is aimed at it."""
+        if self.winding_up:
+            return
+        if what == "condemned":
+            self.faults.takes = 0
+        relapse, kernel = self.profile.relapse, self.kernel
+        if self._restore_upon and what == self._restore_upon[0]:
+            self._restore_upon.pop(0)
+            if not self._restore_upon:
+                self._restore_at = kernel.steps + int(relapse.steps * kernel.random())
+        elif what in relapse.to and self._may_relapse and self.faults.strikes(relapse.likely):
+            self._relapses_left -= 1
+            self._snapshot()
+            self._restore_upon = kernel.source.choice(relapse.at).split(">")
+        if what in ("condemned", "closed") and self.faults.strikes(self.profile.cuts):
+            self.count("mishap: cut_watches")
+            for watch in list(self.store.watches):
+                watch.cut()
 
     def _snapshot(self) -> None:
         self._saved = self.store.snapshot()
@@ -355,16 +394,40 @@ class World:
     def _restore(self) -> bool:
         if self._saved is None:
             return False
-        how = self.kernel.random()
-        lost = self.store.restore(self._saved, bump=how < 0.3)
-        if how > 0.5:
+        relapse = self.profile.relapse
+        lost = self.store.restore(self._saved, bump=self.faults.strikes(relapse.bump))
+        if self.faults.strikes(relapse.cut):
             for watch in list(self.store.watches):
                 watch.cut()
+        if self.faults.strikes(relapse.spoils):
+            self._spoil(lost)
+        self.kernel.happened("restored")
+        self.kernel.advance(self.kernel.source.choice((0.0, 0.0, 2.0, 6.0)))  # nodes look after their sessions
         sessions = {self.keys.parse_session(key) for key in lost}
         self.oracle.void_sessions |= {session for session in sessions if session is not None}
         self.oracle.restored = True
         self.count("sessions lost by a restore", len(sessions - {None}))
         self._mishaps = {name: weight for name, weight in self._mishaps.items() if name not in ("snapshot", "restore")}
+        return True
+
+    def _spoil(self, keys: Iterable[str]) -> None:
+        """The twins of some pins become unreadable; an operator writes them again in the end (gc/RUNBOOK.md)."""
+        lost = {key.rpartition("/")[2] for key in keys if key.startswith(self.keys.refs)}
+        for name in list(list_twins(self.root)):
+            file = self.root.files.find(name)
+            if file is not None and name.rpartition("/")[2] in lost:
+                self._spoiled[name] = file
+                self.root.files.write(name, MemoryFile(file.content[:20], file.mtime_ns))
+                self.count("twins spoiled")
+
+    def _garble(self) -> bool:
+        """A session's record that collectors cannot understand, such as of a later version."""
+        sessions = self.store.keys_under(self.keys.sessions)
+        if not sessions:
+            return False
+        found = self.store.get(self.kernel.source.choice(sessions))
+        assert found is not None
+        self.store.txn((), (Put(found.key, b"KVSESS2 " + found.value, found.lease),))
         return True
 
     def _damage(self) -> bool:
@@ -392,7 +455,9 @@ class World:
         kernel.note("WINDING UP")
         self.winding_up = True
         self._restore_at = None
-        self.faults.before_txn, self.faults.before_take = (lambda keys: None), (lambda: None)
+        for name, file in self._spoiled.items():
+            if self.root.files.find(name) is not None:
+                self.root.files.write(name, file)
         self.faults.rates = Rates()
         self.faults.meta_down_until_s = 0.0
         while self.faults.late:
@@ -400,6 +465,8 @@ class World:
                 self.faults.land(0)
             else:
                 self.faults.late.pop(0)
+        for host in self._strangers:
+            kernel.kill(host.process)
         if kernel.random() < 0.4:
             for host in list(self.hosts):
                 self._bury(host)

@@ -1,0 +1,125 @@
+"""Bugs of taking chunks: the fence (F1 to F3, G6), and telling publications apart in the trash (G5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.node import follower
+from kvstore.root import fence, memory
+from kvstore.root.interface import Root
+from kvstore_gc import execute, ledger, trash
+from tests.sim.planting import bug
+
+
+@bug("relayed")
+def no_incarnation_check() -> Iterator[None]:
+    """G5: whatever lies in the trash is deleted."""
+
+    def settle(self: trash.Trash, entry: Name, victim: Any, taken: Any) -> None:
+        self._root.remove(entry)
+
+    with patch.object(trash.Trash, "_settle", settle):
+        yield
+
+
+@bug("relayed")
+def fixed_trash_name() -> Iterator[None]:
+    """G5: every run gives a chunk the same name in the trash."""
+
+    class SameIds:
+        def fresh(self) -> bytes:
+            return bytes(16)
+
+    def made(self: trash.Trash, *rest: Any) -> None:
+        real(self, *rest)
+        self._ids = SameIds()
+
+    real = trash.Trash.__init__
+    with patch.object(trash.Trash, "__init__", made):
+        yield
+
+
+@bug("deposed")
+def close_before_fence() -> Iterator[None]:
+    """G6: the sweep's key is deleted first, and its folder afterwards."""
+
+    def close(self: execute.Sweeper, sweeps: Sequence[ledger.InFlight], report: Any) -> None:
+        real_close(self, sweeps, report)
+        for sweep in sweeps:
+            args = self.later.pop(sweep.sweep, None)  # type: ignore[attr-defined]
+            if args is not None:
+                real_fence(self._trash, sweep, *args)
+
+    def later_fence(self: trash.Trash, sweep: ledger.InFlight, *args: Any) -> bool:
+        self.later[sweep.sweep] = args  # type: ignore[attr-defined]
+        return True
+
+    def made(self: execute.Sweeper, *rest: Any, **named: Any) -> None:
+        real_made(self, *rest, **named)
+        self.later = self._trash.later = {}  # type: ignore[attr-defined]
+
+    real_close, real_fence, real_made = execute.Sweeper._close, trash.Trash._fence, execute.Sweeper.__init__
+    with (
+        patch.object(execute.Sweeper, "_close", close),
+        patch.object(trash.Trash, "_fence", later_fence),
+        patch.object(execute.Sweeper, "__init__", made),
+    ):
+        yield
+
+
+@bug("deposed")
+def no_fence() -> Iterator[None]:
+    """F1: taking a chunk makes the sweep's folder where it is gone."""
+
+    def move(self: memory.MemoryRoot, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+        return real(self, source, name, make_folder=True)
+
+    real = memory.MemoryRoot.move
+    with patch.object(memory.MemoryRoot, "move", move):
+        yield
+
+
+@bug("deposed")
+def late_mkdir() -> Iterator[None]:
+    """F2: whoever takes up a sweep makes its folder once more."""
+
+    def take(self: trash.Trash, sweep: ledger.InFlight, *rest: Any) -> None:
+        self.open(sweep.sweep)
+        real(self, sweep, *rest)
+
+    real = trash.Trash._take
+    with patch.object(trash.Trash, "_take", take):
+        yield
+
+
+@bug("relayed")
+def restore_overwrites() -> Iterator[None]:
+    """G5: what goes back from the trash replaces a newer one that has its name."""
+
+    def restore(root: Root, entry: Name, shard_bits: int) -> bool:
+        found = places.parse_trashed(entry.rpartition("/")[2])
+        assert found is not None
+        return root.move(entry, places.chunk(*found, shard_bits))
+
+    with patch.object(fence, "restore", restore), patch.object(trash, "restore", restore):
+        yield
+
+
+@bug("relayed")
+def fence_drains() -> Iterator[None]:
+    """F3: a folder that is not empty is emptied without reading etcd again."""
+
+    def lift(root: Root, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]) -> bool:
+        return real(root, sweep, shard_bits, lambda: False)
+
+    real = fence.lift
+    with (
+        patch.object(fence, "lift", lift),
+        patch.object(execute, "lift", lift),
+        patch.object(follower, "lift", lift),
+    ):
+        yield
