@@ -166,10 +166,10 @@ def test_streams_of_reflection_end_too() -> None:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         calls = [reflection.ServerReflectionInfo(silent(), timeout=WAIT_S) for _ in range(4)]
         eventually(lambda: served.worker.service.watch.expired_count >= 4, "all were given up")
-        ended.set()
         for call in calls:
             with pytest.raises(grpc.RpcError):
                 list(call)
+        ended.set()  # only now: a request that ends in time is answered
         with raw_stub(served) as stub:
             assert opened(stub, SMALL)
 
