@@ -23,6 +23,8 @@ HOOK = Path(__file__).parent / "hook"
 TEST_S = 120
 """A test that takes longer does not end: without its mutant it takes seconds."""
 RUN_S = 400
+PATIENCE_S = "30"
+"""Tests wait so long (tests/patience.py) for what a mutant may keep from happening: that fails, and is no hang."""
 FAILED = 1
 """What pytest exits with where tests failed; 2 to 5 are errors of its own."""
 
@@ -108,7 +110,7 @@ def run_mutant(mutant: Mutant, libraries: Libraries) -> Outcome:
     def outcome(verdict: Verdict, why: str) -> Outcome:
         return Outcome(mutant, verdict, time.monotonic() - began_s, why)
 
-    environment = {NAME_VARIABLE: mutant.name}
+    environment = {NAME_VARIABLE: mutant.name, "KVSTORE_TEST_PATIENCE_S": PATIENCE_S}
     if not mutant.native:
         environment["KVSTORE_NATIVE"] = "0"
     if isinstance(mutant.planter, Native):

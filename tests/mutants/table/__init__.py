@@ -6,7 +6,7 @@ from importlib import import_module
 
 from tests.mutants.mutant import Mutant
 
-PARTS = ("protocol_nodes", "protocol_sweeps", "native", "files", "images", "wire", "access", "limits")
+PARTS = ("protocol_nodes", "protocol_sweeps", "native", "files", "images", "wire", "access", "limits", "room")
 
 
 def all_mutants() -> list[Mutant]:

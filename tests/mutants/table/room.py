@@ -1,0 +1,155 @@
+"""Mutants of the room of a root and of what is left on it: gc/PROTOCOL.md, section 6, leftovers, quarantine, clears."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import Planter, edit, replace, skip
+
+LEVEL = "gc/test_capacity.py::test_"
+REPORTS = "gc/test_reports.py::test_"
+USAGE = "node/test_usage.py::test_"
+ORPHANS = "gc/test_orphans.py::test_"
+UNREADABLE = "node/test_unreadable.py::test_"
+
+
+def bound(name: str, planter: Planter, test: str) -> Mutant:
+    """A row about the bound."""
+    return mutant(f"bound-{name}", "PROTOCOL 6: the bound", planter, test)
+
+
+def left(name: str, planter: Planter, test: str) -> Mutant:
+    """A row about leftovers."""
+    return mutant(f"left-{name}", "PROTOCOL: leftovers", planter, test)
+
+
+BOUND = [
+    bound(
+        "node-never-stops",
+        replace("kvstore.node.usage:NodeUsage._is_spent", lambda self: False),
+        f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
+    ),
+    bound(
+        "report-counts-as-heard",
+        edit("kvstore.node.usage:NodeUsage._is_spent", "if revision > room.revision:", "if False:"),
+        f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
+    ),
+    bound(
+        "writes-not-counted",
+        skip("kvstore.node.usage:NodeUsage.wrote"),
+        f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
+    ),
+    bound(
+        "unreported-writes-forgotten",
+        edit(
+            "kvstore.node.usage:NodeUsage.begin",
+            "self._written_told if self._is_asked else self._written",
+            "self._written",
+        ),
+        f"{USAGE}what_the_last_session_did_not_report_is_reported_by_the_next_one",
+    ),
+    bound(
+        "writes-of-the-dead-forgotten",
+        edit("kvstore_gc.growth:Growth.gone", "self._gone.add(reporter)", "self._reported.pop(reporter, None)"),
+        f"{LEVEL}what_a_reporter_wrote_stays_when_its_key_is_gone",
+    ),
+    bound(
+        "writes-during-a-listing-lost",
+        edit(
+            "kvstore_gc.growth:Growth.surveyed",
+            "self._answered.get(reporter, mark.reported.get(reporter, Usage())).written_bytes",
+            "usage.written_bytes",
+        ),
+        f"{LEVEL}what_is_written_while_a_survey_lists_counts_twice_and_is_never_lost",
+    ),
+    bound(
+        "late-deletions-subtracted",
+        edit("kvstore_gc.growth:Growth.reported", "if removed_bytes and now_s < self._settles_s:", "if False:"),
+        f"{LEVEL}what_is_deleted_while_a_survey_lists_is_not_subtracted_from_it",
+    ),
+    bound(
+        "largest-limit-holds",
+        edit(
+            "kvstore_gc.capacity:Watermarks.limited",
+            "min(limits) if limits else None",
+            "max(limits) if limits else None",
+        ),
+        f"{LEVEL}the_smallest_limit_of_the_collectors_holds_and_makes_a_round_urgent",
+    ),
+    bound(
+        "each-node-may-fill-the-root",
+        edit("kvstore_gc.room:room_of", "int(beyond_bytes / shares)", "int(beyond_bytes)"),
+        f"{LEVEL}nodes_may_write_together_what_lies_between_the_stop_mark_and_the_capacity",
+    ),
+    bound(
+        "gap-check-starved",
+        edit(
+            "kvstore.node.follower:Follower._step",
+            "if any(event.key == self._keys.gc_seq for event in events):",
+            "if True:",
+        ),
+        f"{USAGE}a_gap_of_the_chain_is_found_although_other_keys_go_on_changing",
+    ),
+]
+
+LEFT = [
+    left(
+        "staged-by-a-session-just-gone",
+        edit("kvstore_gc.orphans:Orphans._dead", "now_s - gone_s >= self._timings.dead_session_s", "True"),
+        f"{ORPHANS}what_a_session_staged_that_was_seen_alive_goes_soon_after_it_is_gone",
+    ),
+    left(
+        "staged-without-a-session",
+        replace("kvstore_gc.orphans:Orphans._is_left", lambda self, folder, entry, now_s, *, is_dead: True),
+        f"{ORPHANS}a_node_without_a_session_keeps_what_it_staged_lately",
+    ),
+    left(
+        "replaced-files-of-the-dead",
+        edit("kvstore_gc.orphans:Orphans._is_left", "if stays is not None:", "if False:"),
+        f"{ORPHANS}what_recoding_replaced_stays_until_the_time_in_its_name_however_dead_its_session",
+    ),
+    left(
+        "old-plan-named",
+        replace("kvstore_gc.execute:Sweeper._is_within", lambda self, since_s, seconds: True),
+        "gc/test_protocol.py::test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up",
+    ),
+    left(
+        "quarantine-keeps-its-room",
+        replace("kvstore_gc.quarantine:Quarantine._allowed_bytes", lambda self: None),
+        f"{ORPHANS}damaged_files_take_a_hundredth_of_the_capacity_at_most_and_the_oldest_go",
+    ),
+]
+
+HELD = [
+    mutant(
+        "unreadable-set-aside-with-a-bad-root",
+        "PROTOCOL W3: a root that fails moves nothing",
+        replace("kvstore.node.unreadable:Unreadable._is_root_well", lambda self, name: True),
+        f"{UNREADABLE}where_all_files_fail_nothing_is_set_aside_and_no_put_claims_them",
+    ),
+    mutant(
+        "unreadable-never-suspected",
+        "PROTOCOL W3: a file that cannot be read is repaired",
+        replace("kvstore.node.unreadable:Unreadable.__contains__", lambda self, address: False),
+        f"{UNREADABLE}a_file_that_nobody_can_read_is_repaired_by_the_next_put",
+    ),
+    mutant(
+        "p5-pin-ignores-a-clear",
+        "PROTOCOL P5",
+        replace("kvstore.node.member:Member._check_barriers", lambda self, namespace: None),
+        "node/test_pin_and_clear.py",
+    ),
+    mutant(
+        "p5-barrier-not-looked-at",
+        "PROTOCOL P5",
+        replace("kvstore.meta.barriers:Barrier.check", lambda self: None),
+        "node/test_pin_and_clear.py",
+    ),
+    mutant(
+        "h4-lease-never-ends",
+        "PROTOCOL H4: a client's hold is leased",
+        edit("kvstore.node.holds:Holds.renew", "min(hold.last_s, now_s + lease_s)", "hold.last_s"),
+        "worker/test_leased_holds.py::test_a_hold_lives_as_long_as_it_is_renewed_and_no_longer",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*BOUND, *LEFT, *HELD]
