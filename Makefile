@@ -17,9 +17,9 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # What takes minutes, root or programs of the system's: each has a command of its own.
-APART := not real_fs and not cluster and not browser and not alerts and not deploy and not guide
+APART := not bench and not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim sim-bugs bench bench-check results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -102,6 +102,9 @@ bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes
 
 bench-check: $(READY) ## fails when a path has lost a third of its speed relative to a memory copy: about a minute
 	@$(BIN)/python -m benchmarks.check $(ARGS)
+
+bench-test: $(READY) ## the tests that run benchmarks, at tiny sizes
+	@$(PYTEST) -q -m "bench" tests/benchmarks $(ARGS)
 
 results: $(READY) ## measures everything and writes benchmarks/RESULTS.md with its plots (ARGS=--quick for some minutes)
 	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
