@@ -202,6 +202,29 @@ def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_gro
     assert marks.is_urgent
 
 
+def test_what_was_written_while_a_round_listed_makes_the_next_one_urgent() -> None:
+    marks = Marks(1000)
+    mark = marks.mark()
+    marks.says(ONE, 80)
+    marks.surveyed(890, mark)  # below the high watermark: this round deletes nothing
+    marks.settled()
+    assert marks.level == Level(970, 1000), "nodes write nothing more"
+    assert marks.is_urgent, "else they would be refused for a whole interval"
+    marks.survey(950)
+    assert marks.is_urgent, "this round is to hurry"
+    marks.settled()
+    assert not marks.is_urgent, "it saw all that was written"
+
+
+def test_what_is_written_where_something_was_deleted_makes_a_round_urgent() -> None:
+    marks = Marks(1000)
+    marks.survey(948)
+    marks.settled()  # nothing could be deleted
+    marks.says(ONE, 0, 40)
+    marks.says(ONE, 40, 40)
+    assert marks.level == Level(948, 1000) and marks.is_urgent
+
+
 # What nodes are asked
 
 
