@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import Absent, Delete, LeaseGone, LeaseId, Meta, Put, ValueIs
+from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, Meta, Put, ValueIs
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.usage import Usage
 from kvstore.root.interface import Space
@@ -192,6 +192,7 @@ class FullSign:
         self._clock = clock
         self._timeout_s = timeout_s
         self._put_by: bytes | None = None
+        self._looked_by: bytes | None = None
         self._again_s = 0.0
 
     @property
@@ -209,6 +210,10 @@ class FullSign:
             return
         if self._put_by != mine[0]:
             self._put_by = None  # what was put under an older lease has ended with it
+        if self._looked_by != mine[0]:
+            # Else a sign that no lease ends would refuse puts for ever, also on an empty root.
+            drop_stray(self._meta, self._meta.get(self._key, self._timeout_s), self._timeout_s)
+            self._looked_by = mine[0]
         if level.over(watermarks.stop) and self._put_by is None:
             self._put(*mine, level)
         elif self._put_by is not None and not level.over(watermarks.high):
@@ -223,6 +228,7 @@ class FullSign:
             won = self._meta.txn((Absent(self._key),), (Put(self._key, collector, lease),), self._timeout_s).succeeded
         except LeaseGone as gone:
             raise Unavailable("the collector's lease ended: it joins again") from gone
+        found = None
         if not won:
             found = self._meta.get(self._key, self._timeout_s)
             won = found is not None and found.value == collector  # ours, whose reply was lost
@@ -233,5 +239,17 @@ class FullSign:
                 level.used_bytes,
                 level.capacity_bytes,
             )
-        else:
+        elif not drop_stray(self._meta, found, self._timeout_s):
             self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S
+
+
+def drop_stray(meta: Meta, found: KeyValue | None, timeout_s: float) -> bool:
+    """Deletes a key that lies under no lease, as found; whether it did. Raises Unavailable, PermissionDenied.
+
+    Collectors put their signs under a lease.  One without was put by hand, or by a tool that copied etcd without its
+    leases: nobody's end would end it.
+    """
+    if found is None or found.lease:
+        return False
+    log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", found.key)
+    return meta.txn((ValueIs(found.key, found.value),), (Delete(found.key),), timeout_s).succeeded

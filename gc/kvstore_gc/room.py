@@ -14,7 +14,7 @@ from kvstore.meta.interface import Absent, LeaseGone, LeaseId, Meta, Put, ValueI
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
 from kvstore.sources import Clock
-from kvstore_gc.capacity import LATE_S_MIN, SIGN_AGAIN_S, Watermarks
+from kvstore_gc.capacity import LATE_S_MIN, SIGN_AGAIN_S, Watermarks, drop_stray
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.reports import Reports
 
@@ -87,7 +87,7 @@ class RoomSign:
             self._said, self._said_by = Room.from_json(found.value), lease
         else:
             self._said = None
-            if found is not None:
+            if found is not None and not drop_stray(self._meta, found, self._timeout_s):
                 self._again_s = self._said_s + SIGN_AGAIN_S
 
 

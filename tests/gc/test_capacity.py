@@ -276,6 +276,16 @@ def test_the_sign_comes_at_the_stop_mark_and_goes_below_the_high_one(hosts: tupl
     assert [one.at(used) for used in (940, 951, 940, 901, 900, 940)] == [False, True, True, True, False, False]
 
 
+def test_a_sign_that_no_lease_ends_is_taken_away(hosts: tuple[Host, Host, FakeClock]) -> None:
+    one, two, _ = hosts
+    one.meta.put(KEYS.gc_full, b"nonsense")
+    assert not one.at(100), "an empty root refuses no puts"
+    one.meta.put(KEYS.gc_full, b"nonsense")
+    one.at(990)
+    assert one.at(990) and one.sign.is_shown, "its own comes instead"
+    assert two.at(100), "another collector's stays"
+
+
 def test_the_sign_comes_again_at_once_when_the_root_fills_again_at_once(hosts: tuple[Host, Host, FakeClock]) -> None:
     one = hosts[0]
     assert [one.at(used) for used in (990, 100, 990, 100, 990)] == [True, False, True, False, True]

@@ -152,6 +152,20 @@ def test_the_word_is_one_collector_s_and_another_one_s_when_that_is_gone(hosts: 
     assert found is not None and two.collectors.me is not None and found.lease == two.collectors.me[1]
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_word_that_no_lease_ends_is_replaced(hosts: tuple[Host, Host], *, is_later: bool) -> None:
+    one = hosts[0]
+    if is_later:
+        one.tick()
+        one.survey(0)
+        one.tick()
+    one.meta.put(KEYS.gc_room, b"nonsense")
+    report(one, 10)
+    one.tick()
+    one.tick()
+    assert one.word is not None and one.word.revision == one.reports.revision
+
+
 def test_a_collector_that_knows_no_limit_asks_nobody() -> None:
     clock = FakeClock()
     host = Host(MemoryStore(clock), clock, CountingIds(), None)
