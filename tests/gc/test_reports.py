@@ -11,10 +11,11 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.usage import Room, Usage
 from kvstore.sources import RandomIds
-from kvstore_gc.capacity import SIGN_AGAIN_S, Watermarks
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.room import RoomSign
+from kvstore_gc.watch import TICK_S
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
@@ -147,7 +148,7 @@ def test_the_word_is_one_collector_s_and_another_one_s_when_that_is_gone(hosts: 
     assert first is not None and one.collectors.me is not None and first.lease == one.collectors.me[1]
     one.collectors.close()
     assert one.word is None
-    two.tick(SIGN_AGAIN_S)
+    two.tick(TICK_S)  # at its next tick: nodes write freely meanwhile
     found = two.meta.get(KEYS.gc_room)
     assert found is not None and two.collectors.me is not None and found.lease == two.collectors.me[1]
 
