@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import Absent, Delete, LeaseGone, LeaseId, Meta, Put, ValueIs
+from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, Meta, Put, ValueIs
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.usage import Usage
 from kvstore.root.interface import Space
@@ -23,7 +23,7 @@ from kvstore_gc.growth import Growth, Mark
 log = logging.getLogger(__name__)
 
 GROWTH_SHARE = 0.01
-"""A root that no round could bring below the high watermark (all pinned) is tried again when it has grown by this."""
+"""A root that no round could bring below the high watermark (all pinned) is tried again when this was written since."""
 LATE_S_MIN = 1.0
 """How long after a deletion its report may come, where nodes are few (``room.py``)."""
 SIGN_AGAIN_S = 5.0
@@ -59,7 +59,8 @@ class Watermarks:
         self._surveyed_bytes: int | None = None
         self._free_then_bytes: int | None = None
         self._free_bytes: int | None = None
-        self._settled_bytes = 0
+        self._is_settled = False
+        """Whether a round has done what it could about what the last survey found."""
         self.late_s = LATE_S_MIN
         """How long after a deletion its report may come."""
 
@@ -79,7 +80,7 @@ class Watermarks:
         limit_bytes = min(limits) if limits else None
         with self._lock:
             if limit_bytes != self._limit_bytes:
-                self._limit_bytes, self._settled_bytes = limit_bytes, 0  # what a round has settled was another limit
+                self._limit_bytes, self._is_settled = limit_bytes, False  # what a round has settled was another limit
 
     # What is known of the root
 
@@ -95,7 +96,7 @@ class Watermarks:
         """
         with self._lock:
             self._growth.surveyed(mark, self._clock.monotonic_s() + self.late_s)
-            self._surveyed_bytes = used_bytes
+            self._surveyed_bytes, self._is_settled = used_bytes, False
             self._free_then_bytes = self._free_bytes
 
     def reported(self, reporter: SessionId, usage: Usage, *, is_answer: bool) -> None:
@@ -125,10 +126,9 @@ class Watermarks:
             self._free_bytes = space.free_bytes
 
     def settled(self) -> None:
-        """A round is over, and did what it could."""
-        feared_bytes = self._feared_bytes()
+        """A round is over, and did what it could about what it listed."""
         with self._lock:
-            self._settled_bytes = feared_bytes
+            self._is_settled = True
 
     # What follows
 
@@ -150,18 +150,22 @@ class Watermarks:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a round should begin at once: over the high watermark, and grown since the last one settled.
+        """Whether a round should begin at once: over the high watermark, and written to since the last one listed.
 
-        Free space that shrank by more than was reported may be growth as well, of nodes without a session: a survey
-        tells. Deletions that were not subtracted may have brought it below: a survey tells that, too.
+        What was written while it listed counts as well: the round may not have seen it, and it may have brought the
+        root up to where nodes stop, so that nothing more is written.  Free space that shrank by more than was reported
+        may be growth as well, of nodes without a session: a survey tells.  Deletions that were not subtracted may have
+        brought it below: a survey tells that, too.
         """
         level = self.level
         if level is None:
             return False
         feared_bytes = self._feared_bytes()
+        if feared_bytes <= self.high * level.capacity_bytes:
+            return False
         with self._lock:
-            grown_bytes = feared_bytes - self._settled_bytes + self._growth.ignored_bytes
-        return feared_bytes > self.high * level.capacity_bytes and grown_bytes >= GROWTH_SHARE * level.capacity_bytes
+            unseen_bytes = self._growth.written_bytes + self._growth.ignored_bytes + feared_bytes - level.used_bytes
+            return not self._is_settled or unseen_bytes >= GROWTH_SHARE * level.capacity_bytes
 
     def _feared_bytes(self) -> int:
         """Used bytes if all that free space shrank by since the survey were ours."""
@@ -188,6 +192,7 @@ class FullSign:
         self._clock = clock
         self._timeout_s = timeout_s
         self._put_by: bytes | None = None
+        self._looked_by: bytes | None = None
         self._again_s = 0.0
 
     @property
@@ -205,6 +210,10 @@ class FullSign:
             return
         if self._put_by != mine[0]:
             self._put_by = None  # what was put under an older lease has ended with it
+        if self._looked_by != mine[0]:
+            # Else a sign that no lease ends would refuse puts for ever, also on an empty root.
+            drop_stray(self._meta, self._meta.get(self._key, self._timeout_s), self._timeout_s)
+            self._looked_by = mine[0]
         if level.over(watermarks.stop) and self._put_by is None:
             self._put(*mine, level)
         elif self._put_by is not None and not level.over(watermarks.high):
@@ -219,6 +228,7 @@ class FullSign:
             won = self._meta.txn((Absent(self._key),), (Put(self._key, collector, lease),), self._timeout_s).succeeded
         except LeaseGone as gone:
             raise Unavailable("the collector's lease ended: it joins again") from gone
+        found = None
         if not won:
             found = self._meta.get(self._key, self._timeout_s)
             won = found is not None and found.value == collector  # ours, whose reply was lost
@@ -229,5 +239,17 @@ class FullSign:
                 level.used_bytes,
                 level.capacity_bytes,
             )
-        else:
+        elif not drop_stray(self._meta, found, self._timeout_s):
             self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S
+
+
+def drop_stray(meta: Meta, found: KeyValue | None, timeout_s: float) -> bool:
+    """Deletes a key that lies under no lease, as found; whether it did. Raises Unavailable, PermissionDenied.
+
+    Collectors put their signs under a lease.  One without was put by hand, or by a tool that copied etcd without its
+    leases: nobody's end would end it.
+    """
+    if found is None or found.lease:
+        return False
+    log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", found.key)
+    return meta.txn((ValueIs(found.key, found.value),), (Delete(found.key),), timeout_s).succeeded

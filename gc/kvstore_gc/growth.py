@@ -45,6 +45,14 @@ class Growth:
         return grown
 
     @property
+    def written_bytes(self) -> int:
+        """Written since the listing of the survey began."""
+        none = Usage()
+        return sum(
+            now.written_bytes - self._base.get(reporter, none).written_bytes for reporter, now in self._reported.items()
+        )
+
+    @property
     def reaped_bytes(self) -> int:
         """All that this collector ever deleted."""
         return self._reaped_bytes

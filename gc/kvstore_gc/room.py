@@ -14,7 +14,7 @@ from kvstore.meta.interface import Absent, LeaseGone, LeaseId, Meta, Put, ValueI
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
 from kvstore.sources import Clock
-from kvstore_gc.capacity import LATE_S_MIN, SIGN_AGAIN_S, Watermarks
+from kvstore_gc.capacity import LATE_S_MIN, Watermarks, drop_stray
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.reports import Reports
 
@@ -32,6 +32,8 @@ SPARE_SHARE = 1 / 8
 WORDS_PER_PACE = 10
 COUNTED_S = 0.25
 """How old the number of nodes may be."""
+AGAIN_S = 0.25
+"""A collector that found the key to be another one's looks again after this: nodes write freely until it is there."""
 
 
 class RoomSign:
@@ -87,8 +89,8 @@ class RoomSign:
             self._said, self._said_by = Room.from_json(found.value), lease
         else:
             self._said = None
-            if found is not None:
-                self._again_s = self._said_s + SIGN_AGAIN_S
+            if found is not None and not drop_stray(self._meta, found, self._timeout_s):
+                self._again_s = self._said_s + AGAIN_S
 
 
 def room_of(watermarks: Watermarks, nodes_count: int, revision: int) -> Room:

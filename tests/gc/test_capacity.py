@@ -202,6 +202,29 @@ def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_gro
     assert marks.is_urgent
 
 
+def test_what_was_written_while_a_round_listed_makes_the_next_one_urgent() -> None:
+    marks = Marks(1000)
+    mark = marks.mark()
+    marks.says(ONE, 80)
+    marks.surveyed(890, mark)  # below the high watermark: this round deletes nothing
+    marks.settled()
+    assert marks.level == Level(970, 1000), "nodes write nothing more"
+    assert marks.is_urgent, "else they would be refused for a whole interval"
+    marks.survey(950)
+    assert marks.is_urgent, "this round is to hurry"
+    marks.settled()
+    assert not marks.is_urgent, "it saw all that was written"
+
+
+def test_what_is_written_where_something_was_deleted_makes_a_round_urgent() -> None:
+    marks = Marks(1000)
+    marks.survey(948)
+    marks.settled()  # nothing could be deleted
+    marks.says(ONE, 0, 40)
+    marks.says(ONE, 40, 40)
+    assert marks.level == Level(948, 1000) and marks.is_urgent
+
+
 # What nodes are asked
 
 
@@ -251,6 +274,16 @@ def hosts() -> tuple[Host, Host, FakeClock]:
 def test_the_sign_comes_at_the_stop_mark_and_goes_below_the_high_one(hosts: tuple[Host, Host, FakeClock]) -> None:
     one = hosts[0]
     assert [one.at(used) for used in (940, 951, 940, 901, 900, 940)] == [False, True, True, True, False, False]
+
+
+def test_a_sign_that_no_lease_ends_is_taken_away(hosts: tuple[Host, Host, FakeClock]) -> None:
+    one, two, _ = hosts
+    one.meta.put(KEYS.gc_full, b"nonsense")
+    assert not one.at(100), "an empty root refuses no puts"
+    one.meta.put(KEYS.gc_full, b"nonsense")
+    one.at(990)
+    assert one.at(990) and one.sign.is_shown, "its own comes instead"
+    assert two.at(100), "another collector's stays"
 
 
 def test_the_sign_comes_again_at_once_when_the_root_fills_again_at_once(hosts: tuple[Host, Host, FakeClock]) -> None:

@@ -11,10 +11,11 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.usage import Room, Usage
 from kvstore.sources import RandomIds
-from kvstore_gc.capacity import SIGN_AGAIN_S, Watermarks
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.room import RoomSign
+from kvstore_gc.watch import TICK_S
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
@@ -147,9 +148,23 @@ def test_the_word_is_one_collector_s_and_another_one_s_when_that_is_gone(hosts: 
     assert first is not None and one.collectors.me is not None and first.lease == one.collectors.me[1]
     one.collectors.close()
     assert one.word is None
-    two.tick(SIGN_AGAIN_S)
+    two.tick(TICK_S)  # at its next tick: nodes write freely meanwhile
     found = two.meta.get(KEYS.gc_room)
     assert found is not None and two.collectors.me is not None and found.lease == two.collectors.me[1]
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_word_that_no_lease_ends_is_replaced(hosts: tuple[Host, Host], *, is_later: bool) -> None:
+    one = hosts[0]
+    if is_later:
+        one.tick()
+        one.survey(0)
+        one.tick()
+    one.meta.put(KEYS.gc_room, b"nonsense")
+    report(one, 10)
+    one.tick()
+    one.tick()
+    assert one.word is not None and one.word.revision == one.reports.revision
 
 
 def test_a_collector_that_knows_no_limit_asks_nobody() -> None:
