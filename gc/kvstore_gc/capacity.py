@@ -133,6 +133,11 @@ class Watermarks:
     # What follows
 
     @property
+    def is_surveyed(self) -> bool:
+        """Whether the root was listed once."""
+        return self._surveyed_bytes is not None
+
+    @property
     def is_known(self) -> bool:
         """Whether there is, or will be, a level: there is a limit, or free space is known."""
         return self._limit_bytes is not None or self._free_bytes is not None

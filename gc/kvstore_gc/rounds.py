@@ -30,11 +30,13 @@ from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.goals import Goals
+from kvstore_gc.judged import NO_MARKS
+from kvstore_gc.listing import Marks
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
 from kvstore_gc.safety import Timings
 from kvstore_gc.summary import Example, Explained, Summary
-from kvstore_gc.survey import survey
+from kvstore_gc.survey import Survey, survey
 from kvstore_gc.threads import Each
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class Rounds:
 
     ``shards`` says which of the given number of shards are this collector's now. ``pause`` waits and raises Stopped
     when the end is near, ``listed`` is called after each shard that was listed for the survey.  ``unheard`` has nodes
-    say what they wrote before a survey begins, and names those that did not.
+    say what they wrote before a survey begins, and names those that did not; None: nodes are told nothing.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Rounds:
         ids: Ids,
         timings: Timings,
         listed: Callable[[int], object] = lambda shard: None,
-        unheard: Callable[[], frozenset[SessionId]] = frozenset,
+        unheard: Callable[[], frozenset[SessionId]] | None = None,
     ) -> None:
         self._root = root
         self._identity = identity
@@ -111,6 +113,9 @@ class Rounds:
             self._join()
             mine = self._shards(summary.shards_count)
         summary.shards_mine_count = len(mine)
+        if self._unheard is not None and not self._watermarks.is_surveyed:
+            # Until then no node is told what it may write, and what follows may wait for a grace.
+            self._surveyed(summary, mine, self._config.goals([], None))
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove(lambda: self._pause(0))
         summary.swept(self._sweeper.adopt(mine))
@@ -177,9 +182,25 @@ class Rounds:
         namespaces = Namespaces(self._meta, self._keys).list(self._timings.meta_timeout_s)
         goals = self._config.goals(namespaces, None)
         pinned = self._sweeper.pinned().marks
+        found = self._surveyed(summary, mine, goals, pinned)
+        share = found.shards_count / summary.shards_count
+        level = self._watermarks.level
+        goals = replace(goals, max_bytes=level.capacity_bytes if level else None)
+        self._warn(goals)
+        if level:
+            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._watermarks.limit_bytes
+            summary.high_bytes = int(goals.high * level.capacity_bytes)
+            summary.low_bytes = int(goals.low * level.capacity_bytes)
+        summary.surveyed(found, round(found.used.bytes / share), namespaces)
+        decision = decide(found, goals.of_share(share), pinned, round(summary.beside.bytes * share))
+        summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
+        return decision
+
+    def _surveyed(self, summary: Summary, mine: Sequence[int], goals: Goals, pinned: Marks = NO_MARKS) -> Survey:
+        """Lists these shards, or all where they are few chunks: from then on the level is known."""
         with self._timed(summary, "survey"):
             self._watermarks.followed(self._root.space())
-            mark = self._watermarks.mark(self._unheard())
+            mark = self._watermarks.mark(frozenset() if self._unheard is None else self._unheard())
             summary.beside = beside(self._root)
             look = partial(
                 survey,
@@ -195,17 +216,7 @@ class Rounds:
                 found += look(shards=sorted(set(range(summary.shards_count)) - set(mine)))
         share = found.shards_count / summary.shards_count
         self._watermarks.surveyed(round(found.used.bytes / share) + summary.beside.bytes, mark)
-        level = self._watermarks.level
-        goals = replace(goals, max_bytes=level.capacity_bytes if level else None)
-        self._warn(goals)
-        if level:
-            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._watermarks.limit_bytes
-            summary.high_bytes = int(goals.high * level.capacity_bytes)
-            summary.low_bytes = int(goals.low * level.capacity_bytes)
-        summary.surveyed(found, round(found.used.bytes / share), namespaces)
-        decision = decide(found, goals.of_share(share), pinned, round(summary.beside.bytes * share))
-        summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
-        return decision
+        return found
 
     def _listing(self, count: int, work: Callable[[int], object]) -> None:
         def look(number: int) -> None:

@@ -185,7 +185,7 @@ class Collector:
         shards: Callable[[int], Sequence[int]],
         each: Each,
         listed: Callable[[int], object] = lambda shard: None,
-        unheard: Callable[[], frozenset[SessionId]] = frozenset,
+        unheard: Callable[[], frozenset[SessionId]] | None = None,
     ) -> Rounds:
         return Rounds(
             self._on.root,

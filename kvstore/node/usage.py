@@ -28,7 +28,7 @@ class NodeUsage:
         """As the session began: its report counts from here."""
         self._written_told = 0
         self._is_asked = False
-        self._is_heeded = False
+        self._in_session = False
         self._room: Room | None = None
         self._room_created = 0
         self._answered = 0
@@ -61,7 +61,7 @@ class NodeUsage:
     def wait_for_room(self) -> bool:
         """Whether this node may write; where it may not yet, waits for the collectors' word, COUNTED_S at most."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._is_spent() or self._is_full(), COUNTED_S)
+            self._lock.wait_for(lambda: not self._is_spent() or not self._may_hear(), COUNTED_S)
             return not self._is_spent()
 
     # By the view, under its lock
@@ -77,7 +77,7 @@ class NodeUsage:
             self._removed_before = self._removed
             self._told, self._answered = Usage(), 0
             self._reports.clear()
-            self._is_heeded = True
+            self._in_session = True
 
     def hear(self, room: Room | None, created: int = 0) -> None:
         """The collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks."""
@@ -89,9 +89,9 @@ class NodeUsage:
             self._lock.notify_all()
 
     def end(self) -> None:
-        """The session is over: nobody hears reports, and nobody's word is heard."""
+        """The session is over: nobody hears reports. The last word stays in force, so that the bound does as well."""
         with self._lock:
-            self._is_heeded = False
+            self._in_session = False
             self._lock.notify_all()
 
     # By the follower
@@ -100,7 +100,7 @@ class NodeUsage:
         """What to report now; None where nothing is due. ``told`` follows when that was done."""
         with self._lock:
             room = self._room
-            if room is None or not self._is_heeded:
+            if room is None or not self._in_session:
                 return None
             now = Usage(self._written - self._written_before, self._removed - self._removed_before)
             if self._answered != self._room_created:
@@ -135,13 +135,13 @@ class NodeUsage:
         with self._lock:
             return self._room_created
 
-    def _is_full(self) -> bool:
-        """Whether nobody may write, so that waiting is of no use."""
-        return self._room is not None and self._room.allowance_bytes == 0
+    def _may_hear(self) -> bool:
+        """Whether a word that lets this node write may come soon: not without a session, nor on a full root."""
+        return self._in_session and self._room is not None and self._room.allowance_bytes != 0
 
     def _is_spent(self) -> bool:
         room = self._room
-        if room is None or room.allowance_bytes is None or not self._is_heeded:
+        if room is None or room.allowance_bytes is None:
             return False
         counted = 0
         for revision, written in self._reports:

@@ -100,6 +100,20 @@ def test_a_node_stops_by_itself_until_its_report_was_counted(node: Reporting) ->
     assert not node.usage.is_spent, "where no collector is there nobody waits for one"
 
 
+def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen etcd is no leave to fill the root; and nobody waits for a word that cannot come."""
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    node.usage.hear(word(0), created=7)
+    node.report()
+    node.usage.end()
+    assert node.usage.wait_for_room() and node.later() is None
+    node.usage.wrote(ALLOWED)
+    assert not node.usage.wait_for_room()
+    node.usage.begin()
+    node.usage.hear(None)
+    assert node.usage.wait_for_room(), "where no collector is there nobody waits for one"
+
+
 def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(node: Reporting) -> None:
     node.usage.hear(word(0), created=7)
     node.usage.wrote(ALLOWED)
