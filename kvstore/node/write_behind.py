@@ -90,6 +90,8 @@ class WriteBehind:
         self._refused_since_s: float | None = None
         """Since when each write was refused; None while there was none, or the last one was not."""
         self._lost_chunks = 0
+        self._close_said = False
+        """Whether ``close`` has said how many; what a root that hangs loses later is said by itself."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -182,8 +184,10 @@ class WriteBehind:
             self._done(job)
         for thread in self._threads:
             thread.join(0.5)
-        if self._lost_chunks > lost_before:
-            log.warning("behind.lost_at_close chunks=%d", self._lost_chunks - lost_before)
+        with self._changed:
+            lost_count, self._close_said = self._lost_chunks - lost_before, True
+        if lost_count:
+            log.warning("behind.lost_at_close chunks=%d", lost_count)
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """How long ``close``, which began then, may still wait before it looks again."""
@@ -267,7 +271,8 @@ class WriteBehind:
         self._counters.add("behind_lost", job.count)
         with self._changed:
             self._lost_chunks += job.count
-        if not self._closed:  # then they are all said together
+            is_said_by_close = self._closed and not self._close_said
+        if not is_said_by_close:
             log.info("behind.lost chunks=%d why=%s", job.count, why)
 
     def _done(self, job: Job) -> None:
