@@ -20,6 +20,16 @@ class Monitor(RLock, threading.Condition):  # type: ignore[misc]  # the stubs ca
         # Not those of Condition, which would make a lock of its own: it finds the methods of ours instead.
         self._waiters: deque[threading.Lock] = deque()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """As that of Condition. Whatever ends it, the lock is held again, as the block around it takes for granted."""
+        try:
+            return threading.Condition.wait(self, timeout)
+        except BaseException:
+            # Ctrl-C between letting go of the lock and waiting: the end of the block would raise RuntimeError instead.
+            if not self._is_owned():  # type: ignore[attr-defined]  # of the lock in C
+                self.acquire()
+            raise
+
 
 class Flag:
     """As ``threading.Event``."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.security.bearer import TOKEN_BYTES_MAX
 from kvstore.security.networks import is_loopback
@@ -62,11 +63,12 @@ class Credentials:
     def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         """A channel to a worker; connects when it is used. Raises InvalidRequest."""
         if self._certificate is None:
-            return grpc.insecure_channel(address, options=options)
+            return open_channel(address, lambda: grpc.insecure_channel(address, options=options))
         name = self._name(address)
         if name is not None:
             options = [*options, ("grpc.ssl_target_name_override", name)]
-        return grpc.secure_channel(address, channel_credentials(self._certificate), options=options)
+        credentials = channel_credentials(self._certificate)
+        return open_channel(address, lambda: grpc.secure_channel(address, credentials, options=options))
 
     def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
         """A bulk connection within TLS, its handshake done within the socket's time-out; plain where calls are.

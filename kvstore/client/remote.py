@@ -1,7 +1,7 @@
 """The port to workers over gRPC: the same calls as on a node in this process, with a deadline and failover on each.
 
 Where no worker answers, a read is a miss (counted in ``stats()``), and everything else raises Unavailable.
-gRPC does not survive a fork: connect in the child.
+gRPC does not survive a fork (kvstore/channels.py).
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def interrupted_everywhere(work: Callable[[], object]) -> Iterator[int]:
                 came = True
                 raise KeyboardInterrupt
 
-        # RuntimeError: interrupted after it let go of the lock to wait, before it was ready to take it again.
-        with suppress(KeyboardInterrupt, RuntimeError):
+        with suppress(KeyboardInterrupt):  # nothing else: a caller hears of Ctrl-C and not of a lock
             sys.setprofile(profile)
             try:
                 work()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,32 @@ from tests.worker.serving import WAIT_S, Several, connected, serving
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 FORKS = 20
+_PARENT = """
+import os, sys
+import kvstore
+from kvstore.errors import InvalidRequest
+
+def connects():
+    try:
+        with kvstore.connect(sys.argv[1]) as store:
+            store.namespaces()
+        return 1
+    except InvalidRequest as error:
+        return 2 if "spawn" in str(error) else 3
+
+def forked():
+    child = os.fork()
+    if not child:
+        os._exit(connects())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+codes = [forked()]
+with kvstore.connect(sys.argv[1]) as store:
+    store.namespaces()
+    codes += [forked(), connects()]
+codes.append(forked())
+print(codes)
+"""
 
 
 def exit_code(child: int) -> int | None:
@@ -123,3 +152,14 @@ def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None
                 code = forked(in_child)
             assert code == len(calls)
             assert hold.read_into(np.zeros_like(KV)) == len(TOKENS), "the hold is the parent's"
+
+
+def test_a_child_that_was_forked_beside_a_connection_is_refused_one_of_its_own() -> None:
+    """gRPC's threads are not in it: its calls there would wait for ever, past their deadlines."""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    with serving() as served:
+        parent = subprocess.run(
+            [sys.executable, "-c", _PARENT, served.address],
+            capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=Path(__file__).parents[2], env=env,
+        )  # fmt: skip
+    assert parent.stdout.split("\n")[0] == "[1, 2, 1, 1]", "before, beside and after the parent's connection"

@@ -256,7 +256,8 @@ class Links:
             return None
         if self._pid != os.getpid():
             raise InvalidRequest(
-                "this store was connected before a fork, with which connections are shared: connect in the child"
+                "this store was connected before a fork, with which connections are shared: connect in the child, "
+                "which has to be spawned where its parent is connected"
             )
         while True:
             with self._lock:
