@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # of its own in parent and child. They start threads in the child and use connections that it shares with its parent:
 # the child hangs or is aborted inside fork, and calls of the parent break. Python's part of gRPC has them off by
 # default. gRPC reads this once, when it is imported, so it is set before that; somebody else's setting stays.
-# Without them gRPC does not work in a child that was forked beside a connection: kvstore/channels.py says so there.
+# Without them gRPC does not work in a child of a process that had connected: kvstore/channels.py says so there.
 if "grpc" not in sys.modules:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

@@ -7,7 +7,9 @@ System calls cannot be taken back, so every writer goes through ``Borrowed``, wh
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,11 +38,12 @@ class Borrowed:
     no longer than copying what is in flight.
     """
 
-    __slots__ = ("_condition", "_users", "_withdrawn", "natively")
+    __slots__ = ("_condition", "_withdrawn", "_writers", "natively")
 
     def __init__(self) -> None:
         self._condition = Monitor()
-        self._users = 0
+        self._writers: Counter[int] = Counter()
+        """Threads that write, and how many steps of each."""
         self._withdrawn = False
         self.natively = native.Borrowed(0, 0)
         """The same permission for native code, which does several steps in one call and asks before each."""
@@ -53,12 +56,15 @@ class Borrowed:
         with self._condition:
             if self._withdrawn:
                 raise Withdrawn
-            self._users += 1
+            self._writers[threading.get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
         with self._condition:
-            self._users -= 1
-            if not self._users:
+            thread = threading.get_ident()
+            self._writers[thread] -= 1
+            if self._writers[thread] <= 0:
+                del self._writers[thread]
+            if not self._writers:
                 self._condition.notify_all()
 
     def check(self) -> None:
@@ -88,7 +94,9 @@ class Borrowed:
             while native.brief.kv_withdraw(self.natively):
                 time.sleep(WRITERS_WAIT_S)
         with self._condition:
-            while self._users:
+            # This thread writes nothing now, whatever Ctrl-C left of it as a step began or ended.
+            self._writers.pop(threading.get_ident(), None)
+            while self._writers:
                 self._condition.wait()
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
-from kvstore.channels import close_channel
 from kvstore.client.bulk.links import Bulk, Links
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.credentials import PLAIN, Credentials
@@ -136,7 +134,7 @@ class Endpoint:
     def close(self) -> None:
         """Closes the channel and all connections now; calls in progress are cancelled."""
         self.bulk.close()
-        within(CLOSE_S, partial(close_channel, self._channel))
+        within(CLOSE_S, self._channel.close)
 
     def _open_bulk(self, request: bytes, timeout_s: float) -> bytes:
         answer: bytes = self.unary("OpenBulk")(request, timeout=timeout_s)

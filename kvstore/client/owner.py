@@ -25,5 +25,5 @@ class Owner:
         if not self.is_here:
             raise InvalidRequest(
                 "the store was opened or connected before a fork, and its threads are not here: open it in the child, "
-                "or connect in the child, which has to be spawned where its parent is connected"
+                "or connect in the child, which has to be spawned where its parent connected"
             )

@@ -13,9 +13,11 @@ from types import FrameType
 import pytest
 
 import kvstore
+from kvstore.buffers import Borrowed
 from kvstore.client.remote_move import MOVES_MAX, Slots
 from kvstore.errors import Overloaded
 from kvstore.waiting import Flag, Monitor
+from tests.patience import returns
 
 WAIT_S = 60.0
 IN_PYTHON = re.compile(r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\(|queue\.Queue\(")
@@ -105,6 +107,20 @@ def test_a_flag() -> None:
 
     for step in interrupted_everywhere(used):
         assert goes_through(used), f"Ctrl-C at step {step}"
+
+
+def test_memory_that_a_callers_own_thread_writes_into() -> None:
+    """As where it helps the lanes: it takes its memory back by itself, whatever of its step was cut short."""
+
+    def writes() -> None:
+        borrowed = Borrowed()
+        try:
+            with borrowed.writing():
+                borrowed.check()
+        finally:
+            borrowed.withdraw()
+
+    assert returns(lambda: max(interrupted_everywhere(writes)), "taking memory back") > 5
 
 
 def test_a_monitor_wakes_up_who_waits() -> None:

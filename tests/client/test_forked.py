@@ -154,7 +154,7 @@ def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None
             assert hold.read_into(np.zeros_like(KV)) == len(TOKENS), "the hold is the parent's"
 
 
-def test_a_child_that_was_forked_beside_a_connection_is_refused_one_of_its_own() -> None:
+def test_a_child_that_was_forked_after_its_parent_connected_is_refused_a_connection() -> None:
     """gRPC's threads are not in it: its calls there would wait for ever, past their deadlines."""
     env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
     with serving() as served:
@@ -162,4 +162,4 @@ def test_a_child_that_was_forked_beside_a_connection_is_refused_one_of_its_own()
             [sys.executable, "-c", _PARENT, served.address],
             capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=Path(__file__).parents[2], env=env,
         )  # fmt: skip
-    assert parent.stdout.split("\n")[0] == "[1, 2, 1, 1]", "before, beside and after the parent's connection"
+    assert parent.stdout.split("\n")[0] == "[1, 2, 1, 2]", "before, beside and after the parent's connection"

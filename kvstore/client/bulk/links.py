@@ -257,7 +257,7 @@ class Links:
         if self._pid != os.getpid():
             raise InvalidRequest(
                 "this store was connected before a fork, with which connections are shared: connect in the child, "
-                "which has to be spawned where its parent is connected"
+                "which has to be spawned where its parent connected"
             )
         while True:
             with self._lock:

@@ -10,13 +10,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import grpc
 
 from kvstore.bounded import CLOSE_S, within
-from kvstore.channels import close_channel, open_channel
+from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_key, read_pem
@@ -176,7 +175,7 @@ class Members:
         """Closes the channels; calls under way end with Unavailable. Idempotent."""
         self._closed.set()
         for member in (*self._members, *self._retired):
-            within(CLOSE_S, partial(close_channel, member.channel))
+            within(CLOSE_S, member.channel.close)
 
     def _connected(self) -> tuple[Member, ...]:
         """All members, by the TLS files as they are now. Raises InvalidRequest."""
@@ -199,7 +198,7 @@ class Members:
         with self._lock:
             over, self._retired, self._members = self._retired, self._members, members
         for member in over:
-            within(CLOSE_S, partial(close_channel, member.channel))
+            within(CLOSE_S, member.channel.close)
         log.warning("etcd.certificate_reloaded")
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
