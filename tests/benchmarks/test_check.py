@@ -78,7 +78,7 @@ def test_a_slowed_path_fails_against_its_own_reference(
     real = Cache.get
 
     def slow(self: Cache, *arguments: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(1.0)  # far longer than a busy machine made the reference wait
         return real(self, *arguments)
 
     monkeypatch.setattr(Cache, "get", slow)
