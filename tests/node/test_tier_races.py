@@ -113,7 +113,8 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
         node.drain()
         hold = node.node.hold(node.chain(1, 24))
         assert len(node.node.view(hold)) == 24
-        assert node.node.view(hold, deadline_s=0.0) == []
+        # Lanes may verify some before this thread looks at the clock: then again.
+        eventually(lambda: node.node.view(hold, deadline_s=0.0) == [])
         node.node.release(hold)
         gc.collect()
         node.assert_settled()
