@@ -44,16 +44,16 @@ HIGH = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """What happens at once. Rates in bytes per second."""
+    """One row: a limit, and who writes and deletes meanwhile. Rates in bytes per second."""
 
     others: str
     rate: float
-    """Of all writers together; 0: as fast as they can."""
+    """All writers together; 0: as fast as they can."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What came of a case."""
+    """The figures of one case."""
 
     others: str
     asked_mib_s: float

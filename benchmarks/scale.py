@@ -68,7 +68,7 @@ class Cluster:
     """Mean of an exponential distribution: from the match to the end of the load."""
     capacity_bytes: int
     fill_bytes_per_s: float
-    """What all nodes together write."""
+    """Bytes per second that all nodes together write."""
     is_exact: bool
     """Whether nodes are told addresses instead of a filter."""
 

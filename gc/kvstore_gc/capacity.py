@@ -1,4 +1,4 @@
-"""How full the root is between two surveys, and the sign that it is too full to write to.
+"""How full the root is between two surveys.
 
 A survey lists every file and is exact, but takes long.  Until the next one used bytes are those of the last survey plus
 what nodes reported to have written, less what they and collectors reported to have deleted.  What others write or
@@ -11,13 +11,10 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from kvstore.errors import Unavailable
-from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, Meta, Put, ValueIs
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import SessionId
 from kvstore.meta.usage import Usage
 from kvstore.root.interface import Space
 from kvstore.sources import Clock, SystemClock
-from kvstore_gc.collectors import Collectors
 from kvstore_gc.growth import Growth, Mark
 
 log = logging.getLogger(__name__)
@@ -26,8 +23,6 @@ GROWTH_SHARE = 0.01
 """A root that no round could bring below the high watermark (all pinned) is tried again when this was written since."""
 LATE_S_MIN = 1.0
 """How long after a deletion its report may come, where nodes are few (``room.py``)."""
-SIGN_AGAIN_S = 5.0
-"""How long after another collector was found to have put the sign we look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,79 +177,3 @@ class Watermarks:
             if self._surveyed_bytes is not None and self._free_then_bytes is not None and self._free_bytes is not None:
                 feared_bytes = max(feared_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
             return feared_bytes
-
-
-class FullSign:
-    """The key ``gc/full``, which makes nodes shed puts; it lies under this collector's lease, and so ends with it.
-
-    Several collectors may want it: the first one puts it, the others look again from time to time.
-    """
-
-    def __init__(self, meta: Meta, keys: Keys, collectors: Collectors, clock: Clock, timeout_s: float = 5.0) -> None:
-        self._meta = meta
-        self._key = keys.gc_full
-        self._collectors = collectors
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._put_by: bytes | None = None
-        self._looked_by: bytes | None = None
-        self._again_s = 0.0
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether this collector put it."""
-        return self._put_by is not None
-
-    def follow(self, watermarks: Watermarks) -> None:
-        """Puts or takes back the sign where the level asks for it. Raises Unavailable, PermissionDenied.
-
-        Between the high watermark and the stop mark it stays as it is, so that it does not flicker.
-        """
-        level, mine = watermarks.level, self._collectors.me
-        if level is None or mine is None:
-            return
-        if self._put_by != mine[0]:
-            self._put_by = None  # what was put under an older lease has ended with it
-        if self._looked_by != mine[0]:
-            # Else a sign that no lease ends would refuse puts for ever, also on an empty root.
-            drop_stray(self._meta, self._meta.get(self._key, self._timeout_s), self._timeout_s)
-            self._looked_by = mine[0]
-        if level.over(watermarks.stop) and self._put_by is None:
-            self._put(*mine, level)
-        elif self._put_by is not None and not level.over(watermarks.high):
-            self._meta.txn((ValueIs(self._key, self._put_by),), (Delete(self._key),), self._timeout_s)
-            self._put_by = None
-            log.warning("gc.full_over used_bytes=%d capacity_bytes=%d", level.used_bytes, level.capacity_bytes)
-
-    def _put(self, collector: bytes, lease: LeaseId, level: Level) -> None:
-        if self._clock.monotonic_s() < self._again_s:
-            return
-        try:
-            won = self._meta.txn((Absent(self._key),), (Put(self._key, collector, lease),), self._timeout_s).succeeded
-        except LeaseGone as gone:
-            raise Unavailable("the collector's lease ended: it joins again") from gone
-        found = None
-        if not won:
-            found = self._meta.get(self._key, self._timeout_s)
-            won = found is not None and found.value == collector  # ours, whose reply was lost
-        if won:
-            self._put_by = collector
-            log.warning(
-                "gc.full nodes shed puts until the root is below its high watermark: used_bytes=%d capacity_bytes=%d",
-                level.used_bytes,
-                level.capacity_bytes,
-            )
-        elif not drop_stray(self._meta, found, self._timeout_s):
-            self._again_s = self._clock.monotonic_s() + SIGN_AGAIN_S
-
-
-def drop_stray(meta: Meta, found: KeyValue | None, timeout_s: float) -> bool:
-    """Deletes a key that lies under no lease, as found; whether it did. Raises Unavailable, PermissionDenied.
-
-    Collectors put their signs under a lease.  One without was put by hand, or by a tool that copied etcd without its
-    leases: nobody's end would end it.
-    """
-    if found is None or found.lease:
-        return False
-    log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", found.key)
-    return meta.txn((ValueIs(found.key, found.value),), (Delete(found.key),), timeout_s).succeeded

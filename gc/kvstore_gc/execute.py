@@ -178,7 +178,7 @@ class Sweeper:
         began_s = self._clock.monotonic_s()
         for shard, victims in seen:
             if self._clock.monotonic_s() - began_s > late_s / 2 and records:
-                break  # on a slow root: those of which the plan is there, while others still take it for young
+                break  # a slow root: name the plans that are written while they still count as young
             try:
                 records[shard] = self._prepare(victims)
             except Overloaded:

@@ -38,11 +38,11 @@ class Growth:
     @property
     def bytes(self) -> int:
         """Written less deleted since the survey; negative where more was deleted."""
-        grown = self._reaped_base - self._reaped_bytes
-        for reporter, now in self._reported.items():
-            base = self._base.get(reporter, Usage())
-            grown += now.written_bytes - base.written_bytes - (now.removed_bytes - base.removed_bytes)
-        return grown
+        none = Usage()
+        removed_bytes = sum(
+            now.removed_bytes - self._base.get(reporter, none).removed_bytes for reporter, now in self._reported.items()
+        )
+        return self.written_bytes - removed_bytes - (self._reaped_bytes - self._reaped_base)
 
     @property
     def written_bytes(self) -> int:

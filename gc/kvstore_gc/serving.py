@@ -24,16 +24,16 @@ from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.capacity import FullSign, Watermarks
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.metrics import Metrics, serve, write
 from kvstore_gc.pace import Pace
 from kvstore_gc.reports import Reports
-from kvstore_gc.room import RoomSign
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import Service
+from kvstore_gc.signs import FullSign, RoomSign
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import THREADS_COUNT, Each, Stop, Stopped, Threads, within
 from kvstore_gc.troubles import Trouble

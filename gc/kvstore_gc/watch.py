@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvstore.errors import KVStoreError
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
-from kvstore_gc.capacity import FullSign, Watermarks
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.reports import Reports
-from kvstore_gc.room import RoomSign
+from kvstore_gc.signs import FullSign, RoomSign
 from kvstore_gc.threads import Stop, Stopped
 from kvstore_gc.troubles import Trouble
 

@@ -7,14 +7,15 @@ nothing, so its workers let go of what it held (gc/PROTOCOL.md, H4).
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstore.client.endpoint import Endpoint
+from kvstore.client.owner import Owner
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
@@ -51,7 +52,7 @@ class Renewing:
         self._live: WeakSet[LeasedHold] = WeakSet()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._owner = Owner()
 
     def add(self, hold: LeasedHold) -> None:
         """Renews it from now on."""
@@ -64,7 +65,7 @@ class Renewing:
 
     def remove(self, hold: LeasedHold) -> None:
         """Renews it no more. Idempotent. In a forked child nothing: thread and lock are its parent's."""
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return
         with self._changed:
             self._live.discard(hold)
@@ -74,7 +75,7 @@ class Renewing:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._pid == os.getpid():
+        if self._thread is not None:
             self._thread.join(CALL_S_MAX)
 
     def step(self) -> float | None:
@@ -105,7 +106,7 @@ class Renewing:
     def _hear(self, holds: list[LeasedHold], answer: Any, sent_s: float) -> None:
         try:
             ended = set(pb.RenewResponse.FromString(answer.result()).ended)
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        except (grpc.RpcError, grpc.FutureCancelledError, DecodeError) as error:
             log.info("client.not_renewed worker=%s holds=%d why=%s", holds[0].endpoint.address, len(holds), error)
             for hold in holds:  # again in half of that time
                 hold.renewed_s = sent_s - hold.lease_s / SHARE / 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ class Clearing:
         id, content = node.ids.fresh(), order.to_json()
         lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
         clears.trim(self._timeout_s)  # now, not at the end, which one that is cut short never reaches
-        with self._kept([lambda: clears.renew(lease, self._timeout_s)]):
+        with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears.silent, id, waiting)
             done = self._behind_barrier(id, order, sweep)
         if not clears.renew(lease, self._timeout_s):  # who forgot it took its answer back, and is not waited for
@@ -126,28 +126,27 @@ class Clearing:
         Where the sweep fails, a lane may still be in the middle of a deletion: then the barrier goes by itself.
         """
         barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
-        with self._kept([lambda: barrier.renew(self._timeout_s)]):
+        with self._kept(lambda: barrier.renew(self._timeout_s)):
             done = sweep(self._pinned(), barrier)
             barrier.check()
         barrier.take_down(self._timeout_s)
         return done
 
     @contextmanager
-    def _kept(self, renewals: Sequence[Callable[[], object]]) -> Iterator[None]:
-        """Keeps what passes as long as the sweep takes: nodes that forget an order in between, and are told of its end,
+    def _kept(self, renew: Callable[[], object]) -> Iterator[None]:
+        """Renews a lease as long as the block takes: nodes that forget an order in between, and are told of its end,
         know nothing of it. In a thread of its own, because a sweep may be in one call of the root for long.
         """
         ended = Flag()
 
-        def renew() -> None:
+        def renewing() -> None:
             while not ended.wait(RENEW_S):
-                for each in renewals:
-                    try:
-                        each()
-                    except KVStoreError as error:
-                        log.info("clear.not_renewed %s", error)
+                try:
+                    renew()
+                except KVStoreError as error:
+                    log.info("clear.not_renewed %s", error)
 
-        thread = threading.Thread(target=renew, name="kvstore-clear", daemon=True)
+        thread = threading.Thread(target=renewing, name="kvstore-clear", daemon=True)
         thread.start()
         try:
             yield

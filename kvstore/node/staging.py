@@ -28,7 +28,7 @@ class Staging:
         self._recoder = recoder
         self._session = session
         self._before: deque[bytes] = deque(maxlen=BEFORE_MAX)
-        self._removed_count = 0
+        self._looked_at_count = 0
 
     def leave(self, session: bytes) -> None:
         """Notes that nothing more is staged under this id."""
@@ -46,8 +46,8 @@ class Staging:
         except KVStoreError:
             return
         for _ in range(WAITS_MAX):
-            before_count = self._removed_count
-            if batch.join(timeout_s) or self._removed_count == before_count:
+            before_count = self._looked_at_count
+            if batch.join(timeout_s) or self._looked_at_count == before_count:
                 break
         batch.stop()
 
@@ -59,7 +59,7 @@ class Staging:
                 # Of puts that were cut off. One that goes on all the same finds its file gone, and fails.
                 if places.parse_replaced(entry.name) is None:
                     self._root.discard(places.Name(f"{folder}/{entry.name}"))
-                self._removed_count += 1
+                self._looked_at_count += 1
                 moved_on()
             self._root.remove_folder(folder)
         return True

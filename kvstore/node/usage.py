@@ -27,7 +27,6 @@ class NodeUsage:
         self._written_before = self._removed_before = 0
         """As the session began: its report counts from here."""
         self._written_told = 0
-        self._is_asked = False
         self._in_session = False
         self._room: Room | None = None
         self._room_created = 0
@@ -73,7 +72,7 @@ class NodeUsage:
         a report whose reply was lost would count them twice, and so hide writes.
         """
         with self._lock:
-            self._written_before = self._written_told if self._is_asked else self._written
+            self._written_before = self._written if self._room is None else self._written_told
             self._removed_before = self._removed
             self._told, self._answered = Usage(), 0
             self._reports.clear()
@@ -83,7 +82,6 @@ class NodeUsage:
         """The collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks."""
         with self._lock:
             self._room, self._room_created = room, created
-            self._is_asked = room is not None
             while room is not None and len(self._reports) > 1 and self._reports[1][0] <= room.revision:
                 self._reports.popleft()
             self._lock.notify_all()

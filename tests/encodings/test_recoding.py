@@ -355,10 +355,12 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
             wanted = keys.ring.current[TENANT]
             assert wanted is not None
             assert {decode_any(path.read_bytes()).key_id for path in chunk_files(tmp_root)} == {wanted.id}
+            # Gets go on beside each turn, however slow the machine.
+            eventually(lambda reads=6 * turn: troubles or min(rounds) >= reads)  # type: ignore[misc]
         stop.set()
         for thread in threads:
             thread.join(PATIENCE_S)
-        assert troubles == [] and min(rounds) >= 4, rounds
+        assert troubles == [] and min(rounds) > 20
         for each in (store, other):
             stats = each.stats()
             assert stats["miss_damaged"] == stats["miss_key"] == stats["miss_absent"] == 0

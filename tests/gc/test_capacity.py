@@ -9,9 +9,10 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.usage import Room, Usage
 from kvstore.root.interface import Space
-from kvstore_gc.capacity import SIGN_AGAIN_S, FullSign, Level, Watermarks
+from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.room import PACE_S_MIN, REPORTS_PER_S, room_of
+from kvstore_gc.signs import SIGN_AGAIN_S, FullSign
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))

@@ -14,7 +14,7 @@ from kvstore.sources import RandomIds
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
-from kvstore_gc.room import RoomSign
+from kvstore_gc.signs import RoomSign
 from kvstore_gc.watch import TICK_S
 from tests.meta.fakes import CountingIds, FakeClock
 

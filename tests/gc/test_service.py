@@ -27,15 +27,15 @@ from kvstore.root.faulty import EIO, FaultyRoot, Hang, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.capacity import FullSign, Level, Watermarks
+from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors, owner
 from kvstore_gc.config import Config, Share
 from kvstore_gc.reports import Reports
-from kvstore_gc.room import RoomSign
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector, Opened
+from kvstore_gc.signs import FullSign, RoomSign
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
 from kvstore_gc.watch import TICK_S, Duties, Watch

@@ -42,7 +42,7 @@ BOUND = [
         "unreported-writes-forgotten",
         edit(
             "kvstore.node.usage:NodeUsage.begin",
-            "self._written_told if self._is_asked else self._written",
+            "self._written if self._room is None else self._written_told",
             "self._written",
         ),
         f"{USAGE}what_the_last_session_did_not_report_is_reported_by_the_next_one",
