@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.client.endpoint import Endpoint
 from kvstore.client.remote import RemotePort
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.store import Store
@@ -137,3 +141,21 @@ def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
         cache.hold(TOKENS)  # dropped at once
         assert port._tools.renewing.step() is None
         assert renewals(served) == 0
+
+
+def test_an_answer_that_is_no_message_is_none_and_renewing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage: Future[bytes] = Future()
+    garbage.set_result(b"\xff")
+    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served, connected(served) as store:
+        cache, port = store.namespace("m", SMALL), store._port
+        cache.put(TOKENS, kv_of(SMALL, TOKENS))
+        assert isinstance(port, RemotePort)
+        with cache.hold(TOKENS) as hold:
+            lease: Any = lease_of(store, hold)
+            lease.renewed_s -= LEASE_S
+            with monkeypatch.context() as patched:
+                patched.setattr(Endpoint, "unary", lambda *_: SimpleNamespace(future=lambda *_, **__: garbage))
+                assert port._tools.renewing.step() is not None and not lease.ended
+            lease.renewed_s -= LEASE_S
+            port._tools.renewing.step()
+            assert renewals(served) >= 1 and hold.read_into(np.empty(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype))
