@@ -14,19 +14,9 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 
 KvArray = npt.NDArray[Any]
-
-
-class KvMemory:
-    """An array whose planes are contiguous, cut into sections by chunk."""
-
-    __slots__ = ("sections",)
-
-    def __init__(self, array: KvArray, layout: Layout) -> None:
-        self.sections = Planes(array, layout.section_bytes)
-        """Called with an index, the sections of the array's chunk of that index, in file order: K0 V0 K1 V1 ..."""
 
 
 def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:

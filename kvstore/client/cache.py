@@ -9,16 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.client.arrays import KvArray, KvMemory, fillable, source_array, target_array
+from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
-from kvstore.client.port import Port, PortHold, Sections
+from kvstore.client.port import Port, PortHold
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.sections import Sections, planes_of
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode
 
@@ -77,11 +78,11 @@ class Cache:
                 f"prefix={prefix!r}: expected a multiple of chunk_tokens ({size}) from 0 to {len(ids)}, the token count"
             )
         array = source_array(kv, self.layout, len(ids) - int(prefix))
-        memory = KvMemory(array, self.layout)
         first = int(prefix) // size
+        source = planes_of(array, self.layout, first)
         mode = self._write if write is None else WriteMode.of(write)
         with tracing.span("kvstore.put", tokens=len(ids)):
-            return self._port.put(self.namespace, ids, first, memory.sections.starting_at(first), hints, mode)
+            return self._port.put(self.namespace, ids, first, source, hints, mode)
 
     def match(self, tokens: Tokens) -> int:
         """How many leading tokens are in the store, a multiple of chunk_tokens."""
@@ -113,7 +114,7 @@ class Cache:
         def memory(count: int) -> Sections:
             nonlocal array
             array = np.empty(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
-            return KvMemory(array, layout).sections
+            return planes_of(array, layout)
 
         with tracing.span("kvstore.get", tokens=len(ids)):
             count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
@@ -187,7 +188,7 @@ class Cache:
         filled = fillable(target)
 
         def memory(_: int) -> Sections:
-            return KvMemory(filled, self.layout).sections
+            return planes_of(filled, self.layout)
 
         with tracing.span("kvstore.get", tokens=len(ids)):
             count = self._port.get(self.namespace, ids, chunks_max, memory) * self.layout.chunk_tokens
@@ -221,7 +222,7 @@ class Hold:
             )
         filled = fillable(target)
         with tracing.span("kvstore.get", tokens=self.tokens):
-            count = self._held.read(KvMemory(filled, self._layout).sections) * self._layout.chunk_tokens
+            count = self._held.read(planes_of(filled, self._layout)) * self._layout.chunk_tokens
         if filled is not target:
             target[:, :, :count] = filled[:, :, :count]
         return count

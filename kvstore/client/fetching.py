@@ -14,13 +14,13 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import receive_chunks
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.port import Sections
 from kvstore.client.streams import received
 from kvstore.client.tools import Tools
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
+from kvstore.sections import Sections
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
-from kvstore.client.port import Sections
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -22,6 +21,7 @@ from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.sections import Sections
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 

@@ -18,14 +18,12 @@ from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.sections import Sections
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
-
-Sections = Callable[[int], Pieces]
-"""The caller's memory for one chunk, by the chunk's index in the prompt: one view per section, in file order."""
 
 
 class PortHold(Protocol):

@@ -27,7 +27,6 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.port import Sections
 from kvstore.client.remote_blocks import RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
@@ -39,9 +38,9 @@ from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
-from kvstore.planes import Planes
 from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult
+from kvstore.sections import Planes, Sections
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
 from kvstore.tickets import State

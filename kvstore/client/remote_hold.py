@@ -18,11 +18,11 @@ from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.layers_ahead import LayersAhead
-from kvstore.client.port import Sections
 from kvstore.client.tools import Tools
 from kvstore.errors import HoldBroken
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
+from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import sealed, unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer

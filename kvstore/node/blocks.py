@@ -7,7 +7,6 @@ nothing when they are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes, moved_on
 from kvstore.node.publish import put_sizes
-from kvstore.node.reading import groups_of, read_chunks, remembered
+from kvstore.node.reading import read_chunks, remembered
 from kvstore.node.refresh import Refresher
 from kvstore.node.shared_runs import SharedPut
 from kvstore.node.slots import Slots
@@ -34,6 +33,7 @@ from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, payload_of
 from kvstore.root.interface import Stat
+from kvstore.sections import Buffers
 from kvstore.waiting import Flag
 from kvstore.writes import WriteMode
 
@@ -194,7 +194,13 @@ class Blocks:
             return True
 
         addresses = block_addresses(namespace, keys)
-        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers) if self._chunks.runs.stages else None
+        run = (
+            self._chunks.runs.of(
+                Keyed(namespace, keys, addresses, list(map(len, buffers))), 0, len(keys), Buffers(buffers)
+            )
+            if self._chunks.runs.stages
+            else None
+        )
         if run is not None:
             run.origins = dict(enumerate(origins))
 
@@ -310,36 +316,22 @@ class Blocks:
         ``held``: under a hold, which a sweep that condemned later waits for.
         """
 
-        def read(index: int, borrowed: Borrowed) -> bool:
-            expected = expected_block(namespace, keys[index], len(buffers[index]))
-            if not held and self._view.condemns(expected.address):
-                return False
-            return self._chunks.read(expected, [buffers[index]], borrowed)
-
-        addresses = block_addresses(namespace, keys)
-        run = self._chunks.runs.of_blocks(namespace, keys, addresses, buffers, fills=True)
-        groups = None
-
-        def is_allowed(start: int, stop: int) -> bool:
-            return held or self._view.leading(addresses[start:stop]) == stop - start
-
-        if run is not None:
-
-            def read_group(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-                if not is_allowed(start, stop):
-                    return np.zeros(stop - start, np.bool_)
-                return self._chunks.runs.read(run, start, stop, borrowed)
-
-            groups = groups_of(self._chunks, self._lanes, run, sum(map(len, buffers)) // len(keys), read_group)
-            if not is_allowed(0, len(keys)):
-                groups = replace(groups, turns=None)
-        keyed = Keyed(namespace, keys, addresses, [len(buffer) for buffer in buffers])
-        reading = self._reads.begin_as(
-            keyed, 0, len(keys), lambda index: [buffers[index]], read, groups, deadline,
-            stop_at_miss=False, is_allowed=is_allowed,
-        )  # fmt: skip
+        wanted = Keyed(namespace, keys, block_addresses(namespace, keys), [len(buffer) for buffer in buffers])
+        allowed = range(len(keys)) if held else self._allowed(wanted)
+        if len(allowed) < len(keys):
+            wanted, buffers = wanted.picked(allowed), [buffers[index] for index in allowed]
+        reading = self._reads.begin(wanted, 0, len(wanted), Buffers(buffers), deadline, stop_at_miss=False)
         done = reading.wait(deadline)
-        self._reads.used(keyed, len(keys))
-        hits = tuple(address for address, hit in zip(addresses, done, strict=True) if hit)
-        self._refresher.used(namespace.id, hits, chained=False)
-        return [bool(each) for each in done]
+        self._reads.used(wanted, len(wanted))
+        used = tuple(address for address, hit in zip(wanted.addresses, done, strict=True) if hit)
+        self._refresher.used(namespace.id, used, chained=False)
+        hits = [False] * len(keys)
+        for index, hit in zip(allowed, done, strict=True):
+            hits[index] = bool(hit)
+        return hits
+
+    def _allowed(self, wanted: Keyed) -> Sequence[int]:
+        """Those that no sweep has condemned."""
+        if self._view.leading(wanted.addresses) == len(wanted):
+            return range(len(wanted))
+        return [index for index, address in enumerate(wanted.addresses) if not self._view.condemns(address)]

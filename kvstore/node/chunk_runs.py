@@ -18,22 +18,21 @@ from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
 from kvstore.format.header import Incarnation
 from kvstore.hints import Hints
-from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
-from kvstore.node.images import Images
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Run, block_run, chain_run
+from kvstore.node.runs import Run
 from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
 from kvstore.node.unreadable import Unreadable
 from kvstore.node.usage import NodeUsage
-from kvstore.planes import Planes
+from kvstore.node.wanted import Wanted
 from kvstore.recency import stamps_ns
 from kvstore.root.interface import Root, local_files
+from kvstore.sections import Laid, Sections
 
 
 class SharedReads:
@@ -91,20 +90,20 @@ class ChunkRuns:
         self._incarnations = incarnations
         self._numbers = numbers
 
-    def of(self, chain: Chain, first: int, count: int, into: object = None, *, fills: bool = False) -> Run | None:
-        """Chunks of a chain as a run for native code; None where it has to be done one by one.
+    def of(
+        self, wanted: Wanted, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
+    ) -> Run | None:
+        """Chunks ``first`` to ``first + count - 1`` for native code; None where they have to be done one by one.
 
-        ``into`` has their sections, and is written to if it ``fills``; a run without one is only for mapping.
+        They are written from ``sections``, or read into it if it ``fills``; without it they are looked at, or mapped.
         """
-        if self._files is None or count < 1 or self._encodings.encrypts(chain.namespace.tenant):
+        if self._files is None or count < 1 or self._encodings.encrypts(wanted.namespace.tenant):
             return None
-        if into is None:
-            return chain_run(self._files, self._shard_bits, chain, first, count, None)
-        if not isinstance(into, Planes | Images) or not into.covers(first, count):
+        if sections is None:
+            return Run(self._files, self._shard_bits, wanted, first, count)
+        if not isinstance(sections, Laid) or not sections.covers(first, count) or (fills and not sections.is_writable):
             return None
-        if fills and not (isinstance(into, Planes) and into.is_writable):
-            return None
-        return chain_run(self._files, self._shard_bits, chain, first, count, into)
+        return Run(self._files, self._shard_bits, wanted, first, count, sections)
 
     @property
     def is_native(self) -> bool:
@@ -115,24 +114,6 @@ class ChunkRuns:
     def stages(self) -> bool:
         """Whether runs may be staged too."""
         return self._files is not None and self._files.stages
-
-    def of_blocks(
-        self,
-        namespace: Namespace,
-        keys: Sequence[bytes],
-        addresses: Sequence[Address],
-        buffers: Sequence[memoryview],
-        *,
-        fills: bool = False,
-    ) -> Run | None:
-        """The same of engine-hashed blocks, each with its buffer."""
-        if self._files is None or not keys or not all(map(len, buffers)):
-            return None
-        if self._encodings.encrypts(namespace.tenant):
-            return None
-        if fills and any(buffer.readonly for buffer in buffers):
-            return None
-        return block_run(self._files, self._shard_bits, namespace, keys, addresses, buffers)
 
     def look(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which chunks of part of a run are there, and the mtimes of those. The rest is ``Chunks.look``'s."""

@@ -8,7 +8,7 @@ Everything runs in the calling thread: lanes call it in groups of some MiB.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,11 @@ import numpy.typing as npt
 from kvstore.buffers import Borrowed, Pieces, address_of
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
-from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, header_bytes, incarnation_at
-from kvstore.layout import Layout
+from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, incarnation_at
 from kvstore.native import library as native
-from kvstore.node.items import Items, Sections
-from kvstore.node.wanted import Wanted, expected_of
-from kvstore.planes import Planes
+from kvstore.node.items import Items
+from kvstore.node.wanted import Wanted, expected_of, payload_of, section_bytes
+from kvstore.sections import Laid, Sections
 from kvstore.sources import Ids
 
 Mask = npt.NDArray[np.bool_]
@@ -67,36 +66,40 @@ class ImagesIn(Sequence[memoryview]):
         return right
 
 
-class Images:
-    """The sections of chunks ``first`` and following of a chain in their images, for puts: called with an index it
-    gives that chunk's, and native code takes their addresses. Nothing of it is verified.
-    """
+class Images(Laid):
+    """The sections of chunks ``first`` and following in their images, for puts. Nothing of it is verified."""
 
-    __slots__ = ("_first", "_header_bytes", "_images", "_section_bytes")
+    __slots__ = ("_first", "_images", "_wanted")
 
-    def __init__(self, layout: Layout, first: int, images: Sequence[memoryview]) -> None:
+    def __init__(self, wanted: Wanted, first: int, images: Sequence[memoryview]) -> None:
+        self._wanted = wanted
         self._first = first
         self._images = images
-        self._header_bytes = header_bytes(layout.chunk_tokens * 4, layout.section_count)
-        self._section_bytes = layout.section_bytes
 
     def __call__(self, index: int) -> list[memoryview]:
-        """The sections of chunk ``index``, in file order."""
-        image, size = self._images[index - self._first], self._section_bytes
-        return [image[start : start + size] for start in range(self._header_bytes, len(image), size)]
+        payload = payload_of(self._wanted, index, self._images[index - self._first])
+        size = section_bytes(self._wanted, index)
+        return [payload[start : start + size] for start in range(0, len(payload), size)]
 
     def origin(self, index: int) -> Incarnation:
         """The incarnation of the image of chunk ``index``: who wrote what is in it, and when."""
         return incarnation_at(self._images[index - self._first])
 
+    @property
+    def is_writable(self) -> bool:
+        return False
+
     def covers(self, first: int, count: int) -> bool:
-        """Whether it has these chunks."""
         return first >= self._first and first - self._first + count <= len(self._images)
 
-    def payload_addresses(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        """Where the first section of each chunk lies, the others behind it; valid as long as this object is."""
-        start = first - self._first
-        return addresses_of(self._images[start : start + count]) + np.uint64(self._header_bytes)
+    def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+        images: Sequence[memoryview]
+        if isinstance(indexes, range) and indexes.step == 1:
+            images = self._images[indexes.start - self._first : indexes.stop - self._first]
+        else:
+            images = [self._images[index - self._first] for index in indexes]
+        items["offset"] = addresses_of(images) + items["header_bytes"]
+        return [self]
 
 
 def make_images(
@@ -126,7 +129,7 @@ def take_images(
     What is not is undefined in the sections. Raises Withdrawn.
     """
     done = np.zeros(len(indexes), np.bool_)
-    if not isinstance(sections, Planes):
+    if not isinstance(sections, Laid):
         # Asked for once and in order: some take memory as they are asked.
         sections = {index: sections(index) for index in indexes}.__getitem__
     if native.library is not None and len(indexes):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, address_of
+from kvstore.buffers import address_of
 from kvstore.native import library as native
 from kvstore.node.wanted import Wanted, describe, kind_of
-from kvstore.planes import Planes
-
-Sections = Callable[[int], Pieces]
-"""The sections of a chunk by its index, in file order: ``Planes``, ``Images``, or views made for each chunk."""
+from kvstore.sections import Laid, Sections
 
 
 class Items:
@@ -38,9 +35,9 @@ class Items:
     def lay(self, sections: Sections, *, fills: bool = False) -> None:
         """Says where the sections are, and whether they are written to."""
         items, indexes = self.items, self._indexes
-        if isinstance(sections, Planes):
+        if isinstance(sections, Laid):
             assert sections.is_writable or not fills
-            self.alive += lay_planes(sections, indexes, items)
+            self.alive += sections.lay(indexes, items)
             return
         each = list(map(sections, indexes))
         counts = np.fromiter(map(len, each), np.uint64, len(each))
@@ -53,14 +50,3 @@ class Items:
         start = bases.__array_interface__["data"][0]
         items["bases"] = start + (np.cumsum(counts) - counts) * np.uint64(bases.itemsize)
         self.alive += (pieces, bases)
-
-
-def lay_planes(planes: Planes, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    """Says to native code where the sections of these chunks lie; returns what must live as long as it is used."""
-    first, last = min(indexes), max(indexes)
-    bases = planes.addresses()
-    assert planes.covers(first, last - first + 1) and planes.is_contiguous
-    assert (items["section_count"] == len(bases)).all() and (items["section_bytes"] == planes.section_bytes).all()
-    items["bases"] = bases.__array_interface__["data"][0]
-    items["offset"] = planes.offset(0) + np.asarray(indexes, np.int64) * planes.section_bytes
-    return [planes, bases]

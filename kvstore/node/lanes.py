@@ -221,21 +221,3 @@ class Lanes:
             batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
             del batch  # while this lane waits for the next one, nobody's arrays hang on it
-
-
-class InlineLanes(Lanes):
-    """No threads: work is done by whoever asks for it, and nothing is cut off by a deadline. For simulations."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(0, 1, 1, 0.0, clock)
-
-    def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
-        """Does it all, at once."""
-        batch = Batch(count, work)
-        batch.run(lambda: None)
-        return batch
-
-    @property
-    def stalled(self) -> bool:
-        """Nothing waits."""
-        return False

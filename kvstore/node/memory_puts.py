@@ -13,11 +13,11 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import make_images
 from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.publish import Source
 from kvstore.node.reading import group_size
 from kvstore.node.slots import Slot
 from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import WriteBehind
+from kvstore.sections import Sections
 from kvstore.sources import Ids
 
 COPY_S = 10.0
@@ -56,7 +56,7 @@ class MemoryPuts:
         wanted: Wanted,
         first: int,
         count: int,
-        source: Source,
+        source: Sections,
         hints: Hints,
         deadline: Deadline,
         behind: WriteBehind | None = None,
@@ -123,7 +123,7 @@ class MemoryPuts:
                     behind.give_back(size_bytes)
         return slot
 
-    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Source, deadline: Deadline) -> None:
+    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
         """Copies, or drops the slots and raises."""
         if not slots:
             return

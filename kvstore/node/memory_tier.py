@@ -27,9 +27,9 @@ from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, Admission, Policy
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Mask, take_images, verify_images
-from kvstore.node.items import Sections
 from kvstore.node.slots import References, Slot, Slots, Victims, images_of
 from kvstore.node.wanted import Wanted, image_bytes, payload_of, place_at
+from kvstore.sections import Sections
 from kvstore.sources import Clock
 
 

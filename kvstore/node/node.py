@@ -42,7 +42,6 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
-from kvstore.node.publish import Source
 from kvstore.node.puts import Puts
 from kvstore.node.putting import Putting
 from kvstore.node.reading import Reading
@@ -58,6 +57,7 @@ from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixReader, PosixRoot
+from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode
 
@@ -312,7 +312,7 @@ class Node:
         self,
         chain: Chain,
         first: int,
-        source: Source,
+        source: Sections,
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
         write: WriteMode | None = None,

@@ -37,10 +37,6 @@ TURN_SYNCED_MAX = 16
 PUBLISHED_MAX = 64
 """Published by one call, for the same reason."""
 
-Source = Callable[[int], Pieces]
-"""The sections of a chunk, by its index in the chain: views of the caller's memory."""
-
-
 StillRight = Callable[[int], bool]
 """Whether the bytes of a chunk, by its index, are what they were before they were staged. Staging makes their checksums
 anew: what went wrong in memory after it was verified, and before that, would be right ever after.

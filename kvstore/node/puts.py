@@ -22,7 +22,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.publish import Publication, Source, StillRight, always
+from kvstore.node.publish import Publication, StillRight, always
 from kvstore.node.putting import Putting
 from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run
@@ -33,6 +33,7 @@ from kvstore.node.view import View
 from kvstore.node.wanted import Keyed
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult
+from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import WriteMode
 
@@ -85,7 +86,7 @@ class Puts:
         self,
         chain: Chain,
         first: int,
-        source: Source,
+        source: Sections,
         deadline_s: float | None,
         hints: Hints,
         write: WriteMode | None,
@@ -103,7 +104,7 @@ class Puts:
                 tiers.keep(chain, first, count, source, hints, deadline)
         return result
 
-    def _put_on_root(self, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints) -> PutResult:
+    def _put_on_root(self, chain: Chain, first: int, source: Sections, deadline: Deadline, hints: Hints) -> PutResult:
         putting = self.begin(chain, first, deadline.left_s(), hints)
         try:
             if not putting.refused:
@@ -117,7 +118,7 @@ class Puts:
         return putting.finish(deadline.left_s())
 
     def _put_behind(
-        self, tiers: TierStack, chain: Chain, first: int, source: Source, deadline: Deadline, hints: Hints
+        self, tiers: TierStack, chain: Chain, first: int, source: Sections, deadline: Deadline, hints: Hints
     ) -> PutResult:
         """Into memory, from where it is written later; what is there already is only used."""
         self.counters.add("requests_put")
@@ -159,7 +160,7 @@ class Puts:
         if self._memory is not None:
             self._memory.used(chain, count, hints if hints != DEFAULT else None)
 
-    def absorb(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> int:
+    def absorb(self, chain: Chain, first: int, count: int, source: Sections, hints: Hints = DEFAULT) -> int:
         """Copies ``count`` chunks into memory, to be written to the root later, if this node does so; returns how many
         leading ones of them it took. Their parents must be there. The others are the caller's to put.
         """
@@ -169,7 +170,7 @@ class Puts:
         deadline = self._deadline(None)
         return tiers.absorb(chain, first, count, source, hints, deadline).count
 
-    def keep(self, chain: Chain, first: int, count: int, source: Source, hints: Hints = DEFAULT) -> None:
+    def keep(self, chain: Chain, first: int, count: int, source: Sections, hints: Hints = DEFAULT) -> None:
         """Copies chunks that the root has, or is about to have, into memory as well, as far as there is room."""
         count = min(first + count, self.view.leading(chain.addresses)) - first
         if self._tiers is not None and count > 0:
@@ -260,7 +261,7 @@ class Puts:
             chain, count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline
         )
 
-    def run_of(self, chain: Chain, first: int, count: int, source: Source) -> Run | None:
+    def run_of(self, chain: Chain, first: int, count: int, source: Sections) -> Run | None:
         """The chunks of a put as a run; None where they are stored one by one."""
         return self._chunks.runs.of(chain, first, count, source) if self._chunks.runs.stages else None
 

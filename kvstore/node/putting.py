@@ -16,8 +16,9 @@ from kvstore.format.header import Incarnation
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
-from kvstore.node.publish import Publication, Source
+from kvstore.node.publish import Publication
 from kvstore.results import PutResult
+from kvstore.sections import Sections
 
 if TYPE_CHECKING:
     from kvstore.node.puts import Puts
@@ -59,11 +60,11 @@ class Putting:
             self._publication.add(index, sections, origin)
         return True
 
-    def store_all(self, source: Source, deadline: Deadline) -> None:
+    def store_all(self, source: Sections, deadline: Deadline) -> None:
         """Stores all chunks from the first on, several lanes at once, and waits for it. Raises what the root raised."""
         self._begin(source, self._first, len(self._chain) - self._first).wait(deadline)
 
-    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
+    def add_run(self, source: Sections, first: int, count: int, deadline_s: float) -> None:
         """As ``add``, for ``count`` chunks from index ``first`` on: at most two such runs are in flight."""
         count = min(count, len(self._chain) - first)
         if self.refused or count <= 0:
@@ -72,7 +73,7 @@ class Putting:
             self._pending.pop(0).wait(Deadline(self._puts.clock, deadline_s))
         self._pending.append(self._begin(source, first, count))
 
-    def _begin(self, source: Source, first: int, count: int) -> Batch:
+    def _begin(self, source: Sections, first: int, count: int) -> Batch:
         run = self._puts.run_of(self._chain, first, count, source)
         if run is None:
             return self._lanes.start(count, lambda at: self._store_from(source, first + at))
@@ -92,7 +93,7 @@ class Putting:
 
         return self._lanes.start(min(count, self._lanes.width), store)
 
-    def _store_left(self, source: Source, left: Sequence[int]) -> None:
+    def _store_left(self, source: Sections, left: Sequence[int]) -> None:
         """Stores one by one what could not be stored at once."""
         full: Overloaded | None = None
         for index in left:
@@ -106,7 +107,7 @@ class Putting:
         if full is not None:
             raise full  # what made room is not stored
 
-    def _store_from(self, source: Source, index: int) -> bool:
+    def _store_from(self, source: Sections, index: int) -> bool:
         return self.store(index, source(index), source.origin(index) if isinstance(source, Images) else None)
 
     def add(self, index: int, sections: Pieces, deadline_s: float) -> None:

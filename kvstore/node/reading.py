@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces, Withdrawn
+from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
-from kvstore.node.runs import Run
 from kvstore.node.shared_runs import Sizes
-from kvstore.node.wanted import Wanted
+from kvstore.node.wanted import Wanted, mean_bytes
+from kvstore.sections import Sections
 
 Above = Callable[[Wanted, int], int]
 """How many consecutive chunks from an index on are nearer than the root."""
@@ -307,49 +307,17 @@ def read_chunks(
     return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
 
 
-def read_leading(
-    chunks: Chunks,
-    lanes: Lanes,
-    counters: Counters,
-    chain: Chain,
-    count: int,
-    into: Callable[[int], Pieces],
-    deadline: Deadline,
-) -> int:
-    """Reads the first ``count`` chunks of a chain into ``into(index)``; returns how many leading ones are good."""
-
-    def read(index: int, borrowed: Borrowed) -> bool:
-        return chunks.read(expected_chunk(chain, index), into(index), borrowed)
-
-    groups = leading_groups(chunks, lanes, chain, 0, count, into)
-    done = read_chunks(lanes, counters, count, read, deadline, groups=groups)
-    first_miss = done.find(0)
-    return count if first_miss < 0 else first_miss
-
-
-def leading_groups(
-    chunks: Chunks, lanes: Lanes, chain: Chain, first: int, count: int, into: Callable[[int], Pieces]
-) -> Groups | None:
-    """Chunks ``first`` and following of a chain in groups, counted from 0; None where they are read one by one."""
-    run = chunks.runs.of(chain, first, count, into, fills=True)
+def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:
+    """Chunks ``first`` and following on the root in groups, counted from 0; None where they are read one by one."""
+    run = chunks.runs.of(wanted, first, count, into, fills=True)
     if run is None:
         return None
 
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         return chunks.runs.read(run, first + start, first + stop, borrowed)
 
-    return groups_of(chunks, lanes, run, chain.namespace.layout.chunk_bytes, read)
-
-
-def groups_of(
-    chunks: Chunks,
-    lanes: Lanes,
-    run: Run,
-    chunk_bytes: int,
-    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
-) -> Groups:
-    """The chunks of a run, of about ``chunk_bytes`` each, in groups and turns."""
-    size = group_size(run.count, chunk_bytes, lanes.width)
-    step = max(1, min(size, GROUP_BYTES_MIN // max(1, chunk_bytes)))
-    most = max(step, min(GROUP_BYTES_MAX // max(1, chunk_bytes), TURN_CHUNKS_MAX))
-    return Groups(size, run.count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))
+    chunk_bytes = max(1, mean_bytes(wanted, first, count))
+    size = group_size(count, chunk_bytes, lanes.width)
+    step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
+    most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
+    return Groups(size, count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))

@@ -9,25 +9,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, Chain
-from kvstore.buffers import Borrowed, address_of
-from kvstore.format.header import PAGE_BYTES, Incarnation, Kind
-from kvstore.namespace import Namespace
+from kvstore.buffers import Borrowed
+from kvstore.format.header import PAGE_BYTES, Incarnation
 from kvstore.native import library as native
 from kvstore.node.images import Images
-from kvstore.node.items import lay_planes
+from kvstore.node.items import Items
 from kvstore.node.lanes import moved_on
 from kvstore.node.mappings import mapped
-from kvstore.node.wanted import Keyed, describe
-from kvstore.planes import Planes
+from kvstore.node.wanted import Wanted
 from kvstore.root.interface import LocalFiles
+from kvstore.sections import Laid
 
 COLD_BYTES = 4 << 20
 """One blocking read of what is not cached; a multiple of what devices and O_DIRECT want."""
@@ -39,29 +37,31 @@ Mask = npt.NDArray[np.bool_]
 _cold_pool: list[npt.NDArray[np.uint8]] = []
 
 
-class Run:
-    """Chunks ``first`` to ``first + count - 1`` of one request. Indices are those of the request.
+class Run(Items):
+    """Chunks ``first`` to ``first + count - 1`` of what is wanted, in files. Indexes are those of the request.
 
-    ``alive`` is what the addresses in the structures point into.
+    ``sections`` is where they are read into or written from; None for those that are only looked at, or mapped.
     """
 
-    def __init__(self, files: LocalFiles, shard_bits: int, namespace: Namespace, kind: Kind, first: int, count: int):
+    def __init__(
+        self, files: LocalFiles, shard_bits: int, wanted: Wanted, first: int, count: int, sections: Laid | None = None
+    ) -> None:
+        indexes = range(first, first + count)
+        super().__init__(wanted, indexes)
         self.first = first
         self.count = count
-        self.items: npt.NDArray[Any] = np.zeros(count, native.CHUNK)
         self.items["fd"] = -1
-        self.common = native.Run(
-            root=os.fsencode(files.path),
-            digest=(ctypes.c_ubyte * 32).from_buffer_copy(namespace.digest),
-            kind=int(kind),
-            shard_bits=shard_bits,
-            may_wait=files.never_blocks,
-            direct=files.direct,
-        )
-        self.alive: list[object] = []
+        self.common.root = os.fsencode(files.path)
+        self.common.shard_bits = shard_bits
+        self.common.may_wait = files.never_blocks
+        self.common.direct = files.direct
+        self.alive.append(wanted)
         self.origins: dict[int, Incarnation] = {}
         """By index, the incarnations of the images that the sections are in; empty where they are the caller's."""
-        self._start: int = self.items.ctypes.data  # the interface of a structured array is costly to make
+        if sections is not None:
+            self.lay(sections)
+        if isinstance(sections, Images):
+            self.origins = {index: sections.origin(index) for index in indexes}
 
     def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
         """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""
@@ -156,38 +156,6 @@ class Run:
                     return
                 offset += got
         item["status"] = native.DONE
-
-
-def chain_run(
-    files: LocalFiles, shard_bits: int, chain: Chain, first: int, count: int, sections: Planes | Images | None
-) -> Run:
-    """Chunks of a chain, whose sections are in ``sections``; None for those that are only looked at, or mapped."""
-    run = Run(files, shard_bits, chain.namespace, Kind.TOKENS, first, count)
-    indexes = range(first, first + count)
-    run.alive += (chain, *describe(chain, indexes, run.items))
-    if isinstance(sections, Planes):
-        run.alive += lay_planes(sections, indexes, run.items)
-    elif sections is not None:
-        run.items["offset"] = sections.payload_addresses(first, count)
-        run.origins = {index: sections.origin(index) for index in indexes}
-        run.alive.append(sections)
-    return run
-
-
-def block_run(
-    files: LocalFiles,
-    shard_bits: int,
-    namespace: Namespace,
-    keys: Sequence[bytes],
-    addresses: Sequence[Address],
-    buffers: Sequence[memoryview],
-) -> Run:
-    """Engine-hashed blocks, each with its key and buffer."""
-    run = Run(files, shard_bits, namespace, Kind.BLOCK, 0, len(keys))
-    keyed = Keyed(namespace, keys, addresses, list(map(len, buffers)))
-    run.alive += (buffers, *describe(keyed, range(len(keys)), run.items))
-    run.items["offset"] = list(map(address_of, buffers))
-    return run
 
 
 @contextmanager

@@ -92,8 +92,8 @@ class Slots(References):
         return images_of(self.memory, self.referred)
 
     def sections(self, start: int, stop: int) -> Images:
-        """The sections of chunks ``start`` to ``stop - 1`` of a chain, as a put takes them; unverified too."""
-        return Images(self.wanted.namespace.layout, start, self.images(start, stop))
+        """The sections of chunks ``start`` to ``stop - 1``, as a put takes them; unverified too."""
+        return Images(self.wanted, start, self.images(start, stop))
 
 
 class Victims(References):

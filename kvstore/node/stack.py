@@ -25,11 +25,11 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.memory_puts import Kept, MemoryPuts
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.publish import Source
 from kvstore.node.settings import TierSettings
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
+from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
 from kvstore.waiting import Flag
 from kvstore.writes import WriteMode
@@ -116,7 +116,7 @@ class TierStack:
         """Whether chunks with such hints may be written to the root at all (rule W4)."""
         return hints.priority >= self.settings.root_priority_min
 
-    def keep(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
+    def keep(self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
         self.filling(wanted)
         try:
@@ -124,7 +124,9 @@ class TierStack:
         except (Overloaded, Unavailable):
             return Kept([False] * count, [])  # too late; they are stored all the same
 
-    def absorb(self, wanted: Wanted, first: int, count: int, source: Source, hints: Hints, deadline: Deadline) -> Kept:
+    def absorb(
+        self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
+    ) -> Kept:
         """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
         self.filling(wanted)
         if not self.reaches_root(hints):

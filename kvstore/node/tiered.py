@@ -7,26 +7,27 @@ not worth keeping, goes from the root straight into the caller's memory, as it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, expected_chunk
+from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, leading_groups, matched_count
+from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, matched_count, root_groups
 from kvstore.node.slots import Slot
 from kvstore.node.stack import TierStack
 from kvstore.node.tiers import Tier
-from kvstore.node.wanted import Wanted, expected_of, image_bytes
+from kvstore.node.wanted import Wanted, expected_of, mean_bytes
+from kvstore.sections import Sections
 
 Mask = npt.NDArray[np.bool_]
 
@@ -66,33 +67,22 @@ class TieredReads:
         if self._tiers is not None:
             self._tiers.memory.used(wanted, count)
 
-    def begin(self, chain: Chain, first: int, count: int, into: Callable[[int], Pieces], deadline: Deadline) -> Reading:
-        """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``."""
-
-        def read(at: int, borrowed: Borrowed) -> bool:
-            return self._chunks.read(expected_chunk(chain, first + at), into(first + at), borrowed)
-
-        groups = leading_groups(self._chunks, self._lanes, chain, first, count, into)
-        return self.begin_as(chain, first, count, into, read, groups, deadline)
-
-    def begin_as(
+    def begin(
         self,
         wanted: Wanted,
         first: int,
         count: int,
-        into: Callable[[int], Pieces],
-        read: Callable[[int, Borrowed], bool],
-        from_root: Groups | None,
+        into: Sections,
         deadline: Deadline,
         *,
         stop_at_miss: bool = True,
-        is_allowed: Callable[[int, int], bool] = lambda start, stop: True,
     ) -> Reading:
-        """The same of anything: ``read(at)`` and ``from_root`` read it from the root, counted from ``first``.
+        """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``."""
+        tiers, from_root = self._tiers, root_groups(self._chunks, self._lanes, wanted, first, count, into)
 
-        Several at once only where ``is_allowed(start, stop)``.
-        """
-        tiers = self._tiers
+        def read(at: int, borrowed: Borrowed) -> bool:
+            return self._chunks.read(expected_of(wanted, first + at), into(first + at), borrowed)
+
         if tiers is None or not count:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
         memory = tiers.memory
@@ -101,10 +91,6 @@ class TieredReads:
         lanes = tiers.copiers if None not in slots.entries else self._lanes
 
         def read_group(start: int, stop: int, borrowed: Borrowed) -> Mask:
-            if not is_allowed(start, stop):
-                if stop - start == 1:
-                    return np.zeros(1, np.bool_)
-                return np.concatenate([read_group(at, at + 1, borrowed) for at in range(start, stop)])
             done = memory.read(slots, first + start, first + stop, into, borrowed)
             if not done.all():
                 self._read_fetched(tiers, wanted, first + start, done, into, borrowed, deadline)
@@ -114,8 +100,7 @@ class TieredReads:
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
-        size_bytes = sum(image_bytes(wanted, index) for index in (first, first + count - 1)) // 2
-        groups = Groups(group_size(count, size_bytes, lanes.width), count, read_group)
+        groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
         # The caller does no share: what proves wrong in memory is fetched from devices, which may hang.
         return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
 
@@ -176,7 +161,7 @@ class TieredReads:
         wanted: Wanted,
         first: int,
         done: Mask,
-        into: Callable[[int], Pieces],
+        into: Sections,
         borrowed: Borrowed,
         deadline: Deadline,
     ) -> None:

@@ -32,6 +32,10 @@ class Keyed:
     def __len__(self) -> int:
         return len(self.addresses)
 
+    def leading(self, count: int) -> Keyed:
+        """The first ``count`` of them."""
+        return self.picked(range(count)) if count < len(self) else self
+
     def picked(self, indexes: Sequence[int]) -> Keyed:
         """Some of them."""
         return Keyed(
@@ -63,6 +67,18 @@ def image_bytes(wanted: Wanted, index: int) -> int:
         layout = wanted.namespace.layout
         return header_bytes(layout.chunk_tokens * 4, layout.section_count) + layout.chunk_bytes
     return header_bytes(len(wanted.keys[index]), 1) + wanted.sizes_bytes[index]
+
+
+def section_bytes(wanted: Wanted, index: int) -> int:
+    """Bytes of each section of one of them."""
+    return wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else wanted.sizes_bytes[index]
+
+
+def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
+    """Bytes of one of ``count`` chunks from ``first`` on, on average and without headers."""
+    if isinstance(wanted, Chain):
+        return wanted.namespace.layout.chunk_bytes
+    return sum(wanted.sizes_bytes[first : first + count]) // max(1, count)
 
 
 def payload_of(wanted: Wanted, index: int, image: memoryview) -> memoryview:

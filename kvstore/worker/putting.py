@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
-from kvstore.node.publish import Source
 from kvstore.results import PutResult
+from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
@@ -105,7 +105,7 @@ class PutStreams:
             )
 
 
-def _source(chunks: list[list[memoryview]], first: int) -> Source:
+def _source(chunks: list[list[memoryview]], first: int) -> Sections:
     return lambda index: chunks[index - first]
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from kvstore.address import Chain
 from kvstore.hints import Hints
 from kvstore.node.node import Node
-from kvstore.node.publish import Source
 from kvstore.node.putting import Putting
 from kvstore.results import PutResult
+from kvstore.sections import Sections
 from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.writes import WriteMode
 
@@ -25,7 +25,7 @@ class Keeping:
         self._putting = putting
         self.refused = putting.refused
 
-    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
+    def add_run(self, source: Sections, first: int, count: int, deadline_s: float) -> None:
         """As ``Putting.add_run``."""
         self._putting.add_run(source, first, count, deadline_s)
         # While it is written. Where that fails memory has it all the same: right bytes, which nobody was promised.

@@ -21,11 +21,11 @@ from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.opening import join
 from kvstore.node.settings import TierSettings
-from kvstore.planes import Planes
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker

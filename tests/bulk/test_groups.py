@@ -18,7 +18,7 @@ from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken

@@ -18,7 +18,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.namespace import Namespace
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode, encode_head, encode_request

@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import Keyed
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span

@@ -11,7 +11,6 @@ import pytest
 from kvstore.address import Chain
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.standing import Standing
-from kvstore.client.arrays import KvMemory
 from kvstore.errors import Unavailable
 from kvstore.format.lineage import incarnation, lineage_id
 from kvstore.memory.arena import Arena
@@ -29,6 +28,7 @@ from kvstore.node.images import make_images
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.progress import Cancelled
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
 from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
@@ -293,7 +293,7 @@ def make(chain: Chain, index: int, image: memoryview) -> None:
         def fresh(self) -> bytes:
             return incarnation(BAD, 1_999_999_999, 1)
 
-    source = KvMemory(kv_of(LAYOUT, tokens(1, len(chain))), LAYOUT).sections
+    source = planes_of(kv_of(LAYOUT, tokens(1, len(chain))), LAYOUT)
     make_images(chain, [index], source, [image], Bad())
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
@@ -31,6 +30,7 @@ from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
+from kvstore.sections import planes_of
 from tests.chaos.journal import COUNTS, MISS, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
@@ -214,7 +214,7 @@ class Actor:
             count = len(views)
         else:
             found = np.empty(LAYOUT.shape(hold.tokens), LAYOUT.numpy_dtype)
-            count = self._node.read(hold, KvMemory(found, LAYOUT).sections)
+            count = self._node.read(hold, planes_of(found, LAYOUT))
         self._same(number, found, count * LAYOUT.chunk_tokens, "hold")
         self.counts["held reads"] += 1
         return count, self._own_misses() != before

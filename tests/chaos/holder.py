@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 
-from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.node.opening import open_member
+from kvstore.sections import planes_of
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
 PAUSE_S = 0.02
@@ -38,7 +38,7 @@ def main() -> int:
         time.sleep(PAUSE_S)
         found.fill(0)
         try:
-            count = member.node.read(hold, KvMemory(found, LAYOUT).sections)
+            count = member.node.read(hold, planes_of(found, LAYOUT))
             is_whole = count == hold.count and np.array_equal(found, kv(0))
             if not is_whole:
                 member.node.holds.check(hold)  # where the session ended during the read, nothing was promised

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
-from kvstore.client.port import Sections
 from kvstore.client.store import Store
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import Sections, planes_of
 from tests.node.stores import TINY, kv_of, member_on
 
 SPACE = Namespace.of("m", TINY)
@@ -25,6 +24,6 @@ def test_a_session_lost_between_match_and_read_is_a_miss_and_no_error() -> None:
         def memory(count: int) -> Sections:
             assert count == 4
             member.node.holds.drop_all()  # as when the session ends
-            return KvMemory(array, TINY).sections
+            return planes_of(array, TINY)
 
         assert port.get(SPACE, tokens, 4, memory) == 0

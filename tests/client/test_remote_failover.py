@@ -15,16 +15,15 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Store
-from kvstore.client.arrays import KvMemory
 from kvstore.client.bulk.links import Link, Links
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
-from kvstore.client.port import Sections
 from kvstore.client.remote import RemotePort
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import Sections, planes_of
 from tests.node.stores import SMALL, kv_of, same
 from tests.patience import stretched
 from tests.worker.serving import (
@@ -244,7 +243,7 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
             assert count == 24
             (busy,) = [each for each in pair if each.worker.service.gate.inside_count]
             busy.worker.stop()
-            return KvMemory(out, LARGE).sections
+            return planes_of(out, LARGE)
 
         out = np.zeros_like(kv)
         ids = tokens.astype("<u4")

@@ -15,7 +15,7 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, make_images, take_images
 from kvstore.node.wanted import describe, image_bytes
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from tests.native.test_same_results import LARGE
 from tests.node.stores import TINY

@@ -15,7 +15,6 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
-from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
@@ -27,6 +26,7 @@ from kvstore.node.reading import GROUP_FILES_MAX
 from kvstore.node.runs import Run
 from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
+from kvstore.sections import planes_of
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
 from tests.patience import PATIENCE_S
@@ -180,7 +180,7 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
         cache.put(tokens, kv_of(SMALL, tokens))
         chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
         out = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
-        run = chunks_of(store).runs.of(chain, 0, 64, KvMemory(out, SMALL).sections)
+        run = chunks_of(store).runs.of(chain, 0, 64, planes_of(out, SMALL))
         assert run is not None
         run.common.direct, run.common.may_wait = True, False  # tmpfs knows no RWF_NOWAIT: nothing there is cached
         most = 0

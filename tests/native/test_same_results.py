@@ -12,16 +12,17 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Address, Chain
-from kvstore.client.arrays import KvMemory
 from kvstore.client.store import Store
 from kvstore.format.checksum import checksum
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
 from kvstore.native import is_available
 from kvstore.node.limits import Limits
+from kvstore.node.wanted import Keyed
 from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
+from kvstore.sections import Buffers, planes_of
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
 
@@ -253,10 +254,11 @@ def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
         frozen.flags.writeable = False
         chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
         runs = chunks_of(store).runs
-        assert runs.of(chain, 0, 1, KvMemory(frozen, SMALL).sections, fills=True) is None
-        assert runs.of(chain, 0, 2, KvMemory(frozen.copy(), SMALL).sections) is None, "it has no room for two"
+        assert runs.of(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
+        assert runs.of(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
         key = b"k" * 16
-        assert runs.of_blocks(cache.namespace, [key], [Address(key)], [memoryview(b"bytes")], fills=True) is None
+        blocks = Keyed(cache.namespace, [key], [Address(key)], [5])
+        assert runs.of(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
 
 
 def test_the_option_direct_reaches_the_root(tmp_root: Path) -> None:

@@ -20,7 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.runs import receive_planes, send_run

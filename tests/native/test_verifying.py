@@ -20,13 +20,13 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
-from kvstore.client.arrays import KvMemory
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import verify_images
 from kvstore.node.runs import Run
+from kvstore.sections import planes_of
 from tests.native.modes import chunks_of, opened
 from tests.native.test_same_results import LARGE, resealed
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
@@ -73,7 +73,7 @@ def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[St
         cache.put(tokens, kv_of(layout, tokens))
         out = np.zeros(layout.shape(len(tokens)), layout.numpy_dtype)
         chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
-        run = chunks_of(store).runs.of(chain, 0, chunks, KvMemory(out, layout).sections)
+        run = chunks_of(store).runs.of(chain, 0, chunks, planes_of(out, layout))
         assert run is not None
         yield store, run, out
 

@@ -17,12 +17,12 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.client.arrays import KvMemory
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
+from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, kv_of, same
@@ -82,7 +82,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
         chunks = chunks_of(store)
         chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
-        run = chunks.runs.of(chain, 0, CHUNKS, KvMemory(out, SMALL).sections)
+        run = chunks.runs.of(chain, 0, CHUNKS, planes_of(out, SMALL))
         assert run is not None
         borrowed, ended = Borrowed(), []
         paused_open.reached.clear()
@@ -114,7 +114,7 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         before = open_files(tmp_root)
         for attempt in range(80):
             out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
-            run = chunks.runs.of(chain, 0, CHUNKS, KvMemory(out, SMALL).sections)
+            run = chunks.runs.of(chain, 0, CHUNKS, planes_of(out, SMALL))
             assert run is not None
             borrowed = Borrowed()
 
@@ -208,7 +208,7 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         before = open_files(tmp_root)
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
         run = chunks_of(store).runs.of(
-            Chain.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, KvMemory(out, SMALL).sections
+            Chain.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, planes_of(out, SMALL)
         )
         assert run is not None
         borrowed = Borrowed()

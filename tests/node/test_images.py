@@ -13,7 +13,6 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain, block_address
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.client.arrays import KvMemory
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode, expected_chunk
 from kvstore.namespace import Namespace
@@ -21,7 +20,7 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.planes import Planes
+from kvstore.sections import Planes, planes_of
 from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil, resealed
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
 
@@ -66,14 +65,14 @@ def room_for(chain: Chain) -> list[memoryview]:
 
 def made(chain: Chain, kv: npt.NDArray[np.generic]) -> list[memoryview]:
     images = room_for(chain)
-    make_images(chain, range(len(chain)), KvMemory(kv, chain.namespace.layout).sections, images, CountedIds())
+    make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountedIds())
     return images
 
 
 def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
     layout = chain.namespace.layout
     out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
-    done = take_images(chain, indexes, images, KvMemory(out, layout).sections, Borrowed())
+    done = take_images(chain, indexes, images, planes_of(out, layout), Borrowed())
     return done.tolist(), out
 
 
@@ -184,9 +183,9 @@ def test_nothing_is_written_beside_sections_and_images(way: bool, shift: int, se
 def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
     chain = chain_of(SMALL, 3)
     kv = kv_of(SMALL, chain.tokens)
-    planes = KvMemory(kv, SMALL).sections
+    planes = planes_of(kv, SMALL)
     images = made(chain, kv)
-    for source in (lambda index: [memoryview(bytes(piece)) for piece in planes(index)], Images(SMALL, 0, images)):
+    for source in (lambda index: [memoryview(bytes(piece)) for piece in planes(index)], Images(chain, 0, images)):
         again = room_for(chain)
         make_images(chain, range(3), source, again, CountedIds())
         assert list(map(bytes, again)) == list(map(bytes, images))
@@ -202,12 +201,12 @@ def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
     size = image_bytes(chain, 0)
     memory = memoryview(bytearray(6 * 2 * size))
     offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
-    make_images(chain, range(6), KvMemory(kv, SMALL).sections, ImagesIn(memory, offsets, size), CountedIds())
+    make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, size), CountedIds())
     with store_on(tmp_root) as store:
         cache = store.namespace("m", SMALL)
         cache.put(chain.tokens[:32], kv[:, :, :32])
         node = store._port._node  # type: ignore[attr-defined]
-        source = Images(SMALL, 2, ImagesIn(memory.toreadonly(), offsets, size)[2:])
+        source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, size)[2:])
         run = node.puts.run_of(chain, 2, 4, source)
         assert (run is not None) == is_available()
         assert node.puts.run_of(chain, 1, 4, source) is None, "it has no chunk 1"
@@ -243,7 +242,7 @@ def test_sections_of_one_image(way: bool) -> None:
     images = made(chain, kv)
     targets = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(2)]
     assert copy_sections(chain, 1, images[1], 2, targets, Borrowed())
-    assert targets == KvMemory(kv, SMALL).sections(1)[2:4]
+    assert targets == planes_of(kv, SMALL)(1)[2:4]
     start = expected_chunk(chain, 1).header_bytes
     images[1][start + 4 * SMALL.section_bytes] ^= 1
     assert copy_sections(chain, 1, images[1], 2, targets, Borrowed()), "the damage is behind these"
@@ -258,9 +257,9 @@ def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:
     borrowed = Borrowed()
     borrowed.withdraw()
     with pytest.raises(Withdrawn):
-        take_images(chain, range(2), images, KvMemory(out, SMALL).sections, borrowed)
+        take_images(chain, range(2), images, planes_of(out, SMALL), borrowed)
     with pytest.raises(Withdrawn):
-        copy_sections(chain, 0, images[0], 0, KvMemory(out, SMALL).sections(0), borrowed)
+        copy_sections(chain, 0, images[0], 0, planes_of(out, SMALL)(0), borrowed)
     assert not out.any()
 
 

@@ -15,7 +15,6 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain, block_address
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.client.arrays import KvMemory
 from kvstore.hints import Hints
 from kvstore.memory.arena import Arena
 from kvstore.namespace import Namespace
@@ -26,6 +25,7 @@ from kvstore.node.images import Images, make_images
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slot, Slots
 from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.native.test_same_results import LARGE
 from tests.node.stores import SMALL, TINY, kv_of, same
@@ -75,7 +75,7 @@ class Case:
         """Reads chunks, and looks at all bytes of those that are said to be right."""
         layout = wanted.namespace.layout
         out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
-        done = self.tier.read(slots, start, stop, KvMemory(out, layout).sections, Borrowed())
+        done = self.tier.read(slots, start, stop, planes_of(out, layout), Borrowed())
         kv, size = kv_for(wanted), layout.chunk_tokens
         for index, right in zip(range(start, stop), done.tolist(), strict=True):
             part = slice(index * size, (index + 1) * size)
@@ -105,7 +105,7 @@ def kv_for(chain: Chain) -> npt.NDArray[Any]:
 
 
 def make(chain: Chain, indexes: Sequence[int], slots: Sequence[Slot]) -> None:
-    source = KvMemory(kv_for(chain), chain.namespace.layout).sections
+    source = planes_of(kv_for(chain), chain.namespace.layout)
     make_images(chain, indexes, source, [slot.memory for slot in slots], RandomIds())
 
 
@@ -168,7 +168,7 @@ def test_i1_what_the_caller_changed_is_not_damage(case: Case) -> None:
     with case.tier.refer(chain, 0, 1) as slots:
         borrowed.withdraw()
         with pytest.raises(Withdrawn):
-            case.tier.read(slots, 0, 1, KvMemory(out, SMALL).sections, borrowed)
+            case.tier.read(slots, 0, 1, planes_of(out, SMALL), borrowed)
     assert case.count("damaged") == 0 and case.tier.leading(chain) == 1
 
 
@@ -342,7 +342,7 @@ def test_slots_are_a_source_for_puts(case: Case) -> None:
     with case.tier.refer(chain, 1, 3) as slots:
         source = slots.sections(2, 4)
         assert isinstance(source, Images) and source.covers(2, 2) and not source.covers(1, 3)
-        assert source(3) == KvMemory(kv_for(chain), SMALL).sections(3)
+        assert source(3) == planes_of(kv_for(chain), SMALL)(3)
 
 
 def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:

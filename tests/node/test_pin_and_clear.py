@@ -26,10 +26,10 @@ from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.planes import Planes
 from kvstore.results import PinRecord
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from tests.node.stores import SMALL, kv_of
 

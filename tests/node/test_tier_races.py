@@ -14,7 +14,6 @@ from types import FrameType
 import pytest
 
 from kvstore.buffers import Pieces
-from kvstore.client.arrays import KvMemory
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
 from kvstore.node.deadline import Deadline
@@ -23,6 +22,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.memory_puts import MemoryPuts
 from kvstore.node.wanted import image_bytes
 from kvstore.node.write_behind import WriteBehind
+from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.writes import WriteMode
@@ -296,7 +296,7 @@ def test_w4_what_memory_has_no_room_for_does_not_reach_the_root_instead(sheds: b
         node.put(1, 60, write=WriteMode.THROUGH)
         hold = node.node.hold(node.chain(1, 60))
         chain = node.chain(2, 6)
-        sections = KvMemory(node.prompts.kv(2, 6), node.cache.layout).sections
+        sections = planes_of(node.prompts.kv(2, 6), node.cache.layout)
         absorbing = Absorbing(node.node, chain, 0, Hints(5), sheds=sheds)
         absorbing.add_run(sections, 0, 6, 5.0)
         assert absorbing.finish(5.0).tokens_present < 6 * node.size

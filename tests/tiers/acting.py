@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
-from kvstore.client.arrays import KvMemory
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
@@ -37,6 +36,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.sections import planes_of
 from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.writes import WriteMode
 from tests.node.stores import kv_of, same
@@ -132,7 +132,7 @@ class Acting:
             return self.cache.put(
                 self.prompts.tokens(number, chunks), self.prompts.kv(number, chunks, first), first * self.size
             )
-        sections = KvMemory(self.prompts.kv(number, chunks), self.cache.layout).sections
+        sections = planes_of(self.prompts.kv(number, chunks), self.cache.layout)
         return self.node.put(self.chain(number, chunks), first, sections, hints=hints or Hints(), write=write)
 
     def get(self, number: int, chunks: int) -> int:

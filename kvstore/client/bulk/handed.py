@@ -14,7 +14,6 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified
-from kvstore.client.port import Sections
 from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
@@ -24,11 +23,11 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
-from kvstore.node.runs import Run, block_run, chain_run
-from kvstore.node.wanted import Keyed, Wanted, expected_of, image_bytes
-from kvstore.planes import Planes
+from kvstore.node.runs import Run
+from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
+from kvstore.sections import Laid, Sections
 
 STEP_BYTES = 1 << 20
 
@@ -119,7 +118,7 @@ def each_in_groups(
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:
     """The same, asked for in order and by one thread, because some sources take memory as they are asked."""
-    if isinstance(sections, Planes):
+    if isinstance(sections, Laid):
         return sections
     memory = [sections(first + at) for at in range(count)]
     return lambda index: memory[index - first]
@@ -199,27 +198,15 @@ def _groups(
 ) -> Groups | None:
     """The same by native code, a group of files at a time; None where there is none, or the memory does not suit it."""
     count = len(left)
-    run = _run(wanted, first, count, never_blocks, sections) if is_available() else None
-    if run is None:
+    if not is_available() or not isinstance(sections, Laid) or not sections.covers(first, count):
         return None
+    run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
 
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
         return run.read_open(run.first + start, run.first + stop, borrowed)
 
-    size_bytes = sum(image_bytes(wanted, index) for index in (first, first + count - 1)) // 2
-    return Groups(group_size(count, size_bytes, lanes.width), count, read)
-
-
-def _run(wanted: Wanted, first: int, count: int, never_blocks: bool, sections: Sections) -> Run | None:
-    opened = LocalFiles("", never_blocks, stages=False, direct=False)
-    if isinstance(wanted, Keyed):
-        part = wanted.picked(range(first, first + count))
-        buffers = [sections(index)[0] for index in range(first, first + count)]
-        return block_run(opened, 0, part.namespace, part.keys, part.addresses, buffers)
-    if not isinstance(sections, Planes) or not sections.covers(first, count):
-        return None
-    return chain_run(opened, 0, wanted, first, count, sections)
+    return Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read)
 
 
 class _Short(Exception):

@@ -22,6 +22,7 @@ from kvstore.format.header import Damaged
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
 from kvstore.node.wanted import Keyed, expected_of, image_bytes
+from kvstore.sections import Buffers
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import INDEX_BYTES, Head, Kind, Mode, decode_index, encode_request
 from kvstore.wire.messages import pack_keys, pack_sizes
@@ -57,17 +58,13 @@ class BlockReading:
         number, timeout_s = self._begin(indexes, mode)
         asked, elsewhere = self._wanted.picked(indexes), list[int]()
         lanes, deadline = self._lanes.get(), Deadline(self._lanes.clock, timeout_s)
-        buffers = [self._buffers[index] for index in indexes]
-
-        def into(at: int) -> Pieces:
-            return [buffers[at]]
-
+        into = Buffers([self._buffers[index] for index in indexes])
         read = 0
         with Giving(self._link, number, mode, has_gaps=True) as giving:
             for given in giving.each_or_not(0, len(indexes)):
                 span = indexes[given.first : given.first + given.count]
                 if isinstance(given, GivenSlots):
-                    done = self._take_slots(asked, given, buffers, deadline)
+                    done = self._take_slots(asked, given, into, deadline)
                 elif isinstance(given, GivenFiles):
                     done = read_each_file(self._link, asked, given, into, lanes, deadline, stop_at_miss=False)
                 else:
@@ -80,7 +77,7 @@ class BlockReading:
             giving.finish(read)
         return elsewhere
 
-    def _take_slots(self, asked: Keyed, slots: GivenSlots, buffers: Pieces, deadline: Deadline) -> bytearray:
+    def _take_slots(self, asked: Keyed, slots: GivenSlots, into: Buffers, deadline: Deadline) -> bytearray:
         if self._link.memory is None:
             raise InvalidRequest("slots came on a connection without memory")
         first, count = slots.first, slots.count
@@ -94,7 +91,7 @@ class BlockReading:
 
         def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
             indexes = range(first + start, first + stop)
-            return take_images(asked, indexes, images[start:stop], lambda index: [buffers[index]], borrowed)
+            return take_images(asked, indexes, images[start:stop], into, borrowed)
 
         size_bytes = sum(sizes) // count
         return each_in_groups(size_bytes, count, take, self._lanes.copiers(), deadline, stop_at_miss=False)
@@ -112,7 +109,7 @@ class BlockReading:
 
     def _receive_small(self, indexes: Sequence[int]) -> None:
         self._begin(indexes, Mode.STREAM)
-        left, channel = set(range(len(indexes))), self._link.channel
+        left, channel, into = set(range(len(indexes))), self._link.channel, Buffers(self._buffers)
 
         def accept(at: int, came_bytes: int) -> None:
             self._check(at, left, indexes, came_bytes)
@@ -120,7 +117,7 @@ class BlockReading:
         for memory, came in receive_images(self._link, accept):
             found = [indexes[at] for at in came]
             images = [memory[place] for place in came.values()]
-            done = take_images(self._wanted, found, images, lambda index: [self._buffers[index]], Borrowed())
+            done = take_images(self._wanted, found, images, into, Borrowed())
             for index, right in zip(found, done, strict=True):
                 self._hits[index] = bool(right)
             if not done.all():

@@ -13,13 +13,12 @@ import numpy as np
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.client.bulk.links import Link
-from kvstore.client.port import Sections
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as, expected_chunk
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.items import Items
-from kvstore.planes import Planes
+from kvstore.sections import Planes, Sections
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
 

@@ -15,7 +15,7 @@ from kvstore.client.tools import FileLanes
 from kvstore.errors import Unavailable
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import (

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.client.arrays import KvMemory
 from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.handed import images_of, in_groups, read_files
 from kvstore.client.bulk.links import Link
@@ -25,6 +24,7 @@ from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import ImagesIn, verify_images
 from kvstore.node.lanes import Lanes
+from kvstore.sections import planes_of
 
 
 class Views:
@@ -39,7 +39,7 @@ class Views:
         """Memory for a chunk that has to be copied, taken as it is asked for: only for what really comes."""
         layout = self._layout
         self._arrays[index] = array = np.empty(layout.shape(layout.chunk_tokens), layout.numpy_dtype)
-        return KvMemory(array, layout).sections(0)
+        return planes_of(array, layout)(0)
 
     def add(self, index: int, payload: npt.NDArray[Any]) -> None:
         """The bytes of a chunk where they lie."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.buffers import Pieces
 from kvstore.format.checksum import checksum
-from kvstore.planes import Planes
+from kvstore.sections import Planes
 
 
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from kvstore.address import Chain
 from kvstore.errors import Unavailable
 from kvstore.hints import Hints
 from kvstore.node.node import Node
-from kvstore.node.publish import Source
 from kvstore.node.putting import Putting
 from kvstore.results import PutResult
+from kvstore.sections import Sections
 
 
 class Absorbing:
@@ -36,7 +36,7 @@ class Absorbing:
         self._is_shed = False
         self._rest: Putting | None = None
 
-    def add_run(self, source: Source, first: int, count: int, deadline_s: float) -> None:
+    def add_run(self, source: Sections, first: int, count: int, deadline_s: float) -> None:
         """Copies a run, each beginning where the last one ended; nobody needs its memory any more, unless it is put on
         the root: then as ``Putting.add_run``.  Raises what the root raised, or Unavailable.
         """

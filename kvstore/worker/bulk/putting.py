@@ -12,8 +12,8 @@ import numpy as np
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
-from kvstore.planes import Planes
 from kvstore.results import PutResult
+from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, Kind, encode_span
 from kvstore.wire.bulk.sums import plane_sums
