@@ -10,7 +10,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.options import access_options, json_option
 from kvstore.cli.output import console, print_json, print_pairs, size
 from kvstore.cli.rooted import open_existing
-from kvstore.node.counters import COUNTERS, GAUGES
+from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 
 GROUPS = (
     ("requests", ("requests_", "tokens_")),
@@ -59,9 +59,8 @@ def stats(access: Access, as_json: bool) -> None:
 def _print_group(title: str, counts: dict[str, int | float]) -> None:
     if not counts:
         return
-    from kvstore.worker.calls import WORKER_COUNTERS, WORKER_GAUGES  # gRPC, which the statistics of a root do without
-
-    said = {**COUNTERS, **GAUGES, **WORKER_COUNTERS, **WORKER_GAUGES}
+    counters = {count.flat_name: count.about for count in (*NodeCount, *WorkerCount, *ClientCount)}
+    said = {**counters, **NODE_GAUGES, **WORKER_GAUGES, **GROWING}
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
     table.add_column(min_width=24)
     table.add_column(justify="right", min_width=14)

@@ -9,9 +9,9 @@ import grpc
 
 from kvstore import tracing
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
-from kvstore.client.counters import ClientCounters
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.sources import Clock
 from kvstore.wire.bulk.channel import LinkLate
@@ -31,7 +31,7 @@ class CallFailed(Exception):
 class Caller:
     """Sends calls to workers. Thread-safe."""
 
-    def __init__(self, endpoints: Endpoints, counters: ClientCounters, clock: Clock) -> None:
+    def __init__(self, endpoints: Endpoints, counters: Counts[ClientCount], clock: Clock) -> None:
         self._endpoints = endpoints
         self._counters = counters
         self._clock = clock
@@ -98,7 +98,7 @@ class Caller:
             if left_s <= 0:
                 break
             if error is not None:
-                self._counters.add("client_retries")
+                self._counters.add(ClientCount.RETRIES)
             try:
                 return self.at(endpoint, lambda at=endpoint, s=left_s: send(at, s))  # type: ignore[misc]
             except CallFailed as failed:

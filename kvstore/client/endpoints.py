@@ -14,11 +14,11 @@ import grpc
 
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.shortage import Shortage
-from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
 from kvstore.client.owner import Owner
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
@@ -39,7 +39,7 @@ class Endpoints:
         addresses: Sequence[str],
         discover: Callable[[], Sequence[str]] | None,
         limits: ClientLimits,
-        counters: ClientCounters,
+        counters: Counts[ClientCount],
         clock: Clock,
         bulk: Bulk = Bulk.AUTO,
         credentials: Credentials = PLAIN,
@@ -107,7 +107,7 @@ class Endpoints:
             endpoint.probe_at_s = self._clock.monotonic_s()
             self._refresh_at_s = endpoint.probe_at_s  # whoever took its place is in the list already
             self._changed.notify_all()
-        self._counters.add("client_set_aside")
+        self._counters.add(ClientCount.SET_ASIDE)
         log.info("client.set_aside worker=%s why=%s", endpoint.address, why)
         self._look_after()
 

@@ -16,6 +16,7 @@ from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
 from kvstore.client.tools import Tools
+from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
@@ -84,7 +85,7 @@ class ChunkFetch:
             return
         first = self.good
         request.first, request.chunks_max = first, self._found
-        self._counters.add("client_gets_grpc")
+        self._counters.add(ClientCount.GETS_GRPC)
         size_bytes = (self._found - first) * layout.chunk_bytes
         timeout_s = self._limits.stream_s(self._limits.read_s, size_bytes)
         frames = received(endpoint.stream_in("Get"), sealed(request), self._tools.watch, self._limits.read_s, timeout_s)
@@ -119,17 +120,17 @@ class ChunkFetch:
             if link is None:
                 return False
             try:
-                self._counters.add("client_gets_shared" if link.is_shared else "client_gets_tcp")
+                self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
                 is_right = self._receive_from(link)
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
                 if not link.shortage.note(error):
                     log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                self._counters.add("client_bulk_broken")
+                self._counters.add(ClientCount.BULK_BROKEN)
                 return False
         if not is_right:
             # The worker finds out itself what is wrong with that chunk, and sets it aside.
-            self._counters.add("client_bulk_damaged")
+            self._counters.add(ClientCount.BULK_DAMAGED)
         return is_right
 
     def _receive_from(self, link: Link) -> bool:
@@ -204,5 +205,5 @@ class ChunkFetch:
         return self._cached[1][section]
 
     def _damaged(self, endpoint: Endpoint, error: Exception) -> BrokenTransfer:
-        self._counters.add("client_misses_damaged")
+        self._counters.add(ClientCount.MISSES_DAMAGED)
         return BrokenTransfer(f"worker {endpoint.address}: {error}")

@@ -19,6 +19,7 @@ from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
 from kvstore.client.tools import Tools
+from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.layout import Layout
 from kvstore.results import LayerMemory
@@ -199,7 +200,7 @@ class LayersAhead:
         if isinstance(error, HoldBroken):
             return error
         is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
-        self._tools.counters.add("client_misses_damaged" if is_damage else "client_misses_unreachable")
+        self._tools.counters.add(ClientCount.MISSES_DAMAGED if is_damage else ClientCount.MISSES_UNREACHABLE)
         return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
 
     def _called(self, call: Any) -> None:

@@ -20,7 +20,6 @@ from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller
 from kvstore.client.control import Control
-from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, check_address
@@ -33,6 +32,7 @@ from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import FileLanes, Tools
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
@@ -126,7 +126,7 @@ class RemotePort:
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
-        self.counters = counters = ClientCounters()
+        self.counters = counters = Counts(ClientCount)
         self._discovery = discovery
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
@@ -194,7 +194,7 @@ class RemotePort:
         try:
             return self._reopening(namespace, take)
         except Unavailable:
-            self.counters.add("client_misses_unreachable")
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return nothing
 
     # Publishing
@@ -295,7 +295,7 @@ class RemotePort:
                 lambda: self._reopening(namespace, lambda: self._blocks.get(namespace, keys, buffers, hits)), None
             )
         except BrokenTransfer:
-            self.counters.add("client_misses_damaged")
+            self.counters.add(ClientCount.MISSES_DAMAGED)
         return hits
 
     # Ahead of reads
@@ -420,7 +420,7 @@ class RemotePort:
             opening = pb.PutStart()
             opening.CopyFrom(start)
             opening.first = begin
-            self.counters.add("client_puts_grpc")
+            self.counters.add(ClientCount.PUTS_GRPC)
             parts = (part for index in range(begin, count) for part in sections(index))
             outgoing = Outgoing(parts, opening.SerializeToString())
             answer = send_stream(endpoint.stream_out("Put"), outgoing, self._watch, self.limits.write_s, left_s)
@@ -446,7 +446,7 @@ class RemotePort:
         with endpoint.bulk.link(timeout_s) as link:
             if link is None:
                 return None
-            self.counters.add("client_puts_shared" if link.is_shared else "client_puts_tcp")
+            self.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
             try:
                 return send_put(
                     link,
@@ -463,7 +463,7 @@ class RemotePort:
                 )
             except (LinkBroken, InvalidRequest):
                 link.channel.alive = False
-                self.counters.add("client_bulk_broken")
+                self.counters.add(ClientCount.BULK_BROKEN)
         return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
@@ -471,7 +471,7 @@ class RemotePort:
         try:
             return call()
         except UnknownNamespace:
-            self.counters.add("client_namespaces_reopened")
+            self.counters.add(ClientCount.NAMESPACES_REOPENED)
         # All: those that know it do not write its record anew, and the call goes to the one that does not.
         answers = self._caller.each("OpenNamespace", _opening(namespace), self.limits.pin_s).values()
         errors = [answer for answer in answers if isinstance(answer, KVStoreError)]
@@ -489,7 +489,7 @@ class RemotePort:
         except BrokenTransfer:
             raise
         except (Unavailable, Overloaded):
-            self.counters.add("client_misses_unreachable")
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return miss
 
 

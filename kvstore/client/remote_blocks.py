@@ -13,6 +13,7 @@ from kvstore.client.bulk.sending_blocks import send_blocks
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.client.tools import Tools
+from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -55,7 +56,7 @@ class RemoteBlocks:
             stored = self._put_past_grpc(endpoint, start, buffers, left_s)
             if stored is not None:
                 return stored
-            self._tools.counters.add("client_puts_grpc")
+            self._tools.counters.add(ClientCount.PUTS_GRPC)
             outgoing = Outgoing(iter(buffers), opening)
             answer = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
             there = pb.PutBlocksResponse.FromString(answer).stored
@@ -74,7 +75,7 @@ class RemoteBlocks:
         with endpoint.bulk.link(timeout_s) as link:
             if link is None:
                 return None
-            counters.add("client_puts_shared" if link.is_shared else "client_puts_tcp")
+            counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
             try:
                 return send_blocks(
                     link,
@@ -90,7 +91,7 @@ class RemoteBlocks:
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
                 log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                counters.add("client_bulk_broken")
+                counters.add(ClientCount.BULK_BROKEN)
         return None
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
@@ -140,7 +141,7 @@ class RemoteBlocks:
         with endpoint.bulk.link(tools.limits.probe_s) as link:
             if link is None:
                 return left
-            tools.counters.add("client_gets_shared" if link.is_shared else "client_gets_tcp")
+            tools.counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
             reading = BlockReading(link, wanted, buffers, hits, tools.lanes, tools.limits)
             try:
                 reading.run(left)
@@ -148,11 +149,11 @@ class RemoteBlocks:
                 link.channel.alive = False
                 if not link.shortage.note(error):
                     log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                tools.counters.add("client_bulk_broken")
+                tools.counters.add(ClientCount.BULK_BROKEN)
                 return [index for index in left if not hits[index]]
         if reading.damaged:
             # The worker finds out itself what is wrong with these, and sets them aside.
-            tools.counters.add("client_bulk_damaged")
+            tools.counters.add(ClientCount.BULK_DAMAGED)
         return reading.damaged
 
     def _get_over_grpc(
@@ -165,7 +166,7 @@ class RemoteBlocks:
         left_s: float,
     ) -> None:
         tools = self._tools
-        tools.counters.add("client_gets_grpc")
+        tools.counters.add(ClientCount.GETS_GRPC)
         sizes = [wanted.sizes_bytes[index] for index in left]
         request = pb.GetBlocksRequest(
             namespace=wanted.namespace.digest,

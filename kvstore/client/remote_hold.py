@@ -19,6 +19,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.tools import Tools
+from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
@@ -103,7 +104,7 @@ class RemoteHold:
             error = failed.failed.error
             if isinstance(error, HoldBroken):
                 raise error from failed
-            tools.counters.add("client_misses_unreachable")
+            tools.counters.add(ClientCount.MISSES_UNREACHABLE)
             if not failed.failed.answered:
                 raise HoldBroken(
                     f"the worker that has the hold does not answer ({error}): match again",

@@ -91,7 +91,7 @@ class Store:
         return self._port.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
 
     def stats(self) -> dict[str, int | float]:
-        """What this node, or the workers behind it, did; ``kvstore.node.counters`` says what each number counts."""
+        """What this node, or the workers behind it, did; ``kvstore.counts`` says what each number counts."""
         return self._port.stats()
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:

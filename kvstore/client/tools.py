@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass
 
 from kvstore.client.caller import Caller
-from kvstore.client.counters import ClientCounters
 from kvstore.client.limits import ClientLimits
 from kvstore.client.renewing import Renewing
+from kvstore.counts import ClientCount, Counts
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.sources import Clock
@@ -55,7 +55,7 @@ class Tools:
     """Who sends calls, who counts, who looks at the time, who reads files, who renews holds."""
 
     caller: Caller
-    counters: ClientCounters
+    counters: Counts[ClientCount]
     limits: ClientLimits
     watch: Watch
     lanes: FileLanes

@@ -18,6 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from kvstore.counts import NodeCount
 from kvstore.encodings import sealing
 from kvstore.errors import InvalidRequest
 from kvstore.format.encoded import KEY_ID_BYTES
@@ -85,7 +86,7 @@ class KeyFile:
         self._watched = Watched([self._path], look_s)
         self._loading = threading.Lock()
         self._ring: KeyRing | None = None
-        self.noted: Callable[[str], object] = lambda counter: None
+        self.noted: Callable[[NodeCount], object] = lambda counter: None
         """Called with ``keys_reloaded`` or ``keys_refused``."""
 
     def load(self) -> KeyFile:
@@ -120,11 +121,11 @@ class KeyFile:
                 )
         except InvalidRequest as error:
             log.error("keys.refused %s; the keys from before stay in use", error)
-            self.noted("keys_refused")
+            self.noted(NodeCount.KEYS_REFUSED)
         else:
             self._ring = ring
             log.info("keys.reloaded tenants=%d keys=%d", len(ring.current), len(ring.by_id))
-            self.noted("keys_reloaded")
+            self.noted(NodeCount.KEYS_RELOADED)
 
 
 def _loaded(content: bytes) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore.address import block_addresses
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Incarnation, expected_block, incarnation_at
 from kvstore.hints import DEFAULT, Hints
@@ -162,7 +163,7 @@ class Blocks:
         def found_there(index: int, found: Stat) -> bool:
             if self._chunks.lacks(found, hints):
                 lacking.add(index)
-            self._counters.add("chunks_found")
+            self._counters.add(NodeCount.CHUNKS_FOUND)
             stored[index] = True
             return True
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstore import recency
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
 from kvstore.format.header import Incarnation
 from kvstore.hints import Hints
 from kvstore.native import is_available
@@ -169,7 +170,7 @@ class ChunkRuns:
         with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
             done, opened = run.read(part, layer, borrowed)
             timed.size_bytes = int(np.count_nonzero(done)) * run.layer_bytes
-        self._counters.add("bytes_read", int(np.count_nonzero(done & from_files)) * run.layer_bytes)
+        self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * run.layer_bytes)
         where = run.parts[part][0] + np.flatnonzero(opened)
         if where.size:
             quantum = self._quantum()
@@ -220,8 +221,8 @@ class ChunkRuns:
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
             self._usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
-            self._counters.add("chunks_written", chunks)
-            self._counters.add("bytes_written", size_bytes)
+            self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
+            self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes
 
     def _doubt(self, run: Run, places: Places) -> bool:

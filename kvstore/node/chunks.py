@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvstore import recency
 from kvstore.address import Address
 from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.checksum import checksum
@@ -42,6 +43,7 @@ from kvstore.root.posix import PosixReader
 from kvstore.sources import Clock
 
 VERIFY_BYTES = 4 << 20
+_DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 """Read and verify in runs of about this size: few system calls, and a checksum finds its bytes in the cache still."""
 
 
@@ -206,7 +208,7 @@ class Chunks:
             borrowed.check()
             self.set_aside(expected, damaged.damage)
             return False
-        self._counters.add("bytes_read", len(sections) * header.section_bytes)
+        self._counters.add(NodeCount.BYTES_READ, len(sections) * header.section_bytes)
         return True
 
     def map(self, expected: Expected) -> memoryview | None:
@@ -230,7 +232,7 @@ class Chunks:
                 self.set_aside(expected, damaged.damage)
                 return None
             if mapped is None:
-                self._counters.add("miss_absent")
+                self._counters.add(NodeCount.MISS_ABSENT)
                 return None
             self._seen(expected, reader.stat, epoch)
         self._counters.add_read(expected.payload_bytes)
@@ -266,10 +268,10 @@ class Chunks:
         if won:
             self._usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
-            self._counters.add("chunks_written")
-            self._counters.add("bytes_written", expected.payload_bytes)
+            self._counters.add(NodeCount.CHUNKS_WRITTEN)
+            self._counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
         else:
-            self._counters.add("chunks_lost_race")
+            self._counters.add(NodeCount.CHUNKS_LOST_RACE)
             with suppress(KVStoreError):  # then it is not remembered, and is looked for when it is asked for
                 # What is there may be encrypted with a key that is not here: then no match may promise it.
                 self.look(expected)
@@ -286,8 +288,8 @@ class Chunks:
         verified once more under its new name, which nobody else uses, and a good one goes back by link, unless yet
         another writer was first.
         """
-        self._counters.add("miss_damaged")
-        self._counters.add(f"damage_{damage.value}")
+        self._counters.add(NodeCount.MISS_DAMAGED)
+        self._counters.add(_DAMAGE[damage])
         self.known.forget(expected.address)
         aside = places.quarantined(expected.address, self._session(), next(self._numbers))
         name = self._name_of(expected)
@@ -296,12 +298,12 @@ class Chunks:
                 return
             if self._is_intact(aside, expected):
                 self.root.publish(aside, name, durable=False)
-                self._counters.add("quarantine_restored")
+                self._counters.add(NodeCount.QUARANTINE_RESTORED)
             else:
-                self._counters.add("quarantined")
+                self._counters.add(NodeCount.QUARANTINED)
         except KVStoreError:
             # Read-only or failing root: the read is a miss all the same, the file is found again next time.
-            self._counters.add("quarantine_failed")
+            self._counters.add(NodeCount.QUARANTINE_FAILED)
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
@@ -333,12 +335,12 @@ class Chunks:
         try:
             is_readable = self.unreadable.read(aside)
         except KVStoreError:
-            self._counters.add("quarantined")
+            self._counters.add(NodeCount.QUARANTINED)
             return
         if is_readable:
             with suppress(KVStoreError):  # then a collector puts it back
                 self.root.publish(aside, name, durable=False)
-                self._counters.add("quarantine_restored")
+                self._counters.add(NodeCount.QUARANTINE_RESTORED)
 
     def _is_intact(self, name: Name, expected: Expected) -> bool:
         found = self.root.open(name)
@@ -361,7 +363,7 @@ class Chunks:
         reader = self.root.open(self._name_of(expected))
         if reader is None:
             self.known.forget(expected.address)
-            self._counters.add("miss_absent")
+            self._counters.add(NodeCount.MISS_ABSENT)
             return None
         try:
             plain = self._plain(reader, expected)
@@ -418,7 +420,7 @@ class Chunks:
     def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
         """A file of another size than asked for is damaged, unless the engine asked for a block with another size."""
         if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
-            self._counters.add("miss_other_size")
+            self._counters.add(NodeCount.MISS_OTHER_SIZE)
             return
         self.set_aside(expected, damage)
 
@@ -445,7 +447,7 @@ class Chunks:
         try:
             self.root.discard(name)
         except KVStoreError:
-            self._counters.add("quarantine_failed")
+            self._counters.add(NodeCount.QUARANTINE_FAILED)
 
     def _name_of(self, expected: Expected) -> Name:
         return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvstore import recency
 from kvstore.address import Address
 from kvstore.census.standing import NOTHING, Standing
+from kvstore.counts import NodeCount
 from kvstore.format import places
 from kvstore.format.header import Header, Kind
 from kvstore.format.places import Name
@@ -146,7 +147,7 @@ class DiskShelf:
                 self._policy.evicted(victim)
                 self._inventory.refer(victim)
                 self._leave(victim)
-            self._counters.add("disk_evicted", len(victims))
+            self._counters.add(NodeCount.DISK_EVICTED, len(victims))
             return True
 
     def claim(self, place: Place, size_bytes: int, hints: Hints) -> Claimed | None:

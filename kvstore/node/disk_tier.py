@@ -17,6 +17,7 @@ from kvstore.bounded import within
 from kvstore.buffers import Borrowed, byte_length
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Kind, decode, incarnation_at
@@ -122,8 +123,10 @@ class DiskTier:
                     came[at] = self._fetch(wanted, index, image)
             finally:
                 self._readers.leave()
-        self._counters.add("disk_hits", sum(came))
-        self._counters.add("disk_bytes", sum(len(image) for image, whole in zip(images, came, strict=True) if whole))
+        self._counters.add(NodeCount.DISK_HITS, sum(came))
+        self._counters.add(
+            NodeCount.DISK_BYTES, sum(len(image) for image, whole in zip(images, came, strict=True) if whole)
+        )
         return came
 
     def add(self, place: Place, image: memoryview, hints: Hints = DEFAULT) -> bool:
@@ -165,7 +168,7 @@ class DiskTier:
     def damaged(self, wanted: Wanted, index: int) -> None:
         """What ``fetch`` gave for a chunk was not right: it is removed."""
         if self.drop(wanted.addresses[index]):
-            self._counters.add("disk_damaged")
+            self._counters.add(NodeCount.DISK_DAMAGED)
 
     def drop_namespace(self, digest: bytes) -> None:
         """Removes all chunks of a namespace: first none of them is found any more, then the files go.
@@ -329,8 +332,8 @@ class DiskTier:
             self._remove(claimed.entry)
             return False
         self._writes.succeeded()
-        self._counters.add("disk_writes")
-        self._counters.add("disk_write_bytes", size_bytes)
+        self._counters.add(NodeCount.DISK_WRITES)
+        self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
         return True
 
     def _remove(self, entry: Entry, *names: Name) -> None:
@@ -361,7 +364,7 @@ class DiskTier:
                 pass
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
-        self._counters.add("disk_failed")
+        self._counters.add(NodeCount.DISK_FAILED)
         log.debug("disk.failed %s", error)
         pause.failed()
 

@@ -11,6 +11,7 @@ import logging
 import threading
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.counts import NodeCount
 from kvstore.encodings import squeezing
 from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
 from kvstore.encodings.keys import EMPTY, Key, KeyFile, KeyRing
@@ -42,8 +43,8 @@ _SIZE_FIELD = slice(16, 20)
 class NotDecodable(Exception):
     """A whole file that this node cannot decode: a miss, counted under ``counter``, and no damage."""
 
-    def __init__(self, counter: str) -> None:
-        super().__init__(counter)
+    def __init__(self, counter: NodeCount) -> None:
+        super().__init__(counter.about)
         self.counter = counter
 
 
@@ -92,7 +93,7 @@ class Encodings:
             return [memoryview(header), *sections]
         pieces = encode_chunk(expected, incarnation, sections, wish, self._ids.fresh() if wish.key else b"")
         if wish.key:
-            self._counters.add("bytes_encrypted", expected.payload_bytes)
+            self._counters.add(NodeCount.BYTES_ENCRYPTED, expected.payload_bytes)
         return pieces
 
     def learn(self, namespace: Namespace) -> None:
@@ -127,7 +128,7 @@ class Encodings:
             header.kind, header.address, header.parent, header.namespace, header.depth, header.identity,
             len(header.checksums), size,
         )  # fmt: skip
-        self._counters.add("bytes_encrypted", expected.payload_bytes)
+        self._counters.add(NodeCount.BYTES_ENCRYPTED, expected.payload_bytes)
         return encode_chunk(expected, header.incarnation, sections, Wish(key=key), self._ids.fresh(), header.checksums)
 
     def reader(self, reader: Reader, expected: Expected) -> DecodedReader | None:
@@ -178,12 +179,12 @@ class Encodings:
         """The key that a header names; None where it names none. Raises NotDecodable."""
         if Encoding.COMPRESSED in header.encoding and not squeezing.is_available():
             log.warning("chunks.compressed a chunk is compressed, and zstandard is not installed: kvstore[compression]")
-            raise NotDecodable("miss_encoding")
+            raise NotDecodable(NodeCount.MISS_ENCODING)
         if Encoding.ENCRYPTED not in header.encoding:
             return None
         key = self.ring.by_id.get(header.key_id)
         if key is None:
-            raise NotDecodable("miss_key")
+            raise NotDecodable(NodeCount.MISS_KEY)
         return key
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, Standing
@@ -195,7 +196,7 @@ class Follower:
         # Not succeeded: the chain of sweeps has gone on, and the watch will say how. Then again.
         if result.succeeded:
             following.announced_s = self._clock.monotonic_s()
-            self._counters.add("announcements")
+            self._counters.add(NodeCount.ANNOUNCEMENTS)
             following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > revision}
 
     def _report(self, following: _Following) -> None:
@@ -214,7 +215,7 @@ class Follower:
         with self._view.lock:
             if self._following is following:
                 usage.told(due, revision, answered, self._clock.monotonic_s())
-                self._counters.add("usage_reports")
+                self._counters.add(NodeCount.USAGE_REPORTS)
 
     def _look_for_gap(self, following: _Following) -> None:
         """A watch on a store that was restored to an older revision stays silent; its chain of sweeps tells.
@@ -251,7 +252,7 @@ class Follower:
         except ChainBroken as broken:
             following.session.give_up(str(broken))
         log.warning("view.reread %s", why)
-        self._counters.add("watches_lost")
+        self._counters.add(NodeCount.WATCHES_LOST)
 
     def _stand_aside(self, session: Session, why: str) -> None:
         """This session will protect nothing: chunks are served all the same, pins are refused, nobody waits for it."""

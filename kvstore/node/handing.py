@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
@@ -44,7 +45,7 @@ def copying(
             timed.size_bytes = len(memory)
             try:
                 if reader.read([memory], 0, borrowed) != len(memory):
-                    counters.add("miss_unreadable")
+                    counters.add(NodeCount.MISS_UNREADABLE)
                     return False
             except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
                 borrowed.check()
@@ -96,7 +97,7 @@ def _opened(
         try:
             found = chunks.open_file(expected_of(wanted, indexes[at]))
         except KVStoreError:
-            counters.add("miss_unreadable")
+            counters.add(NodeCount.MISS_UNREADABLE)
             return not stop_at_miss
         if found is None:
             return not stop_at_miss
@@ -112,9 +113,9 @@ def _opened(
     try:
         lanes.each(len(indexes), work, deadline)
     except DeadlinePassed:
-        counters.add("miss_deadline")
+        counters.add(NodeCount.MISS_DEADLINE)
     except KVStoreError:
-        counters.add("miss_shed")
+        counters.add(NodeCount.MISS_SHED)
     finally:
         with lock:
             given_up = True

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.address import Chain
+from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
 from kvstore.node.slots import Slots
@@ -80,7 +81,7 @@ class Holds:
             self._live[hold.id] = hold
         if hold.count < len(chain):
             hold.chain = chain.leading(hold.count)
-            self._counters.add("chunks_condemned", len(chain) - hold.count)
+            self._counters.add(NodeCount.CHUNKS_CONDEMNED, len(chain) - hold.count)
         return hold
 
     def keep(self, hold: Hold, slots: Slots) -> None:
@@ -152,7 +153,7 @@ class Holds:
         now_s = self._clock.monotonic_s()
         ended_count = self._drop(lambda hold: hold.ends_s <= now_s)
         if ended_count:
-            self._counters.add("holds_expired", ended_count)
+            self._counters.add(NodeCount.HOLDS_EXPIRED, ended_count)
 
     def _drop(self, is_over: Callable[[Hold], bool]) -> int:
         """Ends some, under the lock; returns how many."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
+from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
@@ -110,7 +111,7 @@ class LayerReader:
             try:
                 intact = self._read_part(index, layer, [memory.k[part], memory.v[part]], borrowed)
             except KVStoreError:
-                self._counters.add("miss_unreadable")
+                self._counters.add(NodeCount.MISS_UNREADABLE)
                 intact = False
             if not intact:
                 with self._lock:
@@ -135,7 +136,7 @@ class LayerReader:
         try:
             batch.wait(deadline)
         except DeadlinePassed as late:
-            self._counters.add("miss_deadline")
+            self._counters.add(NodeCount.MISS_DEADLINE)
             raise HoldBroken(f"a layer was not read in time: compute all tokens again ({late})", 0) from late
         if self.lost_at < self._count:
             raise HoldBroken(

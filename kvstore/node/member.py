@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
+from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.meta.barriers import Barrier, Barriers
 from kvstore.meta.clears import Clears
@@ -282,7 +283,7 @@ class Member:
                 )
 
     def _lost(self, _: Session) -> None:
-        self.node.counters.add("sessions_lost")
+        self.node.counters.add(NodeCount.SESSIONS_LOST)
 
     def _no_pin(self, owner: str, chain: Chain) -> PinRecord:
         return PinRecord("", owner, chain.namespace.name, 0, self.node.clock.now_s())

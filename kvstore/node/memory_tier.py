@@ -18,6 +18,7 @@ from kvstore.address import Address
 from kvstore.buffers import Borrowed
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import NOTHING, Standing
+from kvstore.counts import NodeCount
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
@@ -112,14 +113,14 @@ class MemoryTier:
             done[np.asarray(there) - start] = taken
             self._served(slots.wanted, [index for index, right in zip(there, taken, strict=True) if right])
         if not done.all():
-            self._counters.add("memory_misses", int(np.count_nonzero(~done)))
+            self._counters.add(NodeCount.MEMORY_MISSES, int(np.count_nonzero(~done)))
         return done
 
     def view(self, slots: Slots, index: int) -> memoryview | None:
         """The payload of chunk ``index`` in the arena, verified now; None where it is not there, or was wrong."""
         entry = slots.entries[index - slots.first]
         if entry is None or not self._verified(slots, [index], [entry]):
-            self._counters.add("memory_misses")
+            self._counters.add(NodeCount.MEMORY_MISSES)
             return None
         self._served(slots.wanted, [index])
         return payload_of(slots.wanted, index, slots.images(index, index + 1)[0])
@@ -167,9 +168,9 @@ class MemoryTier:
                 slot = Slot(entry, self._memory[entry.offset : entry.offset + size_bytes])
             is_full = slot is None and place.address not in self._filling and not inventory.find(place.address)
         if evicted_count:
-            self._counters.add("memory_evicted", evicted_count)
+            self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
         if is_full:
-            self._counters.add("memory_full")
+            self._counters.add(NodeCount.MEMORY_FULL)
         return slot
 
     def ready(self, slots: Sequence[Slot], *, fetched: bool = False) -> None:
@@ -264,7 +265,7 @@ class MemoryTier:
                 if not entry.is_gone and not is_needed and not entry.children_count:
                     self._inventory.drop(entry)
                     evicted_count += 1
-        self._counters.add("memory_evicted", evicted_count)
+        self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
 
     def drop_namespace(self, digest: bytes) -> int:
         """Drops all chunks that there are of a namespace, those that are being brought too; returns how many."""
@@ -397,8 +398,8 @@ class MemoryTier:
         return right
 
     def _served(self, wanted: Wanted, indexes: Sequence[int]) -> None:
-        self._counters.add("memory_hits", len(indexes))
-        self._counters.add("memory_bytes", sum(image_bytes(wanted, index) for index in indexes))
+        self._counters.add(NodeCount.MEMORY_HITS, len(indexes))
+        self._counters.add(NodeCount.MEMORY_BYTES, sum(image_bytes(wanted, index) for index in indexes))
 
     def _damaged(self, entries: Sequence[Entry], fetched: bool) -> None:
         """Drops what was found to be wrong, and counts it once, whoever else finds it."""
@@ -407,4 +408,4 @@ class MemoryTier:
             for entry in wrong:
                 self._inventory.drop(entry)
         if not fetched:
-            self._counters.add("memory_damaged", len(wrong))
+            self._counters.add(NodeCount.MEMORY_DAMAGED, len(wrong))

@@ -16,6 +16,7 @@ from kvstore.address import Address, Chain
 from kvstore.buffers import Pieces
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
+from kvstore.counts import NodeCount
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
@@ -187,9 +188,9 @@ class Node:
         allowed = chain.leading(self.gc_view.leading(chain.addresses))
         count = self._reads.matched_count(allowed, deadline)
         size = chain.namespace.layout.chunk_tokens
-        self.counters.add("requests_match")
-        self.counters.add("tokens_asked", len(chain) * size)
-        self.counters.add("tokens_matched", count * size)
+        self.counters.add(NodeCount.REQUESTS_MATCH)
+        self.counters.add(NodeCount.TOKENS_ASKED, len(chain) * size)
+        self.counters.add(NodeCount.TOKENS_MATCHED, count * size)
         return count
 
     def hold(self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None) -> Hold:
@@ -217,7 +218,7 @@ class Node:
         """
         self.holds.check(hold)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        self.counters.add("requests_get")
+        self.counters.add(NodeCount.REQUESTS_GET)
         done = self._reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
         count = _leading_ones(done)
         self._used(hold.chain, count)
@@ -267,7 +268,7 @@ class Node:
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
-        self.counters.add("requests_get")
+        self.counters.add(NodeCount.REQUESTS_GET)
         self._used(hold.chain, count)
 
     def read_layers(
@@ -278,7 +279,7 @@ class Node:
         ``deadline_s`` is for each layer. Raises HoldBroken where a chunk was lost or the hold has ended.
         """
         self.holds.check(hold)
-        self.counters.add("requests_get")
+        self.counters.add(NodeCount.REQUESTS_GET)
         if not hold.count:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
@@ -299,7 +300,7 @@ class Node:
         that is mapped: whoever touches what it lost is killed (SIGBUS), as with any mapping.
         """
         self.holds.check(hold)
-        self.counters.add("requests_get")
+        self.counters.add(NodeCount.REQUESTS_GET)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self._bring_foreign(hold, deadline)
         arrays = self._views.of(hold.chain, deadline)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
@@ -121,7 +122,7 @@ class Puts:
         self, tiers: TierStack, chain: Chain, first: int, source: Sections, deadline: Deadline, hints: Hints
     ) -> PutResult:
         """Into memory, from where it is written later; what is there already is only used."""
-        self.counters.add("requests_put")
+        self.counters.add(NodeCount.REQUESTS_PUT)
         self.view.check_room()
         chain = chain.leading(self.view.leading(chain.addresses))
         size = chain.namespace.layout.chunk_tokens
@@ -135,7 +136,7 @@ class Puts:
         stop = start + kept.count
         # A sweep may have cut the prompt before its first chunk: a counter never falls.
         found = max(0, stop - first - kept.written)
-        self.counters.add("chunks_found", found)
+        self.counters.add(NodeCount.CHUNKS_FOUND, found)
         self.found(chain, start, hints)
         done = PutResult(stop * size, kept.written, found, kept.written * chain.namespace.layout.chunk_bytes)
         if stop < len(chain) and tiers.memory.is_taken(chain, stop) and tiers.reaches_root(hints):
@@ -190,7 +191,7 @@ class Puts:
         still_right: StillRight = always,
     ) -> Putting:
         """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
-        self.counters.add("requests_put")
+        self.counters.add(NodeCount.REQUESTS_PUT)
         self.view.check_room()
         deadline = self._deadline(deadline_s)
         # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format.header import Incarnation
 from kvstore.node.deadline import Deadline
@@ -140,14 +141,14 @@ class Putting:
         swept = self._puts.view.leading(self._chain.addresses) * size
         if swept < result.tokens_present:
             result = replace(result, tokens_present=swept)  # condemned while it was being put
-        self._puts.counters.add("chunks_found", result.chunks_found)
+        self._puts.counters.add(NodeCount.CHUNKS_FOUND, result.chunks_found)
         self._publication.used(result.tokens_present // size)
         self._ended()
         return result
 
     def abandon(self, wait_s: float = DISCARD_S) -> None:
         """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent."""
-        self._puts.counters.add("put_failed")
+        self._puts.counters.add(NodeCount.PUT_FAILED)
         staged = self._publication.abandon()
         try:
             batch = self._lanes.start(len(staged), lambda index: self._publication.discard(staged[index]))

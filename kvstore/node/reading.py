@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
@@ -61,9 +62,9 @@ def matched_count(
             if count == found:
                 break
     except DeadlinePassed:
-        counters.add("miss_deadline")
+        counters.add(NodeCount.MISS_DEADLINE)
     except KVStoreError:
-        counters.add("miss_unreadable")
+        counters.add(NodeCount.MISS_UNREADABLE)
     return count
 
 
@@ -213,7 +214,7 @@ class Reading:
                 work = partial(self._work_on_turns, self._turns)
                 self._batch = lanes.start(min(groups.count, lanes.width), work, helped=helps)
         except KVStoreError:
-            counters.add("miss_shed")
+            counters.add(NodeCount.MISS_SHED)
 
     def wait(self, deadline: Deadline) -> bytearray:
         """One byte per index, 1 where it was read.
@@ -228,9 +229,9 @@ class Reading:
                 batch.wait(deadline)
         except DeadlinePassed:
             self._borrowed.withdraw()
-            self._counters.add("miss_deadline")
+            self._counters.add(NodeCount.MISS_DEADLINE)
         except KVStoreError:
-            self._counters.add("miss_shed")
+            self._counters.add(NodeCount.MISS_SHED)
         except BaseException:
             # Interrupted (Ctrl-C): from here on the memory is the caller's, as after a deadline.
             self._borrowed.withdraw()
@@ -285,7 +286,7 @@ class Reading:
         except Withdrawn:
             return False
         except KVStoreError:
-            self._counters.add("miss_unreadable")
+            self._counters.add(NodeCount.MISS_UNREADABLE)
             return not self._stop_at_miss
         self._done[index] = intact
         return intact or not self._stop_at_miss

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.address import NO_PARENT
 from kvstore.buffers import Borrowed, byte_length
+from kvstore.counts import NodeCount
 from kvstore.encodings import squeezing
 from kvstore.encodings.codec import Wish
 from kvstore.encodings.keys import Key
@@ -201,7 +202,7 @@ class Recoder:
             return None
         namespace = self._namespace_of(header)
         if namespace is None:
-            raise NotDecodable("miss_key")  # rather than written as plain text
+            raise NotDecodable(NodeCount.MISS_KEY)  # rather than written as plain text
         return self._encodings.key_of(namespace.tenant)
 
     def _namespace_of(self, header: Header) -> Namespace | None:
@@ -254,8 +255,8 @@ class Recoder:
             self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
             self._aside_bytes += before_bytes
         self._keep_time(name, seen, aside)
-        self._counters.add("chunks_recoded")
-        self._counters.add("recoded_saved_bytes", max(0, before_bytes - after_bytes))
+        self._counters.add(NodeCount.CHUNKS_RECODED)
+        self._counters.add(NodeCount.RECODED_SAVED_BYTES, max(0, before_bytes - after_bytes))
         return Recoded(Outcome.REWRITTEN, before_bytes, after_bytes)
 
     def _keep_time(self, name: Name, seen: Seen, aside: Name) -> None:
@@ -282,7 +283,7 @@ class Recoder:
         try:
             self._root.discard(name)
         except KVStoreError:
-            self._counters.add("quarantine_failed")
+            self._counters.add(NodeCount.QUARANTINE_FAILED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from kvstore.address import Address
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
 from kvstore.hints import LEAST, Hints
@@ -80,7 +81,7 @@ class Refresher:
                 self._pending += 1
                 self._queue.put(renewal)
         if is_full:
-            self._counters.add("refresh_dropped", len(addresses))
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(addresses))
 
     def renew(self, namespace: NamespaceId, chain: tuple[Address, ...], hints: Hints, lacking: frozenset[int]) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
@@ -88,7 +89,7 @@ class Refresher:
             try:
                 self._renew(_Renewal(namespace, chain, True, hints, lacking))
             except KVStoreError:
-                self._counters.add("refresh_dropped")
+                self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def drain(self) -> None:
         """Returns when everything queued so far is done."""
@@ -111,7 +112,7 @@ class Refresher:
             try:
                 self._renew(renewal)
             except KVStoreError:
-                self._counters.add("refresh_dropped")
+                self._counters.add(NodeCount.REFRESH_DROPPED)
             finally:
                 with self._changed:
                     self._pending -= 1
@@ -130,11 +131,11 @@ class Refresher:
         for plan in self._planned(renewal, quantum):
             if plan.stamp_ns is not None:
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
-                    self._counters.add("refresh_dropped")
+                    self._counters.add(NodeCount.REFRESH_DROPPED)
                     if renewal.chained:
                         return  # as in _look
                     continue
-                self._counters.add("refreshed")
+                self._counters.add(NodeCount.REFRESHED)
                 if self._keeps_hints is None and plan.index in renewal.lacking:
                     self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
             address = renewal.addresses[plan.index]
@@ -172,7 +173,7 @@ class Refresher:
                 continue
             # Gone. The children of a chunk keep their older stamps then, because a chunk is never staler than its
             # child.
-            self._counters.add("refresh_dropped")
+            self._counters.add(NodeCount.REFRESH_DROPPED)
             if renewal.chained:
                 break
         return looked

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from kvstore.address import Chain
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
+from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.memory.arena import Arena
@@ -141,7 +142,7 @@ class TierStack:
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
         self._record()
         if shed := count - sum(kept.there):
-            self._counters.add("behind_shed", shed)
+            self._counters.add(NodeCount.BEHIND_SHED, shed)
         return kept
 
     def filling(self, wanted: Wanted) -> None:
@@ -228,7 +229,7 @@ class TierStack:
         """Writes a chunk that memory is about to give up to the local disk, if it was used more than once."""
         assert self.disk is not None
         if entry.uses >= 1 and self.disk.add(self.memory.place(entry), image, entry.hints):
-            self._counters.add("memory_demoted")
+            self._counters.add(NodeCount.MEMORY_DEMOTED)
             if entry.is_gone:
                 # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.
                 self.disk.drop(entry.address)

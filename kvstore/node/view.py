@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from kvstore.address import Address
+from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
@@ -98,10 +99,10 @@ class View:
         Waits for the latter, ``usage.COUNTED_S`` at most: collectors count some times a second.
         """
         if self._full:
-            self._counters.add("put_refused_full")
+            self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
         if not self.usage.wait_for_room():
-            self._counters.add("put_refused_uncounted")
+            self._counters.add(NodeCount.PUT_REFUSED_UNCOUNTED)
             raise Overloaded(
                 "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "
                 "and put again in a moment"

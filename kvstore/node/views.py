@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
@@ -75,7 +76,7 @@ class Views:
 
         with suppress(KVStoreError):  # too late: what is verified by then is good
             self._copiers.share(-(-len(leased) // size), verify, deadline)
-        self._counters.add("memory_hits", int(right.sum()))
+        self._counters.add(NodeCount.MEMORY_HITS, int(right.sum()))
         found: dict[int, npt.NDArray[np.uint8]] = {}
         for (index, slots), is_right in zip(leased, right.copy().tolist(), strict=True):
             # What is wrong is looked at once more by the tier itself, which drops it (rule I1). Not past the deadline:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceDigest
@@ -256,8 +257,8 @@ class WriteBehind:
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
             # Of blocks those that proved wrong were left out, or are gone since the job was queued.
-            self._counters.add("behind_written", job.count - gone)
-            self._counters.add("behind_lost", gone)
+            self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
+            self._counters.add(NodeCount.BEHIND_LOST, gone)
             return True
         if self._clock.monotonic_s() < job.ends_s:
             return False
@@ -268,7 +269,7 @@ class WriteBehind:
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             dirty = [entry for entry in slots.entries if entry is not None and entry.is_dirty]
             self._memory.clean(dirty)
-        self._counters.add("behind_lost", job.count)
+        self._counters.add(NodeCount.BEHIND_LOST, job.count)
         with self._changed:
             self._lost_chunks += job.count
             is_said_by_close = self._closed and not self._close_said

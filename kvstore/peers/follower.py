@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.meta.digests import ClearedTold, Digests
 from kvstore.meta.interface import KeyValue, Watch, WatchLost
@@ -140,7 +141,7 @@ class Follower:
             self._watch = watch
         self._followed, self._told = session, Told(self._own, self._limits.prints_max)
         self._hear((each.key, each) for each in snapshot.items)
-        self._counters.add("peers_reads_afresh")
+        self._counters.add(NodeCount.PEERS_READS_AFRESH)
 
     def _hear_batches(self, watch: Watch, wait_s: float) -> None:
         batch = watch.next(wait_s)

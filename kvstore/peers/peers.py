@@ -10,6 +10,7 @@ from threading import Lock
 
 from kvstore.address import Address, Chain
 from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.counts import NodeCount
 from kvstore.meta.digests import Digests
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
@@ -121,19 +122,19 @@ class Peers:
                 came[start + at] = True
                 self._note(wanted.addresses[indexes[start] + at], address)
         hits = sum(came)
-        self._counters.add("peers_hits", hits)
-        self._counters.add("peers_misses", len(came) - hits)
+        self._counters.add(NodeCount.PEERS_HITS, hits)
+        self._counters.add(NodeCount.PEERS_MISSES, len(came) - hits)
         self._counters.add(
-            "peers_bytes", sum(len(image) for image, is_here in zip(images, came, strict=True) if is_here)
+            NodeCount.PEERS_BYTES, sum(len(image) for image, is_here in zip(images, came, strict=True) if is_here)
         )
-        self._counters.add("peers_failed", fetch.failures)
+        self._counters.add(NodeCount.PEERS_FAILED, fetch.failures)
         return came
 
     def damaged(self, wanted: Wanted, index: int) -> None:
         """See ``Tier``. Whoever gave it is left alone for a while."""
         with self._lock:
             address = self._given.pop(wanted.addresses[index], None)
-        self._counters.add("peers_damaged")
+        self._counters.add(NodeCount.PEERS_DAMAGED)
         if address is not None:
             self._roster.blame(address, "a chunk from it was not right")
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.checksum import checksum
 from kvstore.meta.digests import SHARDS, Digests
@@ -162,9 +163,9 @@ class Publisher:
             log.debug("peers.not_published %s", error)
             return False
         self._is_listed = True
-        self._counters.add("peers_syncs")
-        self._counters.add("peers_digests", len(values))
-        self._counters.add("peers_digest_bytes", sum(map(len, values.values())))
+        self._counters.add(NodeCount.PEERS_SYNCS)
+        self._counters.add(NodeCount.PEERS_DIGESTS, len(values))
+        self._counters.add(NodeCount.PEERS_DIGEST_BYTES, sum(map(len, values.values())))
         return True
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ from kvstore.errors import PermissionDenied, Unauthenticated
 
 
 class Reason(enum.Enum):
-    """Each is the counter ``denied_<value>``."""
+    """Each has a counter, ``denied_<value>``."""
 
     UNAUTHENTICATED = "unauthenticated"
     """Neither a token nor a certificate that names anybody."""

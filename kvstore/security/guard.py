@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from kvstore.counts import WorkerCount
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.denials import Denied, NotKnown, Reason
@@ -17,16 +18,8 @@ from kvstore.security.identity import ANYONE, CERTIFICATE, Identity, Presented
 from kvstore.security.permissions import EVERY, PERMISSIONS, Permission, Role, Scope
 from kvstore.security.quotas import Meter, Meters, OverQuota, Quota, Usage, quota_of
 
-QUOTAS = ("requests", "bytes", "calls", "pins")
-COUNTERS = {
-    **{f"denied_{reason.value}": "calls denied, by reason" for reason in Reason},
-    **{f"refused_{quota}_quota": "calls refused, by the quota that was used up" for quota in QUOTAS},
-    "quota_refused": "calls refused because their tenant's quota was used up",
-    "audit_lost": "lines that could not be written into the audit log",
-    "access_reloads": "access files that were read again after they had changed",
-    "access_reload_failures": "access files that were wrong after they had changed: the rules before stay in force",
-}
-"""What a guard counts."""
+_DENIED = {reason: WorkerCount[f"DENIED_{reason.name}"] for reason in Reason}
+_OVER_QUOTA = {quota: WorkerCount[f"REFUSED_{quota.upper()}_QUOTA"] for quota in ("requests", "bytes", "calls", "pins")}
 
 
 class Guard:
@@ -34,7 +27,7 @@ class Guard:
 
     def __init__(
         self,
-        count: Callable[[str], None],
+        count: Callable[[WorkerCount], None],
         authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -43,7 +36,7 @@ class Guard:
         self.audit = audit or AuditLog(None)
         self._authenticator = authenticator
         self._meters = Meters(monotonic_s)
-        self.audit.on_lost = lambda: count("audit_lost")
+        self.audit.on_lost = lambda: count(WorkerCount.AUDIT_LOST)
         if authenticator is not None:
             authenticator.on_reload = self.reloaded
 
@@ -114,8 +107,8 @@ class Guard:
 
     def over_quota(self, quota: str) -> None:
         """Counts a call that is refused because of a quota."""
-        self.count(f"refused_{quota}_quota")
-        self.count("quota_refused")
+        self.count(_OVER_QUOTA[quota])
+        self.count(WorkerCount.QUOTA_REFUSED)
 
     def moved(self, meter: Meter, bytes_in: int, bytes_out: int) -> None:
         """Bytes of a tenant moved."""
@@ -127,7 +120,7 @@ class Guard:
 
     def reloaded(self, good: bool) -> None:
         """For ``Authenticator.on_reload``."""
-        self.count("access_reloads" if good else "access_reload_failures")
+        self.count(WorkerCount.ACCESS_RELOADS if good else WorkerCount.ACCESS_RELOAD_FAILURES)
         self.audit.write("reload", what="access", outcome="ok" if good else "refused")
 
     def _note(
@@ -140,7 +133,7 @@ class Guard:
         tenant: str | None = None,
         namespace: str | None = None,
     ) -> None:
-        self.count(f"denied_{reason.value}")
+        self.count(_DENIED[reason])
         self.audit.write(
             "denied",
             method=method,

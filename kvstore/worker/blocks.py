@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -53,7 +54,7 @@ class BlockStreams:
             frame: Frame | None = opening
             waiting_bytes = 0
             while frame is not None:
-                self._calls.add("wire_bytes_in", len(frame.data))
+                self._calls.add(WorkerCount.WIRE_BYTES_IN, len(frame.data))
                 for block in incoming.feed(frame):
                     pending.append(block)
                     waiting_bytes += len(block)
@@ -92,7 +93,7 @@ class BlockStreams:
                 deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
                 hits = self._node.blocks.get(namespace, keys[group], buffers, deadline)
                 found = [buffer for buffer, hit in zip(buffers, hits, strict=True) if hit]
-                self._calls.add("wire_bytes_out", sum(map(len, found)))
+                self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(map(len, found)))
                 yield from encode_parts(found, bytes(hits))
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from kvstore import tracing
+from kvstore.counts import Counts, WorkerCount
 from kvstore.errors import KVStoreError
 from kvstore.node.timings import Latencies, Latency
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
-from kvstore.security.guard import COUNTERS as GUARD_COUNTERS
 from kvstore.security.guard import Guard, Visit
 from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
@@ -27,44 +27,8 @@ from kvstore.worker.call import Call, peer_of, presented_by
 
 log = logging.getLogger(__name__)
 
-WORKER_COUNTERS = {
-    "tickets_done": "tickets of the control service that were done",
-    "tickets_failed": "tickets that failed",
-    "tickets_cancelled": "tickets that somebody cancelled, or that the end of the worker did",
-    "wire_bytes_in": "payload bytes received from clients",
-    "wire_bytes_out": "payload bytes sent to clients",
-    "wire_damaged": "streams of clients that did not match their checksums",
-    "calls_refused": "calls refused because the worker was full or draining",
-    "calls_failed": "calls that ended by a defect of the worker (its log has the incident)",
-    "calls_cancelled": "calls whose client was gone before the end",
-    "calls_idle": "streams cancelled because their client moved nothing for too long, or never ended",
-    "puts_deferred": "puts acknowledged when their bytes had come, and written behind",
-    "puts_deferred_lost": "those of them that could not be written",
-    "bulk_connections": "bulk connections of clients that proved their grant",
-    "bulk_refused": "bulk connections cut off: no grant, too many, garbage, or too slow to greet",
-    **GUARD_COUNTERS,
-}
-"""Every counter of the worker itself, beside those of its node."""
-
-WORKER_GAUGES = {
-    "calls_in_flight": "calls under way",
-    "calls_max": "calls that may be under way at once; more are refused",
-    "bytes_in_flight": "payload bytes of calls under way",
-    "client_holds": "holds of clients that have not ended",
-    "bulk_connections_open": "bulk connections of clients that are open",
-    "deferred_chunks": "chunks received that wait to be written",
-    "root_free_bytes": "room left on what holds the root; absent where nobody can tell",
-    "root_total_bytes": "all of its room",
-    "tickets_running": "tickets of the control service that are under way",
-    "tickets_waiting": "tickets that wait for their turn",
-    "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
-    "draining": "1 while the worker finishes what it accepted and takes no more",
-}
-"""How things stand now with the worker itself, beside the gauges of its node."""
-
-
 GRPC = "grpc"
-_MOVED = {"wire_bytes_in": "in", "wire_bytes_out": "out"}
+_MOVED = {WorkerCount.WIRE_BYTES_IN: "in", WorkerCount.WIRE_BYTES_OUT: "out"}
 
 
 class Ended(NamedTuple):
@@ -110,23 +74,25 @@ class Calls:
         self.guard = Guard(self.add, authenticator, audit)
         self._ids = ids
         self._lock = threading.Lock()
-        self._counters = dict.fromkeys(WORKER_COUNTERS, 0)
+        self._counts = Counts(WorkerCount)
         self._ended: dict[Ended, int] = {}
         self._latencies: Latencies[tuple[str, str]] = Latencies()
         self._bytes: dict[tuple[str, str], int] = {}
         self._serving = threading.local()
         """Of each thread, the visit that it serves and by which way the call came."""
 
-    def add(self, name: str, count: int = 1) -> None:
+    def add(self, counter: WorkerCount, count: int = 1) -> None:
         """Adds to one of the worker's counters."""
+        self._counts.add(counter, count)
+        direction = _MOVED.get(counter)
+        if direction is None:
+            return
+        key = (direction, getattr(self._serving, "path", GRPC))
         with self._lock:
-            self._counters[name] += count
-            if name in _MOVED:
-                key = (_MOVED[name], getattr(self._serving, "path", GRPC))
-                self._bytes[key] = self._bytes.get(key, 0) + count
+            self._bytes[key] = self._bytes.get(key, 0) + count
         visit: Visit | None = getattr(self._serving, "visit", None)
-        if visit is not None and name in _MOVED:
-            visit.moved(**{f"bytes_{_MOVED[name]}": count})
+        if visit is not None:
+            visit.moved(**{f"bytes_{direction}": count})
 
     def tenant(self) -> str | None:
         """Whose the call is that this thread serves; None where nobody pays for it, as where nobody is asked."""
@@ -135,8 +101,7 @@ class Calls:
 
     def counters(self) -> dict[str, int]:
         """The worker's own counters."""
-        with self._lock:
-            return dict(self._counters)
+        return self._counts.snapshot()
 
     def ended(self) -> dict[Ended, int]:
         """Calls that ended, by method, status code and path."""
@@ -182,18 +147,18 @@ class Calls:
             else:
                 # The client is gone, which may look like a stream that ended too early.
                 code = grpc.StatusCode.CANCELLED
-                self.add("calls_cancelled")
+                self.add(WorkerCount.CALLS_CANCELLED)
             _abort(context, refused)
         except (grpc.RpcError, GeneratorExit):
             # The client is gone, or our own watch cancelled the call: nobody reads a status.
             code = grpc.StatusCode.CANCELLED
-            self.add("calls_cancelled")
+            self.add(WorkerCount.CALLS_CANCELLED)
             raise
         except Exception:
             # Everything else is a defect of ours. Its traceback is for the log: it may hold paths and tokens.
             code = grpc.StatusCode.INTERNAL
             incident = self._ids.fresh().hex()[:12]
-            self.add("calls_failed")
+            self.add(WorkerCount.CALLS_FAILED)
             log.exception("call.failed method=%s incident=%s", name, incident)
             _abort(context, Refusal(code, f"the worker failed: look for incident {incident} in its log", ()))
         finally:
@@ -210,9 +175,9 @@ class Calls:
 
     def _note(self, error: KVStoreError) -> None:
         if isinstance(error, (Busy, Draining)):
-            self.add("calls_refused")
+            self.add(WorkerCount.CALLS_REFUSED)
         elif isinstance(error, BrokenTransfer):
-            self.add("wire_damaged")
+            self.add(WorkerCount.WIRE_DAMAGED)
 
     def _observe(self, ended: Ended, seconds: float) -> None:
         with self._lock:

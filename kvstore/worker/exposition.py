@@ -6,33 +6,19 @@ numbers under flat names.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
-from kvstore.format.header import Damage
-from kvstore.node.counters import COUNTERS, GAUGES
+from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
 from kvstore.node.timings import LATENCY_BUCKETS_S, Latency
-from kvstore.worker.calls import WORKER_COUNTERS, WORKER_GAUGES
 from kvstore.worker.worker import Worker
 
-_HELP = {**COUNTERS, **WORKER_COUNTERS, **GAUGES, **WORKER_GAUGES}
-
-_LABELLED = (
-    (re.compile(r"miss_(\w+)"), "misses", "reason", "chunks or requests that were a miss, by why"),
-    (re.compile(r"damage_(\w+)"), "damage", "kind", "damaged chunks found, by what is wrong with them"),
-    (re.compile(r"denied_(\w+)"), "denied", "reason", "calls denied, by why"),
-    (re.compile(r"tickets_(done|failed|cancelled)"), "tickets", "outcome", "tickets of the control service that ended"),
-    (re.compile(r"refused_(\w+)_quota"), "quota_refused", "limit", "calls refused by a tenant's quota, by which limit"),
-)
-"""Counters that are one metric with a label."""
-_ELSEWHERE = frozenset(("wire_bytes_in", "wire_bytes_out", "quota_refused"))
+_ELSEWHERE = frozenset((WorkerCount.WIRE_BYTES_IN, WorkerCount.WIRE_BYTES_OUT, WorkerCount.QUOTA_REFUSED))
 """Counters that metrics have as sums of others."""
-_GROWING = frozenset(("etcd_operations",))
-"""Gauges of ``stats()`` that only grow."""
+_GAUGES = {**NODE_GAUGES, **WORKER_GAUGES}
 
 
 class Exposition:
@@ -48,12 +34,12 @@ class Exposition:
         yield InfoMetricFamily(
             "kvstore_build", "what runs here", {"version": self._version, "python": sys.version.split(maxsplit=1)[0]}
         )
-        gauges = service.gauges()
-        growing = {name: value for name, value in gauges.items() if name in _GROWING}
-        yield from counters({**{f"damage_{kind.value}": 0 for kind in Damage}, **service.counters(), **growing})
-        for name, gauge in gauges.items():
-            if name not in _GROWING:
-                yield GaugeMetricFamily(f"kvstore_{name}", _HELP.get(name, name.replace("_", " ")), gauge)
+        yield from counters(service.counters())
+        for name, value in service.gauges().items():
+            if name in GROWING:
+                yield CounterMetricFamily(f"kvstore_{name}", GROWING[name], value)
+            else:
+                yield GaugeMetricFamily(f"kvstore_{name}", _GAUGES.get(name, name), value)
         yield GaugeMetricFamily("kvstore_serving", "whether health says SERVING", float(self._worker.is_serving))
         yield from self._calls()
         yield from self._tiers()
@@ -82,21 +68,18 @@ class Exposition:
         yield moved
 
 
-def counters(counts: Mapping[str, float]) -> Iterator[Any]:
-    """Counters by their flat names; those of a kind become one metric."""
-    families: dict[str, CounterMetricFamily] = {}
-    for name, count in counts.items():
-        for pattern, metric, label, about in _LABELLED:
-            if found := pattern.fullmatch(name):
-                family = families.get(metric)
-                if family is None:
-                    family = families[metric] = CounterMetricFamily(f"kvstore_{metric}", about, labels=(label,))
-                family.add_metric((found[1],), count)
-                break
-        else:
-            if name not in _ELSEWHERE:
-                families[name] = CounterMetricFamily(f"kvstore_{name}", _HELP.get(name, name.replace("_", " ")), count)
-    yield from families.values()
+def counters(counts: Mapping[str, int]) -> Iterator[Any]:
+    """Every counter of a node and a worker, from their flat names; those of a family become one metric."""
+    labelled: dict[Family, CounterMetricFamily] = {}
+    for counter in (*NodeCount, *WorkerCount):
+        family, count = counter.family, counts[counter.flat_name]
+        if family is not None:
+            if family not in labelled:
+                labelled[family] = CounterMetricFamily(f"kvstore_{family.metric}", family.about, labels=(family.label,))
+            labelled[family].add_metric((counter.label,), count)
+        elif counter not in _ELSEWHERE:
+            yield CounterMetricFamily(f"kvstore_{counter.flat_name}", counter.about, count)
+    yield from labelled.values()
 
 
 def _histogram(

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import cast
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
@@ -79,7 +80,7 @@ class GetStreams:
                     good = start + (size if first_miss < 0 else first_miss)
                     if first_miss < 0 and number + 1 < len(windows):
                         reading = begin(number + 1)
-                    self._calls.add("wire_bytes_out", (good - start) * layout.chunk_bytes)
+                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, (good - start) * layout.chunk_bytes)
                     yield from encode_parts(
                         _split(memories[number % 2], layout.section_bytes, 0, (good - start) * layout.section_count)
                     )
@@ -107,7 +108,7 @@ class GetStreams:
             layers = cast("Generator[tuple[int, LayerMemory]]", self._node.read_layers(hold, memory, each_s))
             with closing(layers):
                 for layer, _ in layers:
-                    self._calls.add("wire_bytes_out", 2 * plane_bytes)
+                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
                     yield from encode_parts(_split(memories[layer % 2], layout.section_bytes, 0, 2 * count))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.address import Chain
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
 from kvstore.results import PutResult
@@ -82,7 +83,7 @@ class PutStreams:
         index = first
         frame: Frame | None = opening
         while frame is not None:
-            self._calls.add("wire_bytes_in", len(frame.data))
+            self._calls.add(WorkerCount.WIRE_BYTES_IN, len(frame.data))
             # A section is a view of the message it came in, which nobody changes: no copy, and no buffer to reuse.
             for section in incoming.feed(frame):
                 sections.append(section)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.wire.frames import Frame, decode_frame
 from kvstore.wire.watch import Watch, Watched
@@ -17,7 +18,7 @@ def watched(watch: Watch, context: grpc.ServicerContext, limits: WorkerLimits, c
     """Puts a call under watch: cancelled when its client moves nothing for too long. Ends with the context."""
 
     def cancel() -> None:
-        calls.add("calls_idle")
+        calls.add(WorkerCount.CALLS_IDLE)
         context.cancel()
 
     return watch.begin(limits.idle_s, limits.stream_s_max, cancel)

@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from kvstore.client.bulk.shortage import PAUSE_S, Shortage
-from kvstore.client.counters import ClientCounters
+from kvstore.counts import ClientCount, Counts
 from kvstore.wire.bulk.channel import Channel, LinkShort
 from kvstore.wire.bulk.frames import Kind
 from tests.bulk.memories import filled, serving_memory
@@ -140,7 +140,7 @@ def test_files_that_came_without_descriptors_for_them_are_closed() -> None:
 
 
 def test_a_shortage_is_said_once_and_is_over_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    counters, now = ClientCounters(), [100.0]
+    counters, now = Counts(ClientCount), [100.0]
     shortage = Shortage(counters, lambda: now[0])
     assert not shortage.note(OSError(5, "an error of the device"))
     assert not shortage.is_on

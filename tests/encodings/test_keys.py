@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.counts import NodeCount
 from kvstore.encodings.keys import Key, KeyFile, KeyRing
 from kvstore.errors import InvalidRequest
 from tests.encodings.keyed import TENANT, key_file, secret, write_keys
@@ -58,11 +59,11 @@ def test_a_key_that_is_there_twice_is_named() -> None:
 def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:
     """A list where a name should be was a TypeError, out of whatever put or get looked at the file first."""
     keys = key_file(tmp_path / "keys.json", "a")
-    noted: Counter[str] = Counter()
+    noted: Counter[NodeCount] = Counter()
     keys.noted = lambda counter: noted.update([counter])
     (tmp_path / "keys.json").write_text(json.dumps({"tenants": {TENANT: {"current": ["a"], "keys": {"a": GOOD}}}}))
     current = keys.ring.current[TENANT]
-    assert current is not None and current.name == "a" and noted == {"keys_refused": 1}
+    assert current is not None and current.name == "a" and noted == {NodeCount.KEYS_REFUSED: 1}
 
 
 def test_a_key_is_named_after_its_secret_and_never_shows_it() -> None:
@@ -73,7 +74,7 @@ def test_a_key_is_named_after_its_secret_and_never_shows_it() -> None:
 
 def test_a_changed_file_is_taken_over_and_a_bad_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = key_file(tmp_path / "keys.json", "a")
-    noted: Counter[str] = Counter()
+    noted: Counter[NodeCount] = Counter()
     keys.noted = lambda counter: noted.update([counter])
     write_keys(tmp_path / "keys.json", "b", "a")
     current = keys.ring.current[TENANT]
@@ -86,7 +87,7 @@ def test_a_changed_file_is_taken_over_and_a_bad_one_is_not(tmp_path: Path, caplo
         # A slip that would have a tenant's chunks written as plain text.
         write_keys(tmp_path / "keys.json", "c", tenant="other")
         assert keys.ring.current[TENANT] == current
-    assert noted == {"keys_reloaded": 1, "keys_refused": 3}
+    assert noted == {NodeCount.KEYS_RELOADED: 1, NodeCount.KEYS_REFUSED: 3}
     assert "null" in caplog.text and secret("b").hex() not in caplog.text
     write_keys(tmp_path / "keys.json", None, "a", "b")
     assert keys.ring.current[TENANT] is None and len(keys.ring.by_id) == 2

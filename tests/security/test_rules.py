@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, Overloaded, Unauthenticated
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
@@ -275,7 +276,7 @@ def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
 
 
 def test_an_open_guard_lets_everybody_do_everything() -> None:
-    counted: list[str] = []
+    counted: list[WorkerCount] = []
     visit = Guard(counted.append).admit("Clear", Presented())
     visit.allow("any tenant")
     visit.allow_every()

@@ -15,6 +15,7 @@ class Documented(NamedTuple):
 
     kind: str
     labels: tuple[str, ...]
+    says: str = ""
 
 
 def documented() -> dict[str, Documented]:
@@ -23,7 +24,7 @@ def documented() -> dict[str, Documented]:
     for line in PAGE.read_text().splitlines():
         if row := _ROW.fullmatch(line):
             assert row[1] not in found, f"{row[1]} has two rows"
-            found[row[1]] = Documented(row[2], tuple(re.findall(r"`(\w+)`", row[3])))
+            found[row[1]] = Documented(row[2], tuple(re.findall(r"`(\w+)`", row[3])), row[4])
     return found
 
 

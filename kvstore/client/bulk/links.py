@@ -16,9 +16,9 @@ import grpc
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.shortage import Shortage, links_max
-from kvstore.client.counters import ClientCounters
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
@@ -81,7 +81,7 @@ class Link:
         shortage: Shortage | None = None,
     ) -> None:
         self.channel = channel
-        self.shortage = shortage or Shortage(ClientCounters())
+        self.shortage = shortage or Shortage(Counts(ClientCount))
         self.hands_files = hands_files
         self.memory = memory
         """The worker's, mapped; None where it has none, or is on another host."""
@@ -186,7 +186,7 @@ class Links:
         shortage: Shortage | None = None,
     ) -> None:
         self._address = address
-        self._shortage = shortage or Shortage(ClientCounters())
+        self._shortage = shortage or Shortage(Counts(ClientCount))
         self._links_max = links_max(limits.bulk_links_max)
         self._credentials = credentials
         self._bulk = bulk

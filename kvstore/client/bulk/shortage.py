@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvstore.client.counters import ClientCounters
+from kvstore.counts import ClientCount, Counts
 from kvstore.wire.bulk.channel import LinkShort
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ SHARE = 32
 class Shortage:
     """What a client knows of it. Thread-safe."""
 
-    def __init__(self, counters: ClientCounters, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, counters: Counts[ClientCount], monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Shortage:
         with self._lock:
             self._ends_s = self._monotonic_s() + PAUSE_S
             warns, self._has_warned = not self._has_warned, True
-        self._counters.add("client_descriptors_short")
+        self._counters.add(ClientCount.DESCRIPTORS_SHORT)
         if warns:
             log.warning(
                 "client.descriptors_short limit=%d: reads go over connections that need fewer; raise the limit "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvstore.counts import WorkerCount
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
@@ -103,7 +104,7 @@ class Arriving:
                 memory = buffer
                 channel.receive_into([memory])
                 sums = table.unpack(channel.receive(table.size))
-            self._calls.add("wire_bytes_in", size_bytes)
+            self._calls.add(WorkerCount.WIRE_BYTES_IN, size_bytes)
             yield Arrived(start, count, memory, sums, buffer)
             index += count
 

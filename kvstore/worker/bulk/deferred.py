@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvstore.address import Address
+from kvstore.counts import WorkerCount
 from kvstore.errors import KVStoreError
 from kvstore.worker.calls import Calls
 from kvstore.worker.threads import DaemonThreads
@@ -48,7 +49,7 @@ class Deferred:
         with self._changed:
             self._pending.update(addresses)
             self._jobs += 1
-        self._calls.add("puts_deferred")
+        self._calls.add(WorkerCount.PUTS_DEFERRED)
         try:
             self._writers.submit(self._run, addresses, write, acknowledged)
         except BaseException:
@@ -79,11 +80,11 @@ class Deferred:
             acknowledged.wait(ACKNOWLEDGE_S)
             write()
         except KVStoreError as error:
-            self._calls.add("puts_deferred_lost")
+            self._calls.add(WorkerCount.PUTS_DEFERRED_LOST)
             log.info("worker.deferred_lost chunks=%d why=%s", len(addresses), error)
         except Exception:
-            self._calls.add("puts_deferred_lost")
-            self._calls.add("calls_failed")
+            self._calls.add(WorkerCount.PUTS_DEFERRED_LOST)
+            self._calls.add(WorkerCount.CALLS_FAILED)
             log.exception("worker.deferred_failed")
         finally:
             self._done(addresses)

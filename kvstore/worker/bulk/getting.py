@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.address import Chain
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
@@ -98,7 +99,7 @@ class BulkGets:
         good = handing.serve(mode)
         read = max(0, good - first)
         chunk_bytes = hold.chain.namespace.layout.chunk_bytes
-        self._calls.add("wire_bytes_out", read * chunk_bytes)
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, read * chunk_bytes)
         from_files = max(0, read - handing.from_memory_count)
         self._node.counters.add_read(from_files * chunk_bytes, from_files)
         self._node.used(hold, good)

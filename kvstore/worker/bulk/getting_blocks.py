@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from itertools import groupby
 
 from kvstore.buffers import byte_length
+from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -78,7 +79,7 @@ class BlockGets:
         leases = self._leases if mode == Mode.SLOTS else None
         handing = BlockHanding(self._node, channel, number, wanted, leases, context)
         given = handing.serve()
-        self._calls.add("wire_bytes_out", sum(wanted.sizes_bytes[index] for index in given))
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(wanted.sizes_bytes[index] for index in given))
         from_files = [index for index in given if index not in handing.in_memory]
         self._node.counters.add_read(sum(wanted.sizes_bytes[index] for index in from_files), len(from_files))
         self._node.handed_blocks.used(wanted, given)
@@ -124,7 +125,7 @@ class BlockHanding:
             there = _there(allowed, slots)
             if there and slots is not None and self._has_slots and self._handing.lease(slots):
                 slots, offsets = None, there
-                self._node.counters.add("memory_hits", len(there))
+                self._node.counters.add(NodeCount.MEMORY_HITS, len(there))
                 self.in_memory.update(there)
             left = [index for index in allowed if index not in offsets]
             how.update(dict.fromkeys(offsets, Kind.SLOTS))
@@ -262,7 +263,7 @@ class BlockStream:
             if len(came) == len(window.indexes):
                 # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
                 self._buffers.give(window.buffer)
-        self._node.counters.add("memory_hits", len(window.hot))
+        self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
         self._node.handed_blocks.used(self._wanted, sorted(sent))
         window.close()
 
@@ -272,7 +273,7 @@ class BlockStream:
         for index, image in images.items():
             head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
             pieces += (memoryview(head + encode_index(index)), image)
-        self._calls.add("wire_bytes_out", sum(self._wanted.sizes_bytes[index] for index in images))
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(self._wanted.sizes_bytes[index] for index in images))
         if byte_length(pieces) < TINY_BYTES * len(pieces):
             pieces = [memoryview(b"".join(pieces))]
         self._channel.send_bytes(pieces)

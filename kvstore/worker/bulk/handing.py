@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore.address import Chain
+from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
@@ -148,7 +149,7 @@ class ChunkHanding:
             slots.release()  # evicted since we looked, or too much is leased
             return 0
         self._handing.send_slots(first, offsets)
-        self._node.counters.add("memory_hits", len(offsets))
+        self._node.counters.add(NodeCount.MEMORY_HITS, len(offsets))
         self.from_memory_count += len(offsets)
         return len(offsets)
 

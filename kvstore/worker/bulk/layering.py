@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
@@ -52,6 +53,6 @@ def send_layers(
                 channel.send_bytes([memoryview(head + encode_index(layer))])
                 planes = np.frombuffer(both[layer % 2], np.uint8).reshape(1, 2, -1)
                 send_run(channel, Planes(planes, section_bytes), 0, count)
-                calls.add("wire_bytes_out", 2 * plane_bytes)
+                calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
         for buffer in both:  # whoever missed its deadline may still be reading into them: then this is not reached
             buffers.give(buffer)

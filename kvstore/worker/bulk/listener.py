@@ -17,6 +17,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.identity import NOTHING, Presented
 from kvstore.security.tls import Certificate
@@ -150,7 +151,7 @@ class BulkListener:
                 self._turn()
             except Exception:
                 # Without this thread nobody would be served again.
-                self._calls.add("calls_failed")
+                self._calls.add(WorkerCount.CALLS_FAILED)
                 log.exception("bulk.listener_failed")
                 time.sleep(PERIOD_S)
 
@@ -190,7 +191,7 @@ class BulkListener:
                 context = self._tls.context(server=True)
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except (OSError, KVStoreError):
-            self._calls.add("bulk_refused")
+            self._calls.add(WorkerCount.BULK_REFUSED)
             sock.close()
             return
         if len(self._strangers) >= STRANGERS_MAX:
@@ -228,7 +229,7 @@ class BulkListener:
         except (LinkBroken, LinkLate):
             connection.close()
             return
-        self._calls.add("bulk_connections")
+        self._calls.add(WorkerCount.BULK_CONNECTIONS)
         with self._lock:
             self._connections.add(connection)
         self._listen_to(connection)
@@ -257,7 +258,7 @@ class BulkListener:
         return grant.welcome(nonce), presented
 
     def _turn_away(self, stranger: Stranger) -> None:
-        self._calls.add("bulk_refused")
+        self._calls.add(WorkerCount.BULK_REFUSED)
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.socket)
         stranger.socket.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
@@ -94,7 +95,7 @@ class BulkRequests:
         except Refused as refused:
             self._refuse(connection, number, refused.refusal)
         except LinkLate:
-            self._calls.add("calls_idle")
+            self._calls.add(WorkerCount.CALLS_IDLE)
         except KVStoreError as error:
             self._refuse(connection, number, refusal(error))
         return False
@@ -115,7 +116,7 @@ class BulkRequests:
         try:
             yield
         except LinkLate:
-            self._calls.add("calls_idle")
+            self._calls.add(WorkerCount.CALLS_IDLE)
             raise
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from kvstore.address import Chain
+from kvstore.counts import NodeCount, WorkerCount
 from kvstore.format.header import expected_chunk
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
@@ -116,7 +117,7 @@ class ChunkStream:
                 self._node.bring(self._hold, first, stop - first, left_s)
             slots = memory.refer(self._chain, first, stop - first)
             if slots.leading_count:
-                self._node.counters.add("memory_hits", slots.leading_count)
+                self._node.counters.add(NodeCount.MEMORY_HITS, slots.leading_count)
                 return Window(first, slots.images(first, first + slots.leading_count), slots, None)
             slots.release()
             end = next((first + at for at, entry in enumerate(slots.entries) if entry is not None), stop)
@@ -144,4 +145,4 @@ class ChunkStream:
             head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(file))
             pieces += (memoryview(head + encode_index(index)), file)
         self._channel.send_bytes(pieces)
-        self._calls.add("wire_bytes_out", len(files) * self._chain.namespace.layout.chunk_bytes)
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, len(files) * self._chain.namespace.layout.chunk_bytes)

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
+from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level
@@ -51,6 +52,11 @@ _STATES = {
     State.CANCELLED: pb.TICKET_CANCELLED,
 }
 
+_ENDED = {
+    State.DONE: WorkerCount.TICKETS_DONE,
+    State.FAILED: WorkerCount.TICKETS_FAILED,
+    State.CANCELLED: WorkerCount.TICKETS_CANCELLED,
+}
 _RECODINGS = {
     pb.RECODING_COMPRESS: Recoding.COMPRESS,
     pb.RECODING_DECOMPRESS: Recoding.DECOMPRESS,
@@ -79,7 +85,7 @@ class ControlService:
             self._book,
             clock,
             member.node.ids,
-            lambda state: service.calls.add(f"tickets_{state.value}"),
+            lambda state: service.calls.add(_ENDED[state]),
             spare_threads=SPARE_THREADS,
         )
         self._limits = LiveLimits(member, service)

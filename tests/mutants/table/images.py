@@ -260,7 +260,11 @@ ENCODINGS = [
     mutant(
         "missing-key-is-damage",
         "FORMAT 4.5: a key that is not there is no damage",
-        edit("kvstore.node.encoded:Encodings._key_for", 'raise NotDecodable("miss_key")', "raise Damaged(Damage.SEAL)"),
+        edit(
+            "kvstore.node.encoded:Encodings._key_for",
+            "raise NotDecodable(NodeCount.MISS_KEY)",
+            "raise Damaged(Damage.SEAL)",
+        ),
         f"{ENCODED}a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside",
     ),
     mutant(
