@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import numpy as np
 
 from kvstore.native.library import library
@@ -12,16 +9,7 @@ from kvstore.native.library import library
 ADDRESS_BYTES = 16
 
 
-def _bound() -> Any:
-    function = getattr(library, "kv_addresses", None)  # None too where a library is in use that is older than it
-    if function is not None:
-        text, count = ctypes.c_char_p, ctypes.c_uint64
-        function.argtypes, function.restype = (text, text, ctypes.c_void_p, count, count, ctypes.c_void_p), None
-    return function
-
-
-_addresses = _bound()
-is_available: bool = _addresses is not None
+is_available: bool = library is not None
 
 
 def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> list[bytes]:
@@ -36,6 +24,6 @@ def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first
     found = np.empty(count, "V16")
     tokens = np.frombuffer(packed, np.uint8)
     start: int = tokens.__array_interface__["data"][0] + first * chunk_bytes
-    _addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
+    library.kv_addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
     addresses: list[bytes] = found.tolist()
     return addresses

@@ -7,12 +7,6 @@
 
 enum { WAYS = 8 };
 
-typedef struct {
-    uint64_t *prints;
-    uint32_t *marks;
-    uint64_t mask;
-} kv_known;
-
 static uint64_t print_of(const kv_chunk *chunk) {
     uint64_t print;
     memcpy(&print, chunk->address, sizeof print);

@@ -46,13 +46,13 @@ CHUNK = np.dtype(
 """``kv_chunk``: pointers are plain addresses, kept valid by whoever fills them in."""
 
 VERIFIED_BYTES = 8 * 8 + 8 + 8
-"""``kv_verified``."""
+"""The size of ``kv_verified``."""
 MOVED_BYTES = 8 * 8 + 8 + 8 + 8
-"""``kv_arrival`` and ``kv_departure``."""
+"""The size of ``kv_arrival``, and of ``kv_departure``."""
 
 
 class Run(ctypes.Structure):
-    """``kv_run``: what all chunks of one call have in common."""
+    """The ``kv_run`` of C: what all chunks of one call have in common."""
 
     _fields_ = (
         ("root", ctypes.c_char_p),
@@ -67,13 +67,13 @@ class Run(ctypes.Structure):
 
 
 class Borrowed(ctypes.Structure):
-    """``kv_borrowed``."""
+    """The ``kv_borrowed`` of C: permission to write into a caller's memory."""
 
     _fields_ = (("stop", ctypes.c_int32), ("users", ctypes.c_int32))
 
 
 class Turn(ctypes.Structure):
-    """``kv_turn``."""
+    """The ``kv_turn`` of C: one lane's turn at the chunks of a run."""
 
     _fields_ = (
         ("next", ctypes.POINTER(ctypes.c_int64)),
@@ -88,9 +88,56 @@ class Turn(ctypes.Structure):
 
 
 class Known(ctypes.Structure):
-    """``kv_known``: a table of ``kvstore.node.known``, by the addresses of its arrays."""
+    """The ``kv_known`` of C: a table of ``kvstore.node.known``, by the addresses of its arrays."""
 
     _fields_ = (("prints", ctypes.c_void_p), ("marks", ctypes.c_void_p), ("mask", ctypes.c_uint64))
+
+
+_INT, _INT32, _INT64 = ctypes.c_int, ctypes.c_int32, ctypes.c_int64
+_UINT32, _UINT64 = ctypes.c_uint32, ctypes.c_uint64
+_AT = ctypes.c_void_p
+"""Where something begins in memory: an integer, or a buffer of ctypes."""
+_BYTES = ctypes.c_char_p
+_RUN, _TURN, _BORROWED, _KNOWN = map(ctypes.POINTER, (Run, Turn, Borrowed, Known))
+
+Function = tuple[type | None, tuple[type, ...]]
+
+FUNCTIONS: dict[str, Function] = {
+    "kv_abi": (_INT, ()),
+    "kv_addresses": (None, (_BYTES, _BYTES, _AT, _UINT64, _UINT64, _AT)),
+    "kv_use_vectors": (_INT, (_INT,)),
+    "kv_use_width": (_INT, (_INT,)),
+    "kv_checksum": (_UINT64, (_AT, _UINT64)),
+    "kv_hash_begin": (None, (_AT,)),
+    "kv_hash_absorb": (None, (_AT, _AT, _UINT64, _UINT64)),
+    "kv_hash_end": (_UINT64, (_AT, _AT, _UINT64)),
+    "kv_open": (None, (_RUN, _AT, _INT64)),
+    "kv_close": (None, (_AT, _INT64)),
+    "kv_read": (_INT64, (_RUN, _AT, _INT64, _BORROWED)),
+    "kv_read_turn": (_INT, (_RUN, _AT, _INT64, _TURN, _BORROWED)),
+    "kv_withdraw": (_INT, (_BORROWED,)),
+    "kv_read_cold": (_INT64, (_INT, _AT, _UINT64, _UINT64)),
+    "kv_read_direct": (_INT, (_INT,)),
+    "kv_take": (_INT, (_RUN, _AT, _AT, _AT, _AT, _UINT64, _UINT64)),
+    "kv_open_parts": (None, (_RUN, _AT, _INT64, _AT, _AT)),
+    "kv_read_parts": (None, (_RUN, _AT, _INT64, _AT, _AT, _UINT32, _UINT32)),
+    "kv_map_files": (None, (_RUN, _AT, _INT64, _AT)),
+    "kv_map_at_most": (_INT64, (_INT64,)),
+    "kv_look": (None, (_RUN, _AT, _INT64)),
+    "kv_stage_turn": (_INT, (_RUN, _AT, _INT64, _TURN)),
+    "kv_publish": (None, (_RUN, _AT, _AT, _INT64, _INT)),
+    "kv_images_make": (None, (_RUN, _AT, _INT64, _AT)),
+    "kv_images_take": (None, (_RUN, _AT, _INT64, _AT)),
+    "kv_images_verify": (None, (_RUN, _AT, _INT64, _AT)),
+    "kv_images_tables": (None, (_RUN, _AT, _INT64, _AT, _AT)),
+    "kv_copy_rows": (None, (_AT, _AT, _INT64, _UINT64, _UINT64)),
+    "kv_receive": (_INT, (_RUN, _AT, _AT, _AT, _INT)),
+    "kv_receive_rows": (_INT, (_AT, _AT, _AT, _INT)),
+    "kv_send": (_INT, (_AT, _AT, _AT, _INT)),
+    "kv_known_add": (_INT64, (_KNOWN, _AT, _AT, _INT64, _INT32, _UINT32, _INT64, _AT)),
+    "kv_known_forget": (None, (_KNOWN, _AT, _AT, _INT64, _INT32)),
+}
+"""Each function's result and arguments, as ``native.h`` has them."""
 
 
 def _load() -> tuple[Any, Any, str]:
@@ -107,8 +154,8 @@ def _load() -> tuple[Any, Any, str]:
         return None, None, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
     try:
         is_ours = found.kv_abi() == ABI
-        _describe(found)
-        _describe_brief(keeping)
+        for each in (found, keeping):
+            _declare(each)
     except AttributeError:
         is_ours = False
     if not is_ours:
@@ -116,57 +163,11 @@ def _load() -> tuple[Any, Any, str]:
     return found, keeping, ""
 
 
-def _describe(found: Any) -> None:
-    """Tells ctypes the types of what is called. Raises AttributeError where something is missing."""
-    pointer, run = ctypes.c_void_p, ctypes.POINTER(Run)
-    found.kv_checksum.argtypes, found.kv_checksum.restype = (pointer, ctypes.c_uint64), ctypes.c_uint64
-    found.kv_use_width.argtypes = found.kv_use_vectors.argtypes = (ctypes.c_int,)
-    found.kv_hash_begin.argtypes, found.kv_hash_begin.restype = (pointer,), None
-    found.kv_hash_absorb.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
-    found.kv_hash_absorb.restype = None
-    found.kv_hash_end.argtypes = (pointer, pointer, ctypes.c_uint64)
-    found.kv_hash_end.restype = ctypes.c_uint64
-    for name in ("kv_look", "kv_open"):
-        each = getattr(found, name)
-        each.argtypes, each.restype = (run, pointer, ctypes.c_int64), None
-    found.kv_map_files.argtypes, found.kv_map_files.restype = (run, pointer, ctypes.c_int64, pointer), None
-    found.kv_map_at_most.argtypes, found.kv_map_at_most.restype = (ctypes.c_int64,), ctypes.c_int64
-    borrowed = ctypes.POINTER(Borrowed)
-    found.kv_read.argtypes = (run, pointer, ctypes.c_int64, borrowed)
-    found.kv_read_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn), borrowed)
-    found.kv_read.restype = ctypes.c_int64
-    found.kv_stage_turn.argtypes = (run, pointer, ctypes.c_int64, ctypes.POINTER(Turn))
-    found.kv_publish.argtypes, found.kv_publish.restype = (run, pointer, pointer, ctypes.c_int64, ctypes.c_int), None
-    for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
-        each = getattr(found, name)
-        each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer), None
-    found.kv_copy_rows.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64)
-    found.kv_copy_rows.restype = None
-    found.kv_close.argtypes, found.kv_close.restype = (pointer, ctypes.c_int64), None
-    found.kv_read_cold.argtypes = (ctypes.c_int, pointer, ctypes.c_uint64, ctypes.c_uint64)
-    found.kv_read_cold.restype = ctypes.c_int64
-    found.kv_read_direct.argtypes = (ctypes.c_int,)
-    for name in ("kv_open_parts", "kv_images_tables"):
-        each = getattr(found, name)
-        each.argtypes, each.restype = (run, pointer, ctypes.c_int64, pointer, pointer), None
-    found.kv_read_parts.argtypes = (run, pointer, ctypes.c_int64, pointer, pointer, ctypes.c_uint32, ctypes.c_uint32)
-    found.kv_read_parts.restype = None
-    found.kv_receive.argtypes = (run, pointer, pointer, pointer, ctypes.c_int)
-    found.kv_receive_rows.argtypes = (pointer, pointer, pointer, ctypes.c_int)
-    found.kv_send.argtypes = (pointer, pointer, pointer, ctypes.c_int)
-    found.kv_take.argtypes = (run, pointer, pointer, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64)
-
-
-def _describe_brief(found: Any) -> None:
-    """The same for what is called through ``brief``."""
-    pointer, known = ctypes.c_void_p, ctypes.POINTER(Known)
-    found.kv_known_add.argtypes = (
-        known, pointer, pointer, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, pointer,
-    )  # fmt: skip
-    found.kv_known_add.restype = ctypes.c_int64
-    found.kv_known_forget.argtypes = (known, pointer, pointer, ctypes.c_int64, ctypes.c_int32)
-    found.kv_known_forget.restype = None
-    found.kv_withdraw.argtypes = (ctypes.POINTER(Borrowed),)
+def _declare(found: Any) -> None:
+    """Tells ctypes the types of all functions. Raises AttributeError where one is missing."""
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
 
 
 def _say(reason: str) -> None:

@@ -2,9 +2,7 @@
 #ifndef KVSTORE_MAPPING_H
 #define KVSTORE_MAPPING_H
 
-#include <stdint.h>
-
-typedef struct kv_mapping kv_mapping;
+#include "native.h"
 
 /* A file of `size` bytes, of which those from `first` on are wanted; NULL where it cannot be mapped, or too many are. */
 kv_mapping *kv_map(int fd, uint64_t size, uint64_t first);

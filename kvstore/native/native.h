@@ -94,10 +94,77 @@ typedef struct {
     uint32_t section;
 } kv_verified;
 
+/* How far the file of a chunk has come over a socket: all zero at its beginning. */
+typedef struct {
+    kv_hash hash;
+    uint64_t passed; /* bytes of the payload that are in their sections */
+    uint64_t came;   /* bytes after those, the header before the first among them */
+} kv_arrival;
+
+/* How much of a run was sent over a socket: all zero at its beginning. */
+typedef struct {
+    kv_hash hash;
+    uint64_t summed;
+    uint64_t sent;
+} kv_departure;
+
+/* A table of kvstore/node/known.py: its arrays, and the mask of a print that gives its entry. */
+typedef struct {
+    uint64_t *prints;
+    uint32_t *marks;
+    uint64_t mask;
+} kv_known;
+
+/* A file mapped for reading (mapping.h). */
+typedef struct kv_mapping kv_mapping;
+
+/* What Python calls: `library.py` declares each once more, and a test compares the two (tests/native/test_library.py). */
+
+int kv_abi(void);
+void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes, uint64_t count,
+                  uint8_t *addresses);
+int kv_use_vectors(int wanted);
+int kv_use_width(int widest);
+
 uint64_t kv_checksum(const uint8_t *bytes, uint64_t size);
 void kv_hash_begin(kv_hash *hash);
 void kv_hash_absorb(kv_hash *hash, const uint8_t *bytes, uint64_t size, uint64_t arrived);
 uint64_t kv_hash_end(kv_hash *hash, const uint8_t *bytes, uint64_t size);
+
+void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count);
+void kv_close(kv_chunk *chunks, int64_t count);
+int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const kv_borrowed *borrowed);
+int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn, kv_borrowed *borrowed);
+int kv_withdraw(kv_borrowed *borrowed);
+int64_t kv_read_cold(int fd, uint8_t *memory, uint64_t size, uint64_t offset);
+int kv_read_direct(int fd);
+int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_verified *verified, const uint8_t *memory,
+            uint64_t size, uint64_t offset);
+void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables);
+void kv_read_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, const uint64_t *tables,
+                   uint32_t first, uint32_t many);
+void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, kv_mapping **mapped);
+int64_t kv_map_at_most(int64_t most);
+
+void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count);
+int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn);
+void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *places, int64_t count, int ordered);
+
+void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
+void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
+void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
+void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables);
+void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t count, uint64_t start, uint64_t size);
+
+int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd);
+int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd);
+int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int fd);
+
+int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status,
+                     uint32_t mark, int64_t renewed_ns, uint64_t *payload);
+void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status);
+
+/* What only the parts of the library call. */
 
 uint8_t *kv_section(const kv_chunk *chunk, uint32_t section);
 uint64_t kv_padded(uint64_t size);

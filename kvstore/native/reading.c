@@ -126,9 +126,9 @@ static void read_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint8
 }
 
 /* Returns how many are open still, KV_BLOCKED. */
-KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const int32_t *stop) {
+KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const kv_borrowed *borrowed) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
-    read_files(run, chunks, count, header, stop);
+    read_files(run, chunks, count, header, &borrowed->stop);
     free(header);
     int64_t blocked_count = 0;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) blocked_count += chunk->fd >= 0;

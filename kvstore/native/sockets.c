@@ -10,20 +10,6 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-/* How far the file of a chunk has come: zero at its beginning. */
-typedef struct {
-    kv_hash hash;
-    uint64_t passed; /* bytes of the payload that are in their sections */
-    uint64_t came;   /* bytes after those, the header before the first among them */
-} kv_arrival;
-
-/* How far a run has gone: zero at its beginning. */
-typedef struct {
-    kv_hash hash;
-    uint64_t summed;
-    uint64_t sent;
-} kv_departure;
-
 static int why_not(ssize_t moved) {
     if (moved >= 0) return -ECONNRESET; /* the peer closed it */
     return errno == EAGAIN || errno == EWOULDBLOCK ? KV_BLOCKED : -errno;
