@@ -26,7 +26,6 @@ from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format import places
-from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
@@ -36,6 +35,7 @@ from kvstore.worker.worker import Worker
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.node.stores import member_on
 from tests.patience import stretched
+from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from tests.security.secured import secured
 from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
 

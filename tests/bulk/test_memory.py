@@ -21,7 +21,6 @@ from kvstore.node.limits import Limits
 from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import (
@@ -38,6 +37,7 @@ from tests.bulk.memories import (
     worker_with_memory,
 )
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from tests.worker.serving import Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,6 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.recoding import Outcome, Recoding, recode
 from kvstore.progress import Cancelled
 from kvstore.results import Cleared
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.interface import Root
 from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -27,6 +26,7 @@ from kvstore.root.posix import PosixRoot
 from tests.census.nodes import SIZE, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
 from tests.patience import PATIENCE_S, slowness
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from tests.tiers.acting import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")

@@ -22,7 +22,6 @@ from kvstore.fsck.report import Kind
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.incarnations import RETRY_S, Incarnations
 from kvstore.recency import NS_PER_S
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -30,6 +29,7 @@ from kvstore.sources import RandomIds
 from kvstore.version import VERSION
 from tests.census.nodes import RolledOut, closing
 from tests.meta.fakes import FakeClock
+from tests.root.faulty import EIO, FaultyRoot, Rule
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import store_on
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, FaultyRoot, Rule
 from tests.tiers.acting import IN_TIME_S, QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held, timed
 
 WAIT_S = PATIENCE_S

@@ -16,9 +16,9 @@ from kvstore.client.local import LocalPort
 from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloaded, PermissionDenied, Unavailable
 from kvstore.layout import DTYPES
 from kvstore.results import PutResult
-from kvstore.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
+from tests.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
 from tests.worker.serving import connected, eventually, serving
 
 SIZE = SMALL.chunk_tokens

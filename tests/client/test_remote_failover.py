@@ -21,11 +21,11 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
-from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import Sections, planes_of
 from tests.node.stores import SMALL, kv_of, same
 from tests.patience import stretched
+from tests.root.faulty import Delay, FaultyRoot, Rule
 from tests.worker.serving import (
     WAIT_S,
     Served,

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 from kvstore.census.selection import Selection
 from kvstore.cli.app import app
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.worker import Worker
 from tests.census.nodes import RolledOut, closing
 from tests.patience import slowness
+from tests.root.faulty import EIO, FaultyRoot, Rule
 from tests.worker.serving import connected
 
 BY_CANARY = ("--written-by", "label=canary")

@@ -20,7 +20,6 @@ from kvstore.client.control import Control
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.results import LimitValue
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tickets import State, Ticket
 from kvstore.v1 import control_pb2 as pb
@@ -31,6 +30,7 @@ from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_on
 from tests.patience import returns
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from tests.tiers.acting import Acting, faulty, held
 from tests.worker.serving import WAIT_S, Served, connected, eventually, packed, raw_channel, refused, serving
 from tests.worker.test_moves import working

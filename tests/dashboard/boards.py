@@ -16,11 +16,11 @@ from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
-from kvstore.root.faulty import FaultyRoot
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.patience import slowness
+from tests.root.faulty import FaultyRoot
 
 QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 

@@ -11,10 +11,10 @@ from kvstore.address import NO_PARENT
 from kvstore.client.store import Store
 from kvstore.dashboard.exploring import explore
 from kvstore.errors import Unavailable
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.node.stores import TINY, kv_of, store_on
+from tests.root.faulty import EIO, FaultyRoot, Rule
 
 FAST = 1e9
 PROMPTS, CHUNKS_EACH = 24, 16

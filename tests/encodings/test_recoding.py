@@ -25,7 +25,6 @@ from kvstore.layout import Layout
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.recoding import Outcome, Recoded, Recoding, recode
-from kvstore.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
@@ -34,6 +33,7 @@ from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, op
 from tests.gc.cluster import SPACE, cluster, eventually, put
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 
 C, E = Encoding.COMPRESSED, Encoding.ENCRYPTED
 

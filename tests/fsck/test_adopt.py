@@ -25,8 +25,6 @@ from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.namespace import Namespace
-from kvstore.root.faulty import EIO, OPERATIONS, FaultyRoot
-from kvstore.root.faulty import Rule as RootRule
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
@@ -34,6 +32,8 @@ from kvstore.root.twins import list_twins, remove_twin, write_twin
 from kvstore.sources import RandomIds, SystemClock
 from tests.fsck.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
 from tests.meta.fakes import FakeClock
+from tests.root.faulty import EIO, OPERATIONS, FaultyRoot
+from tests.root.faulty import Rule as RootRule
 
 
 class RootTwins:

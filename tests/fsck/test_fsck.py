@@ -16,7 +16,6 @@ from kvstore.format.places import Name
 from kvstore.fsck import Action, Finding, Kind, Progress, Report, fsck
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.namespaces import claim_key
-from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Rule
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
@@ -25,6 +24,7 @@ from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.tokens import token_array
 from tests.fsck.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
+from tests.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Rule
 
 SESSION = bytes(range(16))
 OLD = 7200.0

@@ -25,7 +25,6 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
-from kvstore.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
@@ -33,6 +32,7 @@ from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
 SWEEP = b"s" * 16

@@ -13,7 +13,6 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import NamespaceDigest
-from kvstore.root.faulty import EACCES, EIO, Delay, FaultyRoot, Rule
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
@@ -22,6 +21,7 @@ from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
 from tests.fsck.damage import NOW_S, Filled, fill, read, write
 from tests.meta.fakes import CountingIds
+from tests.root.faulty import EACCES, EIO, Delay, FaultyRoot, Rule
 
 TIMINGS = Timings()
 DEAD = bytes.fromhex("dd" * 16)

@@ -22,7 +22,6 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.node.member import Member
-from kvstore.root.faulty import Delay, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
@@ -30,6 +29,7 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.threads import inline
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.patience import PATIENCE_S
+from tests.root.faulty import Delay, FaultyRoot, Rule
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from kvstore.format.places import Name
 from kvstore.meta.interface import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.fence import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -27,6 +26,7 @@ from kvstore_gc.threads import inline
 from kvstore_gc.victims import read_victims
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.gc.test_protocol import Died, die, republish
+from tests.root.faulty import EIO, FaultyRoot, Rule
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.usage import Usage
 from kvstore.recency import NS_PER_S
-from kvstore.root.faulty import EIO, FaultyRoot, Hang, Rule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
@@ -42,6 +41,7 @@ from kvstore_gc.watch import TICK_S, Duties, Watch
 from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.meta.fakes import CountingIds, FakeClock
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
 
 LONG_S = 3600.0
 
@@ -535,7 +535,7 @@ def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place, monkeypatch:
 HANGING = """
 import sys, threading
 from kvstore.meta.memory import MemoryMeta
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds

@@ -16,14 +16,14 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.root.faulty import EIO, FaultyRoot
-from kvstore.root.faulty import Rule as RootRule
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.meta.conftest import Store
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, FaultyRoot
+from tests.root.faulty import Rule as RootRule
 
 KEYS = Keys(bytes(range(16)))
 

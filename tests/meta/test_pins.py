@@ -21,14 +21,14 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.pins import ADDRESSES_MAX, PinQuota, PinRecord, Pins
 from kvstore.meta.session import Session
 from kvstore.namespace import NamespaceDigest
-from kvstore.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot
-from kvstore.root.faulty import Rule as RootRule
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import TWIN_BYTES_MAX, list_twins, read_twin, remove_twin, write_twin
 from kvstore.sources import RandomIds
 from tests.meta.conftest import Store
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot
+from tests.root.faulty import Rule as RootRule
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))

@@ -32,13 +32,13 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, Found
 from kvstore.node.disk_tier import DiskTier
-from kvstore.root.faulty import EIO, ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S, returns
+from tests.root.faulty import EIO, ENOSPC, FaultyRoot, Hang, Rule
 
 NAMESPACE = Namespace.of("m", TINY)
 OTHER = Namespace.of("other", TINY)

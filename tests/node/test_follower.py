@@ -30,7 +30,6 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
 from kvstore.node.opening import join
-from kvstore.root.faulty import EIO, EROFS, FaultyRoot, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -38,6 +37,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.ledger import Ledger
 from tests.gc.cluster import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.node.stores import TINY, kv_of, same
+from tests.root.faulty import EIO, EROFS, FaultyRoot, Rule
 
 READ_ONLY = [Rule(each, EROFS) for each in "stage publish discard move make_folder remove remove_folder".split()]
 SWEEP = b"s" * 16

@@ -34,8 +34,6 @@ from kvstore.meta.server import EmbeddedEtcd, find_etcd
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
-from kvstore.root.faulty import EIO, FaultyRoot, Hang
-from kvstore.root.faulty import Rule as RootRule
 from kvstore.root.generations import newest_number, publish
 from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open
 from kvstore.root.interface import Root
@@ -46,6 +44,8 @@ from kvstore.tokens import token_array
 from tests.etcd_fixture import eventually, free_port, running_etcd
 from tests.node.stores import TINY, kv_of, same, store_on
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, FaultyRoot, Hang
+from tests.root.faulty import Rule as RootRule
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)

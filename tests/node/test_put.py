@@ -16,11 +16,11 @@ from kvstore import Layout
 from kvstore.client import Store
 from kvstore.errors import LayoutMismatch
 from kvstore.format.places import Name
-from kvstore.root.faulty import FaultyRoot
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
 from tests.patience import PATIENCE_S
+from tests.root.faulty import FaultyRoot
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -18,11 +18,11 @@ from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.format.encoded import decode_any
 from kvstore.format.places import QUARANTINE, Name
 from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
-from kvstore.root.faulty import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import SystemClock
 from tests.node.stores import TINY, chunk_files, kv_of, same, store_on
+from tests.root.faulty import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)

@@ -23,7 +23,6 @@ import kvstore
 from kvstore import Layout, errors
 from kvstore.client import Cache, Store
 from kvstore.recency import is_fresh
-from kvstore.root.faulty import EIO, FaultyRoot, Rule
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import store_on
 from tests.peers.heartbeat import others_run_during
@@ -40,6 +39,7 @@ from tests.peers.prompts import (
     prompt,
     start,
 )
+from tests.root.faulty import EIO, FaultyRoot, Rule
 
 pytestmark = pytest.mark.slow
 

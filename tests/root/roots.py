@@ -27,12 +27,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from kvstore.buffers import Borrowed
 from kvstore.format.places import Name
-from kvstore.root.faulty import FaultyRoot
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import ObjectRoot, open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.remote import Remote
+from tests.root.faulty import FaultyRoot
 from tests.root.s3_endpoint import Server, serve
 
 WAIT_S = 30.0

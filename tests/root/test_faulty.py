@@ -12,7 +12,9 @@ import pytest
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.faulty import (
+from kvstore.root.interface import Seen, Stat
+from kvstore.root.memory import MemoryRoot
+from tests.root.faulty import (
     EIO,
     ENOSPC,
     EROFS,
@@ -28,8 +30,6 @@ from kvstore.root.faulty import (
     Short,
     Torn,
 )
-from kvstore.root.interface import Seen, Stat
-from kvstore.root.memory import MemoryRoot
 from tests.root.roots import WAIT_S, content_of, publish, stage
 
 A = Name("chunks/0001/a")

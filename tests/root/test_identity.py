@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root.faulty import ENOSPC, FaultyRoot, Lost, Missing, Rule
 from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity, read_small
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import open_object_root
 from kvstore.sources import RandomIds
+from tests.root.faulty import ENOSPC, FaultyRoot, Lost, Missing, Rule
 from tests.root.roots import Hosts, content_of, names, publish
 
 GOOD = {"format": "kvstore", "version": 1, "root": "ab" * 16, "generation": 3, "shard_bits": 7}

@@ -31,7 +31,6 @@ from kvstore.node.settings import TierSettings
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -42,6 +41,7 @@ from kvstore.writes import WriteMode
 from tests.node.stores import kv_of, same
 from tests.patience import PATIENCE_S, stretched
 from tests.patience import eventually as eventually
+from tests.root.faulty import FaultyRoot, Hang, Rule
 
 LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
 """Chunks of 256 KiB, so that few of them fill a small memory."""

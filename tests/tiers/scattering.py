@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import HoldBroken
-from kvstore.root.faulty import FaultyRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import same
+from tests.root.faulty import FaultyRoot
 from tests.tiers.acting import Acting, eventually
 
 

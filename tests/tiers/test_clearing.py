@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.hints import Hints
-from kvstore.root.faulty import FaultyRoot
 from kvstore.writes import WriteMode
 from tests.patience import PATIENCE_S
+from tests.root.faulty import FaultyRoot
 from tests.tiers.acting import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
 from tests.tiers.scattering import press, to_disk
 

@@ -20,13 +20,13 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from kvstore.node.settings import TierSettings
-from kvstore.root.faulty import FaultyRoot
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
 from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.stores import TINY, kv_of, same
 from tests.patience import PATIENCE_S
+from tests.root.faulty import FaultyRoot
 from tests.tiers.acting import MEMORY_BYTES, held
 
 

@@ -17,10 +17,10 @@ from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import memory_puts
-from kvstore.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from kvstore.writes import WriteMode
 from tests.node.stores import same
 from tests.patience import PATIENCE_S, slowness
+from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
 from tests.tiers.acting import (
     ASKING,
     IN_TIME_S,

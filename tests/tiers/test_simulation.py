@@ -24,11 +24,11 @@ import pytest
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import EIO, ENOSPC, Delay, FaultyRoot, Flipped, Lost, Missing, Rule, Torn
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import same
 from tests.patience import PATIENCE_S
+from tests.root.faulty import EIO, ENOSPC, Delay, FaultyRoot, Flipped, Lost, Missing, Rule, Torn
 from tests.tiers.acting import Acting, eventually, faulty, on_posix, together
 
 PROMPTS = 24

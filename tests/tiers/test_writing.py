@@ -11,11 +11,11 @@ import pytest
 from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
-from kvstore.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
 from kvstore.root.interface import Root
 from kvstore.writes import WriteMode
 from tests.node.stores import kv_of
 from tests.patience import slowness
+from tests.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
 from tests.tiers.acting import (
     IN_TIME_S,
     QUEUE_CHUNKS,

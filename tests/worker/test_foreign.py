@@ -10,11 +10,11 @@ import pytest
 
 from kvstore.client.store import Store
 from kvstore.format.places import Name
-from kvstore.root.faulty import FaultyRoot, Lost, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.node.stores import SMALL, kv_of, same
+from tests.root.faulty import FaultyRoot, Lost, Rule
 from tests.worker.serving import (
     WAIT_S,
     Served,

@@ -25,7 +25,6 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
@@ -34,6 +33,7 @@ from kvstore.worker.worker import Worker
 from tests.etcd_fixture import running_etcd
 from tests.node.stores import SMALL, kv_of, member_on, same
 from tests.patience import stretched
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from tests.worker.serving import (
     WAIT_S,
     Served,

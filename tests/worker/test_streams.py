@@ -13,12 +13,12 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore import Layout
-from kvstore.root.faulty import FaultyRoot, Hang, Rule
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.node.stores import SMALL, kv_of
 from tests.patience import stretched
+from tests.root.faulty import FaultyRoot, Hang, Rule
 from tests.worker.serving import (
     WAIT_S,
     Served,

@@ -18,12 +18,12 @@ import pytest
 from kvstore.connectors.settings import StoreSettings
 from kvstore.fsck import Kind, fsck
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.engines.lmcache.objects import adapter, equal, found, key, loaded, made, stored
 from tests.node.stores import store_on
+from tests.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.worker.serving import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}

@@ -19,12 +19,12 @@ from kvstore.client.limits import ClientLimits
 from kvstore.connectors.transformers import model_cache, prefill_with_store
 from kvstore.fsck import Kind, fsck
 from kvstore.node.limits import Limits
-from kvstore.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
 from tests.node.stores import chunk_files, store_on
+from tests.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.worker.serving import worker_process
 
 QUICK = Limits(match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, stall_s=0.5, lanes=4, width=2)

@@ -1,6 +1,6 @@
-"""A root that fails on purpose, by rule: for tests, and for rehearsing an outage on a real mount.
+"""A root that fails on purpose, by rule. It wraps any root, also one on a real mount.
 
-A wrapper of any root.  Rules say which call is struck (operation, name, the how-many-th, a probability from a seed) and
+Rules say which call is struck (operation, name, the how-many-th, a probability from a seed) and
 by what.  The first rule that strikes decides; later rules still count the call.
 """
 
