@@ -30,8 +30,9 @@ def check_root(root: str, second: str | None, root_options_file: str | None, as_
       kvstore check-root /mnt/kv
       kvstore check-root /mnt/kv /mnt/kv-again --json
     """
-    from kvstore.root.check import Probe, is_sound
     from kvstore.root.check import check_root as check
+    from kvstore.root.check import is_sound
+    from kvstore.root.probe import Probe
 
     opened = open_existing(root, read_root_options(root_options_file))
     try:

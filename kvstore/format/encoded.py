@@ -126,15 +126,15 @@ def decode_encoded(header: ReadBuffer) -> Header:
     """The fields of a header of version 2, without any key. Raises Damaged."""
     if len(header) < PAGE_BYTES:
         raise Damaged(Damage.SIZE)
-    (
-        magic, version, checksum_algorithm, address_algorithm, kind, encoding_number, itemsize, size, depth,
-        identity_bytes, section_count, section_bytes, address, parent, namespace, incarnation, key_id,
-    ) = _FIXED.unpack_from(header)  # fmt: skip
+    fields = _FIXED.unpack_from(header)
+    magic, version, *algorithms, kind, encoding_number, itemsize = fields[:7]
+    size, depth, identity_bytes, section_count, section_bytes = fields[7:12]
+    address, parent, namespace, incarnation, key_id = fields[12:]
     if magic != MAGIC:
         raise Damaged(Damage.MAGIC)
     if version != VERSION_2:
         raise Damaged(Damage.VERSION)
-    known = (checksum_algorithm, address_algorithm) == (XXH3_64, BLAKE2B_128) and kind in (Kind.TOKENS, Kind.BLOCK)
+    known = algorithms == [XXH3_64, BLAKE2B_128] and kind in (Kind.TOKENS, Kind.BLOCK)
     if not known or not 1 <= encoding_number <= (Encoding.COMPRESSED | Encoding.ENCRYPTED):
         raise Damaged(Damage.ALGORITHM)
     # Bounded by what we were given before anything is addressed through it.

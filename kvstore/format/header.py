@@ -233,10 +233,8 @@ def encode_parts(
     """A header of what lies in it; ``names`` are address, parent, namespace digest and incarnation."""
     size = header_bytes(identity_bytes, section_count)
     header = bytearray(size)
-    _FIXED.pack_into(
-        header, 0, MAGIC, VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count,
-        section_bytes, names[:16], names[16:32], names[32:64], names[64:],
-    )  # fmt: skip
+    numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count, section_bytes)
+    _FIXED.pack_into(header, 0, MAGIC, *numbers, names[:16], names[16:32], names[32:64], names[64:])
     header[FIXED_BYTES : FIXED_BYTES + len(inner)] = inner
     _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
     return header
@@ -249,18 +247,15 @@ def decode(header: ReadBuffer) -> Header:
     """
     if len(header) < PAGE_BYTES:
         raise Damaged(Damage.SIZE)
-    (
-        magic, version, checksum_algorithm, address_algorithm, kind, size, depth, identity_bytes, section_count,
-        section_bytes, address, parent, namespace, incarnation,
-    ) = _FIXED.unpack_from(header)  # fmt: skip
+    fields = _FIXED.unpack_from(header)
+    magic, version, *algorithms, kind = fields[:5]
+    size, depth, identity_bytes, section_count, section_bytes = fields[5:10]
+    address, parent, namespace, incarnation = fields[10:]
     if magic != MAGIC:
         raise Damaged(Damage.MAGIC)
     if version != VERSION:
         raise Damaged(Damage.VERSION)
-    if (checksum_algorithm, address_algorithm) != (
-        XXH3_64,
-        BLAKE2B_128,
-    ) or kind not in (Kind.TOKENS, Kind.BLOCK):
+    if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (Kind.TOKENS, Kind.BLOCK):
         raise Damaged(Damage.ALGORITHM)
     # The size is bounded by what we were given before it is used, so that a damaged one reads no other memory.
     if size != header_bytes(identity_bytes, section_count) or size > len(header):

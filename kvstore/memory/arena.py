@@ -86,8 +86,9 @@ class Arena:
             # Taken now they would cost some process its life, this one or another; later there may be room.
             log.warning(
                 "memory.scarce asked_bytes=%d free_bytes=%d: the system may kill a process when it fills; give less",
-                self.size_bytes, free,
-            )  # fmt: skip
+                self.size_bytes,
+                free,
+            )
             return self
         self._filling = threading.Thread(target=populate, args=(self.memory, True, self._closing), daemon=True)
         self._filling.start()

@@ -39,7 +39,7 @@ from kvstore.node.unreadable import FAILED, Unreadable
 from kvstore.node.usage import NodeUsage
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import Clock
 
 VERIFY_BYTES = 4 << 20

@@ -37,7 +37,8 @@ from kvstore.node.lanes import moved_on
 from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
-from kvstore.root.posix import FULL_ERRORS, PosixRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import FULL_ERRORS
 from kvstore.sources import Clock, Ids
 from kvstore.waiting import Monitor
 

@@ -24,7 +24,7 @@ from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 
 
 def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:

@@ -19,7 +19,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
 from kvstore.node.wanted import Wanted, expected_of
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 
 
 def copying(

@@ -57,7 +57,8 @@ from kvstore.node.views import Views
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
-from kvstore.root.posix import PosixReader, PosixRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.meta.digests import Digests
 from kvstore.node.member import Member
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.peers import Peers
+from kvstore.peers.roster import Roster
 
 
 def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None:
@@ -16,16 +20,16 @@ def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None
     tiers = member.node.tiers
     if tiers is None:
         return None
+    clock, limits = member.node.clock, PeerLimits(sync_interval_s=tiers.settings.sync_interval_s)
     peers = Peers(
-        member.meta,
-        member.keys,
+        Digests(member.meta, member.keys),
         member.presence,
         tiers.memory,
+        Roster(limits, clock, Random(), credentials),
         member.node.counters,
-        member.node.clock,
-        PeerLimits(sync_interval_s=tiers.settings.sync_interval_s),
-        on_cleared=member.node.forget_namespace,
-        credentials=credentials,
+        clock,
+        limits,
+        member.node.forget_namespace,
     )
     tiers.add_peers(peers)
     member.on_cleared.append(peers.tell_cleared)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from random import Random
 from threading import Lock
 
 from kvstore.address import Address, Chain
-from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.counts import NodeCount
 from kvstore.meta.digests import Digests
-from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
 from kvstore.meta.presence import Presence
 from kvstore.meta.workers import WorkerRecord
 from kvstore.namespace import NamespaceDigest
@@ -34,10 +30,6 @@ GIVEN_MAX = 4096
 """Chunks of which it is remembered who gave them, for the case that they prove wrong."""
 
 
-def _nobody(_: NamespaceDigest) -> None:
-    pass
-
-
 class Peers:
     """A ``kvstore.node.tiers.Tier``. Knows nothing, and tells nothing, before ``start``. Thread-safe.
 
@@ -50,25 +42,23 @@ class Peers:
 
     def __init__(
         self,
-        meta: Meta,
-        keys: Keys,
+        digests: Digests,
         presence: Presence,
         source: Source,
+        roster: Roster,
         counters: Counters,
         clock: Clock,
-        limits: PeerLimits | None = None,
-        on_cleared: Callable[[NamespaceDigest], None] = _nobody,
-        chance: Random | None = None,
-        credentials: Credentials = PLAIN,
+        limits: PeerLimits,
+        on_cleared: Callable[[NamespaceDigest], None],
     ) -> None:
-        self.limits = limits or PeerLimits()
-        self._digests = Digests(meta, keys)
+        self.limits = limits
+        self._digests = digests
         self._presence = presence
         self._source = source
         self._counters = counters
         self._clock = clock
         self._on_cleared = on_cleared
-        self._roster = Roster(self.limits, clock, chance or Random(), credentials)
+        self._roster = roster
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
         self._lock = Lock()
@@ -87,9 +77,14 @@ class Peers:
         if address is not None:
             record = WorkerRecord(address, pid=os.getpid())
             publisher = self._publisher = Publisher(
-                self._digests, self._source, record, self.limits, self._counters, self._clock,
+                self._digests,
+                self._source,
+                record,
+                self.limits,
+                self._counters,
+                self._clock,
                 lambda: len(follower.directory.numbers),
-            )  # fmt: skip
+            )
             publisher.start()
             self._presence.attach(publisher.begin, publisher.end)
 
@@ -113,10 +108,8 @@ class Peers:
         if self._follower is None or not indexes or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
-        fetch = Fetch(
-            self._follower.directory, self._roster, self.limits, wanted,
-            Deadline(self._clock, min(slowest_s, deadline.left_s())),
-        )  # fmt: skip
+        ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
+        fetch = Fetch(self._follower.directory, self._roster, self.limits, wanted, ends)
         for start, stop in runs(indexes):
             for at, address in fetch.run(indexes[start], images[start:stop]):
                 came[start + at] = True

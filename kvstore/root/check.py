@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
+from kvstore.root.check_posix import posix_probes
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
+from kvstore.root.probe import Probe
 from kvstore.root.tree import remove_tree
 from kvstore.sources import Ids, RandomIds
 
@@ -25,19 +26,6 @@ SMALL_FILES_COUNT = 100
 REMOVE_TRIES_MAX = 40
 REMOVE_PAUSE_S = 0.3
 STAMP_NS = 1_700_000_000_123_456_789
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One thing tried. ``ok`` is None where it is only information, or could not be tried (the detail says why).
-
-    ``consequence`` says what it means for the store; empty where all is well.
-    """
-
-    name: str
-    ok: bool | None
-    detail: str
-    consequence: str = ""
 
 
 def check_root(
@@ -93,9 +81,6 @@ def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
     ):
         yield _guarded(attempt)
     if isinstance(root, PosixRoot):
-        # Imported here, because it builds on Probe.
-        from kvstore.root.check_posix import posix_probes
-
         yield from posix_probes(root.path, str(scratch), second)
 
 

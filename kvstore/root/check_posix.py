@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from kvstore.root.check import Probe
 from kvstore.root.contender import Contender, create_names, link_names, prepare_links
 from kvstore.root.posix import file_system_type
+from kvstore.root.probe import Probe
 
 NAMES_COUNT = 100
 SOON_S = 0.2

@@ -8,8 +8,7 @@ from __future__ import annotations
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.generation import RECORD_BYTES_MAX, Generation
-from kvstore.recency import NS_PER_S
-from kvstore.root.identity import read_small
+from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
 
@@ -38,14 +37,7 @@ def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Ge
 
     Raises RootMismatch where that cannot be read, and the root's errors.
     """
-    session = ids.fresh()
-    staged = places.staged(session, 0)
-    try:
-        root.stage(staged, [memoryview(generation.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
-        root.publish(staged, places.generation(generation.number), durable=True)
-    finally:
-        root.discard(staged)
-        root.remove_folder(places.staging_folder(session))
+    publish_small(root, places.generation(generation.number), generation.to_json(), ids=ids, clock=clock)
     newest = read_newest(root)
     assert newest is not None, "published a moment ago, and generations are never deleted"
     return newest

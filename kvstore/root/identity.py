@@ -164,6 +164,21 @@ def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
     return bytes(content[:count])
 
 
+def publish_small(root: Root, name: Name, content: bytes, *, ids: Ids, clock: Clock) -> bool:
+    """Publishes a small file, synced, and leaves no staging folder behind; False where the name is taken.
+
+    Raises the root's errors.
+    """
+    session = ids.fresh()
+    staged = places.staged(session, 0)
+    try:
+        root.stage(staged, [memoryview(content)], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
+        return root.publish(staged, name, durable=True)
+    finally:
+        root.discard(staged)
+        root.remove_folder(places.staging_folder(session))
+
+
 def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable[[float], object]) -> RootIdentity:
     foreign = _foreign_entry(root)
     if foreign is not None:
@@ -175,16 +190,8 @@ def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable
                 "give an empty folder, or restore FORMAT from a backup"
             )
         return found
-    session = ids.fresh()
-    staged = places.staged(session, 0)
-    mine = RootIdentity(RootId(ids.fresh()), 1, shard_bits)
-    try:
-        # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
-        root.stage(staged, [memoryview(mine.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
-        root.publish(staged, places.FORMAT, durable=True)
-    finally:
-        root.discard(staged)
-        root.remove_folder(places.staging_folder(session))
+    # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
+    publish_small(root, places.FORMAT, RootIdentity(RootId(ids.fresh()), 1, shard_bits).to_json(), ids=ids, clock=clock)
     if root.traits.exclusive_publish:
         found = read_identity(root)
         if found is None:

@@ -9,22 +9,14 @@ from kvstore.errors import InvalidRequest
 from kvstore.format import places
 from kvstore.format.lineage import RECORD_BYTES_MAX, LineageId, Writer
 from kvstore.format.places import Name
-from kvstore.recency import NS_PER_S
-from kvstore.root.identity import read_small
+from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
 
 
 def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> None:
     """Publishes the record of a session, unless it is there. Synced. Raises the root's errors."""
-    session = ids.fresh()
-    staged = places.staged(session, 0)
-    try:
-        root.stage(staged, [memoryview(writer.to_json())], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
-        root.publish(staged, places.writer(bytes.fromhex(writer.session)), durable=True)
-    finally:
-        root.discard(staged)
-        root.remove_folder(places.staging_folder(session))
+    publish_small(root, places.writer(bytes.fromhex(writer.session)), writer.to_json(), ids=ids, clock=clock)
 
 
 def read_writers(root: Root) -> dict[LineageId, Writer]:

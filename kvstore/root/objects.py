@@ -27,10 +27,12 @@ from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.conditions import try_conditions
 from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
-from kvstore.root.remote import GONE, Remote, connect, is_gone, translated
+from kvstore.root.remote import GONE, Remote, error_of, is_gone, translated
 from kvstore.sources import Ids, RandomIds
 
 STAGED_BYTES_MAX = 4 << 30
+_CONDITIONAL = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+"""Schemes whose servers decide whether a name is free."""
 RANGE_BYTES_MAX = 32 << 20
 """One GET asks for no more, so that a read of a large chunk does not hold all of it twice."""
 
@@ -306,3 +308,35 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids:
         remote.close()
         raise
     return ObjectRoot(remote, path, url, exclusive_publish=conditions.create, conditional_remove=conditions.delete)
+
+
+def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
+    """The file system of a URL, and the path in it. ``options`` go to fsspec as they are.
+
+    Raises InvalidRequest where no library serves the scheme, or the options are not its.
+    """
+    # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take.
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        if scheme in ("s3", "s3a"):
+            from kvstore.root.s3 import S3Remote, s3_options
+
+            fs, path = url_to_fs(url, **_private(s3_options(options)))
+            remote: Remote = S3Remote(fs)
+        else:
+            fs, path = url_to_fs(url, **_private(options))
+            remote = Remote(fs, conditional=scheme in _CONDITIONAL)
+    except ImportError as cause:
+        extra = "kvstore[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
+        raise InvalidRequest(f"root {url}: {cause}; run `pip install {extra}`") from cause
+    except (TypeError, ValueError) as cause:
+        raise InvalidRequest(f"root {url}: {cause}; check its options") from cause
+    except OSError as cause:
+        raise error_of("open", url, cause) from cause
+    return remote, path.rstrip("/")
+
+
+def _private(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options, "use_listings_cache": False, "skip_instance_cache": True}

@@ -1,40 +1,25 @@
 """A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
 
-Bytes go with ``pwritev``/``preadv`` straight from and into the caller's arrays.  The one exception is a read that may
-block: its bytes arrive in memory of ours first, because a system call that hangs on a dead mount cannot be taken back
-and would write into the caller's array long after the caller has given up (``Borrowed``).
+Bytes go with ``pwritev`` straight from the caller's arrays; ``posix_reader.py`` has the way back.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 
-import numpy as np
-
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.buffers import Borrowed, Pieces, skip
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
 from kvstore.root.interface import Entry, LocalFiles, Seen, Space, Stat, Traits
+from kvstore.root.posix_errors import MISSING_ERRORS, REFUSED_ERRORS, error_of, translated
+from kvstore.root.posix_reader import IOV_MAX, PosixReader
 
-IOV_MAX = os.sysconf("SC_IOV_MAX")
-BOUNCE_BYTES = 1 << 20
-"""One blocking read; small enough to stay in the processor's cache until it is copied on."""
-
-MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR, errno.ELOOP})
-FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-
-_scratch = threading.local()
 
 
 class PosixRoot:
@@ -67,7 +52,7 @@ class PosixRoot:
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         path = self._at(name)
-        with _translated("write", path):
+        with translated("write", path):
             fd = self._create(path)
             try:
                 self._step("stage.created")
@@ -83,7 +68,7 @@ class PosixRoot:
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
         source, path = self._at(staged), self._at(name)
         self._step("publish.before")
-        with _translated("publish", path):
+        with translated("publish", path):
             try:
                 self._link(source, path)
                 won = True
@@ -114,7 +99,7 @@ class PosixRoot:
                 os.close(fd)
             if cause.errno in MISSING_ERRORS:
                 return None
-            raise _error("open", path, cause) from cause
+            raise error_of("open", path, cause) from cause
         if not S_ISREG(status.st_mode):
             os.close(fd)
             return None
@@ -127,7 +112,7 @@ class PosixRoot:
         except OSError as cause:
             if cause.errno in MISSING_ERRORS:
                 return None
-            raise _error("look at", path, cause) from cause
+            raise error_of("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
     def look(self, name: Name, size_bytes: int) -> Seen | None:
@@ -147,12 +132,12 @@ class PosixRoot:
             # Renewal is advice to garbage collection; a read-only or foreign-owned root must not fail a read.
             if cause.errno in MISSING_ERRORS or cause.errno in REFUSED_ERRORS:
                 return False
-            raise _error("touch", self._at(name), cause) from cause
+            raise error_of("touch", self._at(name), cause) from cause
         return True
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         path = self._at(name)
-        with _translated("move", path):
+        with translated("move", path):
             for attempt in range(2 if make_folder else 1):
                 try:
                     os.rename(self._at(source), path)
@@ -167,7 +152,7 @@ class PosixRoot:
 
     def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
         path, kept = self._at(name), self._at(aside)
-        with _translated("replace", path):
+        with translated("replace", path):
             try:
                 os.link(path, kept, follow_symlinks=False)
             except OSError as cause:
@@ -188,12 +173,12 @@ class PosixRoot:
 
     def make_folder(self, name: Name) -> None:
         path = self._at(name)
-        with _translated("make", path):
+        with translated("make", path):
             self._make_folder(f"{path}/.")
 
     def remove(self, name: Name) -> bool:
         path = self._at(name)
-        with _translated("remove", path):
+        with translated("remove", path):
             try:
                 os.unlink(path)
             except OSError as cause:
@@ -207,7 +192,7 @@ class PosixRoot:
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         path = self._at(name)
-        with _translated("remove", path):
+        with translated("remove", path):
             try:
                 os.rmdir(path)
             except OSError as cause:
@@ -224,7 +209,7 @@ class PosixRoot:
 
     def list(self, folder: Name) -> Iterator[Entry]:
         path = self._at(folder)
-        with _translated("list", path):
+        with translated("list", path):
             if folder and os.path.islink(path):
                 raise Unavailable(f"{path} is a symbolic link: the folders of a root must be its own")
             try:
@@ -249,7 +234,7 @@ class PosixRoot:
                     yield Entry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
 
     def space(self) -> Space:
-        with _translated("look at", self.path):
+        with translated("look at", self.path):
             status = os.statvfs(self.path)
         return Space(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
@@ -313,105 +298,6 @@ class PosixRoot:
         return f"{self.path}/{name}"
 
 
-class PosixReader:
-    """An open file of a PosixRoot."""
-
-    __slots__ = ("_fd", "_never_blocks", "_path", "stat")
-
-    def __init__(self, fd: int, path: str, stat: Stat, never_blocks: bool) -> None:
-        self._fd = fd
-        self._path = path
-        self._never_blocks = never_blocks
-        self.stat = stat
-
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
-        wanted, done = byte_length(pieces), 0
-        try:
-            while done < wanted:
-                count = self._read_cached(pieces, offset + done, borrowed)
-                if count is None:
-                    count = self._read_blocking(pieces, offset + done, borrowed, wanted - done)
-                if not count:
-                    break
-                done += count
-                if done < wanted:
-                    pieces = skip(pieces, count)
-        except OSError as cause:
-            if cause.errno not in MISSING_ERRORS:
-                raise _error("read", self._path, cause) from cause
-        return done
-
-    def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:
-        """Reads what needs no device, straight into ``pieces``; None where nothing is cached, 0 at the end."""
-        if not (self._never_blocks or RWF_NOWAIT):
-            return None
-        with borrowed.writing():
-            try:
-                return os.preadv(
-                    self._fd,
-                    pieces[:IOV_MAX],
-                    offset,
-                    0 if self._never_blocks else RWF_NOWAIT,
-                )
-            except OSError as cause:
-                # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): ask in a way that may block.
-                if cause.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                    return None
-                raise
-
-    def _read_blocking(self, pieces: Pieces, offset: int, borrowed: Borrowed, wanted: int) -> int:
-        """Reads up to BOUNCE_BYTES through memory of ours, and copies them on while they are in the cache."""
-        with suppress(OSError):
-            os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_WILLNEED)
-        scratch = _scratch_buffer()
-        borrowed.check()
-        count = os.preadv(self._fd, [memoryview(scratch)[: min(wanted, BOUNCE_BYTES)]], offset)
-        with borrowed.writing():
-            start = 0
-            for piece in pieces:
-                size = min(len(piece), count - start)
-                if not size:
-                    continue
-                # numpy releases the GIL for a copy of this size; slice assignment would not.
-                np.copyto(
-                    np.frombuffer(piece, np.uint8, size),
-                    np.frombuffer(scratch, np.uint8, size, start),
-                )
-                start += size
-        return count
-
-    def map(self) -> memoryview | None:
-        if not self.stat.size_bytes:
-            return memoryview(b"")
-        with _translated("map", self._path):
-            try:
-                # Never MAP_POPULATE: it reads the file inside this call, which holds the GIL, for as long as the
-                # device takes.
-                return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-            except ValueError:
-                return None  # the file became shorter than it was: somebody damaged it meanwhile
-            except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
-                    return None
-                raise
-
-    def fileno(self) -> int:
-        """The file's descriptor, which stays this reader's."""
-        return self._fd
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
-
-    def __enter__(self) -> PosixReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def _no_step(point: str) -> None:
     pass
 
@@ -441,14 +327,6 @@ def _sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def _scratch_buffer() -> bytearray:
-    """This thread's bounce buffer."""
-    buffer: bytearray | None = getattr(_scratch, "buffer", None)
-    if buffer is None:
-        buffer = _scratch.buffer = bytearray(BOUNCE_BYTES)
-    return buffer
-
-
 def file_system_type(path: str) -> str:
     """The type of the file system that holds ``path``, as /proc/self/mountinfo names it; empty if unknown."""
     try:
@@ -462,23 +340,3 @@ def file_system_type(path: str) -> str:
     except (OSError, ValueError, IndexError):
         return ""
     return ""
-
-
-@contextmanager
-def _translated(action: str, path: str) -> Iterator[None]:
-    """The rim: what the kernel says becomes what a caller can act on."""
-    try:
-        yield
-    except OSError as cause:
-        raise _error(action, path, cause) from cause
-
-
-def _error(action: str, path: str, cause: OSError) -> KVStoreError:
-    said = f"could not {action} {path}: {cause.strerror or cause}"
-    if cause.errno in FULL_ERRORS:
-        return Overloaded(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
-    if cause.errno in SHORT_ERRORS:
-        return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
-    if cause.errno in REFUSED_ERRORS:
-        return PermissionDenied(f"{said}; check the mount options and the owner of the root")
-    return Unavailable(f"{said}; check the mount (kvstore check-root)")

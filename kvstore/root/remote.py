@@ -22,7 +22,6 @@ GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.EMFILE, errno.ENFILE})
 _REFUSED_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
-_CONDITIONAL = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
@@ -124,38 +123,6 @@ class Remote:
             self.fs.pipe_file(path, content, **options)
 
 
-def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
-    """The file system of a URL, and the path in it. ``options`` go to fsspec as they are.
-
-    Raises InvalidRequest where no library serves the scheme, or the options are not its.
-    """
-    # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take.
-    from fsspec.core import url_to_fs
-
-    scheme = url.partition("://")[0]
-    try:
-        if scheme in ("s3", "s3a"):
-            from kvstore.root.s3 import S3Remote, s3_options
-
-            fs, path = url_to_fs(url, **_private(s3_options(options)))
-            remote: Remote = S3Remote(fs)
-        else:
-            fs, path = url_to_fs(url, **_private(options))
-            remote = Remote(fs, conditional=scheme in _CONDITIONAL)
-    except ImportError as cause:
-        extra = "kvstore[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
-        raise InvalidRequest(f"root {url}: {cause}; run `pip install {extra}`") from cause
-    except (TypeError, ValueError) as cause:
-        raise InvalidRequest(f"root {url}: {cause}; check its options") from cause
-    except OSError as cause:
-        raise _error("open", url, cause) from cause
-    return remote, path.rstrip("/")
-
-
-def _private(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {**options, "use_listings_cache": False, "skip_instance_cache": True}
-
-
 def stat_of(found: Mapping[str, Any]) -> Stat:
     """Size and mtime from fsspec's description of a file; mtime 0 where it has none."""
     return Stat(int(found.get("size") or 0), _mtime_ns(found))
@@ -188,7 +155,7 @@ def translated(action: str, path: str) -> Iterator[None]:
     except KVStoreError:
         raise
     except Exception as cause:  # the rim: fsspec's implementations raise errors of a dozen libraries
-        raise _error(action, path, cause) from cause
+        raise error_of(action, path, cause) from cause
 
 
 def is_gone(cause: OSError) -> bool:
@@ -196,7 +163,8 @@ def is_gone(cause: OSError) -> bool:
     return isinstance(cause, GONE) or cause.errno in _GONE_ERRNOS
 
 
-def _error(action: str, path: str, cause: Exception) -> KVStoreError:
+def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
+    """The error that a caller gets for one of a foreign library; ``action`` is a verb, such as "read"."""
     said = f"could not {action} {path}: {type(cause).__name__}: {cause}"
     code = cause.errno if isinstance(cause, OSError) else None
     if code in _FULL_ERRNOS:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.recency import NS_PER_S
-from kvstore.root.identity import read_small
+from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
 
@@ -21,15 +20,8 @@ TWIN_BYTES_MAX = 1_500_000
 
 def write_twin(root: Root, owner: str, pin: bytes, content: bytes, *, ids: Ids, clock: Clock) -> None:
     """Writes and syncs the twin of a new pin, whose id nobody used before. Raises the root's errors."""
-    session = ids.fresh()
-    staged = places.staged(session, 0)
-    try:
-        root.stage(staged, [memoryview(content)], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
-        won = root.publish(staged, places.twin(owner, pin), durable=True)
-        assert won, "pin ids are never used again"
-    finally:
-        root.discard(staged)
-        root.remove_folder(places.staging_folder(session))
+    won = publish_small(root, places.twin(owner, pin), content, ids=ids, clock=clock)
+    assert won, "pin ids are never used again"
 
 
 def remove_twin(root: Root, owner: str, pin: bytes) -> bool:

@@ -20,7 +20,8 @@ from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import open_object_root
-from kvstore.root.posix import PosixReader, PosixRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import RandomIds
 from kvstore.tokens import token_array
 from tests.fsck.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write

@@ -18,7 +18,8 @@ from kvstore.client.store import Store
 from kvstore.format.places import Name
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.root.posix import PosixReader, PosixRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_reader import PosixReader
 from tests.native.modes import opened
 from tests.native.test_withdrawing import Paused
 from tests.node.stores import SMALL, kv_of, member_on, same

@@ -25,6 +25,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.peers.digest import encode
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.peers import Peers
+from kvstore.peers.roster import Roster
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
@@ -77,9 +78,15 @@ class Reader:
         self.presence.start(PATIENCE_S)
         self.cleared: list[NamespaceDigest] = []
         self.peers = Peers(
-            MemoryMeta(self.store), KEYS, self.presence, Held(), self.counters, self.clock, limits,
-            self.cleared.append, Random(1),
-        )  # fmt: skip
+            Digests(MemoryMeta(self.store), KEYS),
+            self.presence,
+            Held(),
+            Roster(limits, self.clock, Random(1)),
+            self.counters,
+            self.clock,
+            limits,
+            self.cleared.append,
+        )
         self.peers.start(None)
 
     def hears(self, address: str, chain: Chain, indexes: Sequence[int]) -> None:

@@ -11,10 +11,11 @@ import pytest
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root import check, check_posix
-from kvstore.root.check import Probe, check_root, is_sound
+from kvstore.root.check import check_root, is_sound
 from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.root.probe import Probe
 from tests.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Missing, Rule
 from tests.root.roots import Hosts, names
 

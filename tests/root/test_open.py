@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import Name
-from kvstore.root import remote
+from kvstore.root import objects
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import ObjectRoot
 from kvstore.root.open import open_root
@@ -153,7 +153,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("fsspec.core.url_to_fs", not_installed)
     with pytest.raises(InvalidRequest, match=r"pip install kvstore\[s3\]"):
-        remote.connect("s3://bucket/kv", {})
+        objects.connect("s3://bucket/kv", {})
 
 
 @pytest.mark.slow

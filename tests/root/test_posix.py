@@ -13,7 +13,8 @@ import pytest
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_reader import BOUNCE_BYTES
 from tests.root.roots import content_of, names, publish, stage
 
 A = Name("chunks/0001/a")

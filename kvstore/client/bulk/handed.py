@@ -26,7 +26,7 @@ from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Laid, Sections
 
 STEP_BYTES = 1 << 20

@@ -258,17 +258,21 @@ class Channel:
                 continue
             except OSError as cause:
                 raise self._broken(f"receiving failed: {cause}") from cause
-            for level, kind, raw in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
-            if flags & socket.MSG_CTRUNC and len(self._files) < self._files_max:
-                # There was room for more: the kernel found no descriptors for them.
-                raise self._broken("this process has no file descriptors for the files that came", LinkShort)
-            if flags & socket.MSG_CTRUNC or len(self._files) > self._files_max:
-                raise self._broken("more files came than a frame may have")
+            self._take_in(ancillary, bool(flags & socket.MSG_CTRUNC))
             if not count:
                 raise self._broken("the peer closed the connection")
             view = view[count:]
+
+    def _take_in(self, ancillary: list[tuple[int, int, bytes]], is_cut: bool) -> None:
+        """Keeps the files that came along. Raises LinkBroken where they are too many, LinkShort where some are lost."""
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
+        if is_cut and len(self._files) < self._files_max:
+            # There was room for more: the kernel found no descriptors for them.
+            raise self._broken("this process has no file descriptors for the files that came", LinkShort)
+        if is_cut or len(self._files) > self._files_max:
+            raise self._broken("more files came than a frame may have")
 
     def _again(self, view: memoryview) -> int:
         count = min(len(view), len(self._returned))

@@ -17,7 +17,7 @@ from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, encode_head, encode_index, encode_span

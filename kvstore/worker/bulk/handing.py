@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
 from kvstore.node.slots import Slots
-from kvstore.root.posix import PosixReader
+from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, decode_span, encode_slots, encode_span
 from kvstore.worker.bulk.leases import Lease, Leases

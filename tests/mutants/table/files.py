@@ -39,7 +39,7 @@ HEADERS = [
     mutant(
         "header-algorithms",
         "FORMAT 4.3: algorithms",
-        edit(DECODE, "if (checksum_algorithm, address_algorithm) != (", "if (XXH3_64, BLAKE2B_128) != ("),
+        edit(DECODE, "if algorithms != [XXH3_64, BLAKE2B_128] or", "if"),
         REASONS,
     ),
     mutant(

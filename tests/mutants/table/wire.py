@@ -196,8 +196,8 @@ FRAMES = [
         "files-unasked",
         "wire: no more files than a frame may bring",
         edit(
-            "kvstore.wire.bulk.channel:Channel._receive_small",
-            "if flags & socket.MSG_CTRUNC or len(self._files) > self._files_max:",
+            "kvstore.wire.bulk.channel:Channel._take_in",
+            "if is_cut or len(self._files) > self._files_max:",
             "if False:",
         ),
         f"{SUMS}a_frame_brings_no_more_files_than_it_may",

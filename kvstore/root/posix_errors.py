@@ -1,0 +1,35 @@
+"""What the errors of a mounted file system mean: which say that a file is missing, and what a caller gets for each."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+
+MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR, errno.ELOOP})
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@contextmanager
+def translated(action: str, path: str) -> Iterator[None]:
+    """Turns what the kernel says within the block into what a caller can act on."""
+    try:
+        yield
+    except OSError as cause:
+        raise error_of(action, path, cause) from cause
+
+
+def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
+    """The error that a caller gets for one of the kernel's; ``action`` is a verb, such as "read"."""
+    said = f"could not {action} {path}: {cause.strerror or cause}"
+    if cause.errno in FULL_ERRORS:
+        return Overloaded(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
+    if cause.errno in SHORT_ERRORS:
+        return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
+    if cause.errno in REFUSED_ERRORS:
+        return PermissionDenied(f"{said}; check the mount options and the owner of the root")
+    return Unavailable(f"{said}; check the mount (kvstore check-root)")
