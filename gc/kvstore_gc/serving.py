@@ -72,7 +72,7 @@ def opened(url: str, options: Mapping[str, Any], meta: Meta) -> Iterator[Opened]
         undo.callback(root.close)
         identity = within(OPEN_S, f"the root {url}", lambda: read_identity(root))
         if identity is None:
-            raise RootMismatch(f"{root.url} is no kvstore root: it has no FORMAT file. Is the file system mounted?")
+            raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
         known = bound_root(meta, root.url)
         if known not in (None, identity.root):
             raise RootMismatch(

@@ -1,11 +1,16 @@
-"""How a command reaches a store: by its root, through workers, or through those that etcd lists."""
+"""Options that say how a command reaches a store: by its root, through workers, or through those that etcd lists."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from kvstore.cli.declared import group, option, takes
 from kvstore.cli.securing import ClientAccess
 from kvstore.errors import InvalidRequest
 
@@ -13,17 +18,78 @@ if TYPE_CHECKING:
     from kvstore.client.store import Store
     from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 
+SECRET_BYTES_MAX = 1 << 20
+
+
+class Workers(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """Addresses with commas between, as a tuple."""
+
+    name = "workers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in str(value).split(",") if part.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class RootOptions:
+    """Where the options of a root are."""
+
+    file: str | None = option(
+        "--root-options",
+        metavar="FILE",
+        envvar="KVSTORE_ROOT_OPTIONS",
+        help="JSON file with options for a root that is not mounted (endpoint, keys); also KVSTORE_ROOT_OPTIONS.",
+    )
+
+    def read(self) -> dict[str, Any]:
+        """The options in the file; none where there is no file. Raises InvalidRequest."""
+        if self.file is None:
+            return {}
+        try:
+            found = json.loads(_read(self.file, "root options"))
+        except ValueError as cause:
+            raise InvalidRequest(f"the root options {self.file!r} are not JSON: {cause}") from cause
+        if not isinstance(found, dict):
+            raise InvalidRequest(f"the root options {self.file!r} are not a JSON object")
+        return found
+
+
+def keys_option() -> Any:
+    """The field ``--keys``: the file with the keys of encrypted chunks."""
+    return option(
+        "--keys",
+        metavar="FILE",
+        help="Keys of tenants whose chunks are encrypted on the root and the local disk. Read again when it changes.",
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """How to reach etcd; files are named, only the password is held. Can be pickled."""
+    """How to reach etcd. Files are named, nothing of them is held. Can be pickled."""
 
-    endpoints: str
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
+    endpoints: str = option("--etcd", metavar="ENDPOINTS", help="etcd as HOST:PORT[,HOST:PORT...].")
+    ca_file: str | None = option(
+        "--etcd-ca", metavar="FILE", help="PEM file of the authority that signed etcd's certificate."
+    )
+    cert_file: str | None = option("--etcd-cert", metavar="FILE", help="PEM file of our certificate for etcd.")
+    key_file: str | None = option("--etcd-key", metavar="FILE", help="PEM file of its key.")
+    user: str | None = option(
+        "--etcd-user", metavar="NAME", envvar="KVSTORE_ETCD_USER", help="User of etcd's authentication."
+    )
+    password_file: str | None = option(
+        "--etcd-password-file", metavar="FILE", help="File with that user's password; else KVSTORE_ETCD_PASSWORD."
+    )
+
+    @classmethod
+    def of_options(cls, endpoints: str | None, **given: str | None) -> EtcdAccess | None:
+        """None where no etcd is named. Raises InvalidRequest where other options say how to reach it all the same."""
+        if endpoints:
+            return cls(endpoints, **given)
+        if any(value for name, value in given.items() if name != "user"):  # a user may come from the environment
+            raise InvalidRequest("--etcd-... options say how to reach etcd: give --etcd ENDPOINTS as well")
+        return None
 
     def tls(self) -> EtcdTls | None:
         """The TLS files, if any."""
@@ -39,11 +105,14 @@ class EtcdAccess:
 
         if self.user is None:
             return None
-        if self.password is None:
+        password = os.environ.get("KVSTORE_ETCD_PASSWORD")
+        if self.password_file is not None:
+            password = _read(self.password_file, "password file").rstrip("\r\n")
+        if password is None:
             raise InvalidRequest(
                 "--etcd-user needs a password: give --etcd-password-file, or set KVSTORE_ETCD_PASSWORD"
             )
-        return EtcdUser(self.user, self.password)
+        return EtcdUser(self.user, password)
 
     def open(self) -> EtcdMeta:
         """A connection to etcd itself, for the registry. Close it."""
@@ -53,17 +122,29 @@ class EtcdAccess:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """Where a cluster is: its root and its etcd, for the programs that it consists of."""
+
+    root: str = option("--root", required=True, metavar="URL", help="A folder, file:///path, s3://bucket/prefix, ...")
+    root_options: RootOptions = group(RootOptions, RootOptions())
+    etcd: EtcdAccess | None = group(EtcdAccess)
+
+
+@dataclass(frozen=True, slots=True)
 class Access:
     """How to reach a store. Can be pickled, so that other processes reach the same."""
 
-    root: str | None = None
-    connect: tuple[str, ...] = ()
-    etcd: EtcdAccess | None = None
-    root_id: str | None = None
-    root_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    durability: str = "none"
-    client: ClientAccess = field(default_factory=ClientAccess)
-    keys: str | None = None
+    root: str | None = option(
+        "--root", metavar="URL", help="The root itself: a folder, file:///path, s3://bucket/prefix, or any fsspec URL."
+    )
+    root_options: RootOptions = group(RootOptions, RootOptions())
+    connect: tuple[str, ...] = option(
+        "--connect", type=Workers(), default=(), metavar="HOST:PORT[,...]", help="One or several workers."
+    )
+    root_id: str | None = option("--root-id", metavar="HEX", help="Which root is meant, where etcd knows several.")
+    keys: str | None = keys_option()
+    etcd: EtcdAccess | None = group(EtcdAccess)
+    client: ClientAccess = group(ClientAccess, ClientAccess())
 
     def __post_init__(self) -> None:
         if self.root is not None and self.connect:
@@ -74,7 +155,7 @@ class Access:
         """Whether there is any way at all."""
         return bool(self.root is not None or self.connect or self.etcd)
 
-    def open(self, *, create: bool = False) -> Store:
+    def open(self, *, create: bool = False, durability: str = "none") -> Store:
         """Opens the store. Raises InvalidRequest where no way was given, and what the way raised."""
         import kvstore
 
@@ -83,10 +164,10 @@ class Access:
             return kvstore.open(
                 self.root,
                 self.etcd.endpoints if self.etcd else None,
-                durability=self.durability,
+                durability=durability,
                 etcd_tls=tls,
                 etcd_user=user,
-                root_options=self.root_options,
+                root_options=self.root_options.read(),
                 create=create,
                 keys=self.keys,
             )
@@ -104,6 +185,20 @@ class Access:
         raise InvalidRequest("which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS")
 
 
-def open_store(access: Access, create: bool = False) -> Store:
-    """``access.open`` as a function of a module, which other processes can be told to call."""
-    return access.open(create=create)
+access_options = takes("access", Access)
+etcd_options = takes("etcd", EtcdAccess)
+root_options_option = takes("options", RootOptions)
+
+
+def open_store(access: Access, durability: str = "none") -> Store:
+    """Opens a store, or makes its root; a function of a module, which other processes can be told to call."""
+    return access.open(create=True, durability=durability)
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        if Path(path).stat().st_size > SECRET_BYTES_MAX:
+            raise InvalidRequest(f"the {what} {path!r} is over {SECRET_BYTES_MAX} bytes")
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise InvalidRequest(f"cannot read the {what} {path!r}: {cause}") from cause

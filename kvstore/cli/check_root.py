@@ -1,27 +1,29 @@
-"""``kvstore check-root``: tries on the real mount what the store relies on."""
+"""``kvstore check-root``: tests on the real mount what the store relies on."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 
 import click
 
-from kvstore.cli.command import CHECK_FAILED, Command
-from kvstore.cli.options import json_option, read_root_options, root_options_option
+from kvstore.cli.access import RootOptions, root_options_option
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_table, progress_bar
 from kvstore.cli.rooted import open_existing
 
 
-@click.command("check-root", cls=Command, no_args_is_help=True, short_help="Try on a mount what the store relies on.")
+@click.command("check-root", cls=Command, no_args_is_help=True, short_help="Test a mount for what the store relies on.")
 @click.argument("root", metavar="ROOT")
 @click.argument("second", metavar="[SECOND_MOUNT]", required=False)
 @root_options_option
 @json_option
-def check_root(root: str, second: str | None, root_options_file: str | None, as_json: bool) -> None:
-    """Try on ROOT what the store relies on, and name what does not hold.
+def check_root(root: str, second: str | None, options: RootOptions, as_json: bool) -> None:
+    """Test whether ROOT does what the store relies on, and name what does not hold.
 
     Writes a few MiB to a scratch folder and removes it. SECOND_MOUNT is another mount of the same file system (a folder
-    on this host that shows the same files): then it also tries what one mount sees of the other's writes.
+    on this host that shows the same files): then it also tests what one mount sees of the other's writes.
 
     Exit codes: 0 all holds, 1 something does not, 2 could not run.
 
@@ -32,18 +34,9 @@ def check_root(root: str, second: str | None, root_options_file: str | None, as_
     """
     from kvstore.root.check import check_root as check
     from kvstore.root.check import is_sound
-    from kvstore.root.probe import Probe
 
-    opened = open_existing(root, read_root_options(root_options_file))
-    try:
-        with progress_bar("probes", None) as moved:
-
-            def told(probe: Probe) -> None:
-                moved(1)
-
-            probes = check(opened, second=second, progress=told)
-    finally:
-        opened.close()
+    with closing(open_existing(root, options.read())) as opened, progress_bar("probes", None) as moved:
+        probes = check(opened, second=second, progress=lambda probe: moved(1))
     sound = is_sound(probes)
     if as_json:
         print_json({"root": opened.url, "sound": sound, "probes": [asdict(each) for each in probes]})
@@ -54,4 +47,4 @@ def check_root(root: str, second: str | None, root_options_file: str | None, as_
         ]
         print_table(("probe", "result", "detail"), rows)
     if not sound:
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()

@@ -44,8 +44,13 @@ class Command(click.Command):
             fail(ctx, f"internal error, please report it: {type(error).__name__}: {error} (--debug shows where)")
 
 
+def check_failed() -> NoReturn:
+    """Ends the command with exit code 1."""
+    click.get_current_context().exit(CHECK_FAILED)
+
+
 def fail(ctx: click.Context, message: str) -> NoReturn:
-    """Says why on one line of standard error, and ends with exit code 2."""
+    """Prints why on one line of standard error, and ends with exit code 2."""
     if ctx.meta.get("kvstore.debug") and sys.exc_info()[0] is not None:
         traceback.print_exc()
     print(f"{ctx.command_path}: {' '.join(message.split())}", file=sys.stderr)

@@ -1,69 +1,62 @@
-"""``kvstore fsck``: checks a root against its format, repairs it, tells etcd what it knows."""
+"""``kvstore fsck``: checks a root against its format, repairs it, makes an etcd the root's."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import EtcdAccess
-from kvstore.cli.command import CHECK_FAILED, Command
+from kvstore.cli.access import EtcdAccess, RootOptions, etcd_options, root_options_option
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import SIZE
-from kvstore.cli.options import etcd_options, json_option, read_root_options, root_options_option
-from kvstore.cli.output import print_json, progress_bar, size
-from kvstore.cli.rooted import open_existing
-from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.cli.options import json_option
+from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.rooted import identified
+from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvstore.fsck import Adopted, Finding, Progress, Report
+    from kvstore.fsck import Adopted, Finding, Report
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
+
+TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What the user asked for."""
 
-    repair: bool
-    quick: bool
-    rate: int | None
-    etcd: EtcdAccess | None
-    as_json: bool
+    repair: bool = flag("--repair", help="Repair what is wrong; the root may be in use meanwhile.")
+    adopt: bool = flag("--adopt", help="Make an empty, restored or other etcd this root's, first.")
+    quick: bool = flag("--quick", help="Read headers only, not the KV itself.")
+    rate: int | None = option(
+        "--rate", type=SIZE, metavar="SIZE", help="Read at most this much a second, such as 200MiB."
+    )
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Check every file of a root, and repair it.")
 @click.argument("root", metavar="ROOT")
-@click.option("--repair", is_flag=True, help="Put right what is wrong; the root may be in use meanwhile.")
-@click.option("--adopt", "adopting", is_flag=True, help="Make an empty, restored or other etcd this root's, first.")
-@click.option("--quick", is_flag=True, help="Read headers only, not the KV itself.")
-@click.option("--rate", type=SIZE, metavar="SIZE", help="Read at most this much a second, such as 200MiB.")
+@takes("wanted", _Wanted)
 @root_options_option
 @etcd_options
 @json_option
-def fsck(
-    root: str,
-    repair: bool,
-    adopting: bool,
-    quick: bool,
-    rate: int | None,
-    root_options_file: str | None,
-    etcd: EtcdAccess | None,
-    as_json: bool,
-) -> None:
+def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | None, as_json: bool) -> None:
     """Check every file of ROOT, beside a store that goes on working.
 
-    Damaged chunks are only misses to those who read them: a check finds them before anybody asks. With --repair they
-    are set aside, looked at again at the end, and deleted if they are damaged still; misplaced ones go where they
-    belong, and what dead writers left is deleted. One run does all of that. With --etcd it knows which writers live;
-    without, what was staged more than an hour ago counts as left behind.
+    Readers take damaged chunks for misses; a check finds them earlier. With --repair they are set aside, looked at
+    again at the end, and deleted if they are still damaged; misplaced chunks go where they belong, and files that dead
+    writers left are deleted. One run does all of that. With --etcd it knows which writers live; without, files that
+    were staged more than an hour ago count as left behind.
 
-    Housekeeping is listed apart: chunks without their parent, staged files of dead writers, what was set aside, and the
-    like. A sound root may have it; collectors and --repair tidy it.
+    Housekeeping is listed apart: chunks without their parent, staged files of dead writers, files that were set aside,
+    and the like. A sound root may have some; collectors and --repair tidy it.
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
-    tells etcd the namespaces and the pins, and makes both one generation again. Safe to repeat. See gc/RUNBOOK.md.
+    tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
 
     Exit codes: 0 clean, or nothing but housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
@@ -73,70 +66,61 @@ def fsck(
       kvstore fsck /mnt/kv --repair --etcd 10.0.0.5:2379 --rate 200MiB
       kvstore fsck /mnt/kv --adopt --etcd 10.0.0.5:2379
     """
-    if adopting and etcd is None:
+    if wanted.adopt and etcd is None:
         raise InvalidRequest("--adopt writes to etcd: give --etcd ENDPOINTS")
-    if rate is not None and rate < 1:
+    if wanted.rate is not None and wanted.rate < 1:
         raise InvalidRequest("--rate is 0: give how much to read a second, such as 200MiB")
-    from kvstore.root.identity import read_identity
-
-    opened = open_existing(root, read_root_options(root_options_file))
-    try:
-        identity = read_identity(opened)
-        if identity is None:
-            raise RootMismatch(f"{opened.url} is no kvstore root: it has no FORMAT file. Is the file system mounted?")
+    with identified(root, options.read()) as (opened, identity):
         # Before the check, which may take hours on a root whose nodes refuse pins until they have a generation again.
-        adopted = _adopt(opened, identity, etcd) if adopting and etcd else None
+        adopted = _adopt(opened, identity, etcd) if wanted.adopt and etcd else None
         if adopted is not None and not as_json:
             _print_adopted(adopted)
-        report = _check(opened, identity, _Wanted(repair, quick, rate, etcd, as_json))
-    finally:
-        opened.close()
+        report = _check(opened, identity, wanted, etcd, as_json)
     if as_json:
         print_json(_json(identity, report, adopted))
     else:
         _print(report)
     if not report.is_clean or (adopted and adopted.refused):
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
-def _check(root: Root, identity: RootIdentity, wanted: _Wanted) -> Report:
-    from kvstore.cli.registry import live_sessions
+def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:
     from kvstore.fsck import fsck as check
 
     def show(finding: Finding) -> None:
-        if not (wanted.as_json or finding.is_housekeeping):
+        if not (as_json or finding.is_housekeeping):
             _show(finding)
 
-    shards = 0
-    with progress_bar("checking shards", 1 << identity.shard_bits) as moved:
-
-        def told(progress: Progress) -> None:
-            nonlocal shards
-            moved(progress.shards_done - shards)
-            shards = progress.shards_done
-
+    with progress_to("checking shards") as moved:
         return check(
             root,
             identity,
             repair=wanted.repair,
             verify_payload=not wanted.quick,
-            live_sessions=live_sessions(wanted.etcd, identity.root) if wanted.etcd else None,
+            live_sessions=_live_sessions(etcd, identity) if etcd else None,
             bytes_per_s=wanted.rate,
             found=show,
-            progress=told,
+            progress=lambda progress: moved(progress.shards_done, 1 << identity.shard_bits),
         )
+
+
+def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> set[bytes]:
+    """The ids of the sessions that live on a root."""
+    from kvstore.meta.keys import Keys
+
+    keys = Keys(identity.root)
+    with closing(etcd.open()) as meta:
+        found = (keys.parse_session(kv.key) for kv in meta.list(keys.sessions, TIMEOUT_S).items)
+        return {bytes(session) for session in found if session is not None}
 
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess) -> Adopted:
     from kvstore.fsck import adopt
     from kvstore.meta.roots import bind_root
 
-    meta = etcd.open()
-    try:
+    with closing(etcd.open()) as meta:
         bind_root(meta, root.url, identity.root)
         return adopt(root, identity, meta)
-    finally:
-        meta.close()
 
 
 def _print_adopted(adopted: Adopted) -> None:
@@ -162,7 +146,7 @@ def _show(finding: Finding) -> None:
 def _print(report: Report) -> None:
     housekeeping = [each for each in report.findings if each.is_housekeeping]
     if housekeeping:
-        print("housekeeping, which is no damage:")
+        print("housekeeping (not damage):")
     for finding in housekeeping:
         _show(finding)
     if report.housekeeping_count > len(housekeeping):

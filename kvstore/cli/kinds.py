@@ -30,7 +30,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in th
         found = _NUMBER.fullmatch(str(value).strip())
         scale = _DURATION_S.get(found[2].lower() or "s") if found else None
         if found is None or scale is None:
-            self.fail(f"{value!r} is no duration: write 30s, 5m, 1h or 2d", param, ctx)
+            self.fail(f"{value!r} is not a duration: write 30s, 5m, 1h or 2d", param, ctx)
         return float(found[1]) * scale
 
 
@@ -50,7 +50,7 @@ class Moment(Duration):
             pass
         ago = text.removesuffix("ago").strip()
         if not _NUMBER.fullmatch(ago):
-            self.fail(f"{value!r} is no time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
+            self.fail(f"{value!r} is not a time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
         return time.time() - super().convert(ago, param, ctx)
 
 
@@ -65,7 +65,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the ne
         found = _NUMBER.fullmatch(str(value).strip())
         scale = _SIZE_BYTES.get(found[2].lower()) if found else None
         if found is None or scale is None:
-            self.fail(f"{value!r} is no size: write 512MiB, 8GiB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size: write 512MiB, 8GiB or a number of bytes", param, ctx)
         return int(float(found[1]) * scale)
 
 
@@ -81,7 +81,7 @@ class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in th
         bracketed = host.startswith("[") and host.endswith("]")
         wrong = not colon or not plain or (":" in plain and not bracketed) or not (port.isascii() and port.isdigit())
         if wrong or int(port) > 65535:
-            self.fail(f"{value!r} is no address: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070", param, ctx)
+            self.fail(f"{value!r} is not an address: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070", param, ctx)
         return text
 
 
@@ -102,7 +102,7 @@ class BulkPort(click.ParamType):  # type: ignore[type-arg]  # generic only in th
         if text == "off":
             return None
         if not (text.isascii() and text.isdigit()) or int(text) > 65535:
-            self.fail(f"{value!r} is no port: write a number from 0 to 65535, or off", param, ctx)
+            self.fail(f"{value!r} is not a port: write a number from 0 to 65535, or off", param, ctx)
         return int(text)
 
 

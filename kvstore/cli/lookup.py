@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import Access
-from kvstore.cli.command import CHECK_FAILED, Command
-from kvstore.cli.naming import namespace_options
-from kvstore.cli.options import access_options, json_option
-from kvstore.cli.prefix import open_cache, read_tokens, tokens_argument, tokens_file_option
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.choosing import Prompt, prompt_options
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.options import json_option
+from kvstore.cli.output import print_json, print_table, size
 from kvstore.cli.tickets import steered
 from kvstore.format.header import Encoding
 
@@ -20,74 +21,58 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Where a stored prefix lies, chunk by chunk.")
-@click.argument("name")
-@tokens_argument
-@tokens_file_option
+@prompt_options
 @click.option("--chunks", "chunks_max", type=click.IntRange(0), default=0, help="At most so many leading chunks.")
-@click.option("--worker", metavar="HOST:PORT", help="As which worker sees it; else the one it would be read from.")
-@namespace_options
+@click.option("--worker", metavar="HOST:PORT", help="As this worker sees it; by default the one it is read from.")
 @access_options
 @json_option
-def lookup(
-    name: str,
-    tokens: str | None,
-    tokens_file: str | None,
-    chunks_max: int,
-    worker: str | None,
-    tenant: str,
-    fingerprint: str | None,
-    access: Access,
-    as_json: bool,
-) -> None:
-    """Say of each chunk of the longest stored prefix of a prompt where it lies: on the root (how large, when last used,
-    how encoded, written by whom), in the memory or on the local disk of a worker, in the memory of its peers, and how
-    many pins cover it.
+def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, as_json: bool) -> None:
+    """Say where each chunk of the longest stored prefix of a prompt lies: on the root (its size, last use, encoding and
+    writer), in the memory or on the local disk of a worker, in the memory of its peers; and how many pins cover it.
 
-    Reads headers only, and is no use of the chunks. Exit code 1 where nothing is stored.
+    Reads headers only, and does not count as a use. Exit code 1 where nothing is stored.
 
     \b
     Examples:
       kvstore lookup llama-3.1-8b 101,2023,2003 --connect 10.0.0.7:7070
       kvstore lookup llama-3.1-8b --tokens-file prompt.txt --etcd 10.0.0.5:2379 --json
     """
-    ids = read_tokens(tokens, tokens_file)
+    ids = prompt.ids()
     with access.open() as store:
         control = steered(store, access)
-        cache = open_cache(store, name, tenant, fingerprint)
-        places = control.lookup(cache, ids, chunks_max, worker)
+        cache = prompt.cache(store)
+        found = control.lookup(cache, ids, chunks_max, worker)
         chunk_tokens = cache.layout.chunk_tokens
-    from kvstore.cli.output import print_json, print_table, size
-
     if as_json:
-        found = [_values(place, chunk_tokens) for place in places]
-        print_json({"namespace": name, "tokens": len(ids), "tokens_found": len(places) * chunk_tokens, "chunks": found})
-    elif places:
+        chunks = [_values(each, chunk_tokens) for each in found]
+        head = {"namespace": prompt.name, "tokens": len(ids), "tokens_found": len(found) * chunk_tokens}
+        print_json({**head, "chunks": chunks})
+    elif found:
         print_table(
             ("tokens", "address", "root", "used", "uses", "encoding", "written", "memory", "disk", "peers", "pins"),
-            [
-                (
-                    f"{place.index * chunk_tokens}-{(place.index + 1) * chunk_tokens}",
-                    place.address.hex()[:12],
-                    *_root_cells(place.root),
-                    "-" if place.memory is None else size(place.memory.size_bytes) + " dirty" * place.memory.is_dirty,
-                    "yes" if place.on_disk else "-",
-                    " ".join(place.peers) or "-",
-                    "?" if place.pins is None else place.pins,
-                )
-                for place in places
-            ],
+            [_cells(each, chunk_tokens) for each in found],
         )
-    if not places:
-        if not as_json:
-            click.echo("nothing of it is stored", err=True)
-        click.get_current_context().exit(CHECK_FAILED)
+    else:
+        click.echo("nothing of it is stored", err=True)
+    if not found:
+        check_failed()
+
+
+def _cells(place: ChunkPlace, chunk_tokens: int) -> tuple[object, ...]:
+    return (
+        f"{place.index * chunk_tokens}-{(place.index + 1) * chunk_tokens}",
+        place.address.hex()[:12],
+        *_root_cells(place.root),
+        "-" if place.memory is None else size(place.memory.size_bytes) + " dirty" * place.memory.is_dirty,
+        "yes" if place.on_disk else "-",
+        " ".join(place.peers) or "-",
+        "?" if place.pins is None else place.pins,
+    )
 
 
 def _root_cells(copy: RootCopy | None) -> tuple[object, ...]:
-    from kvstore.cli.output import size
-
     if copy is None:
-        return ("-", "-", "-", "-", "-")
+        return ("-",) * 5
     by = copy.lineage
     return (
         size(copy.size_bytes) + " condemned" * copy.is_condemned,
@@ -105,9 +90,7 @@ def _values(place: ChunkPlace, chunk_tokens: int) -> dict[str, Any]:
         "first_token": place.index * chunk_tokens,
         "address": place.address.hex(),
         "root": None if root is None else _root_values(root),
-        "memory": None
-        if memory is None
-        else {"bytes": memory.size_bytes, "dirty": memory.is_dirty, "users": memory.users_count},
+        "memory": memory and {"bytes": memory.size_bytes, "dirty": memory.is_dirty, "users": memory.users_count},
         "disk": place.on_disk,
         "peers": [*place.peers],
         "pins": place.pins,
@@ -115,7 +98,6 @@ def _values(place: ChunkPlace, chunk_tokens: int) -> dict[str, Any]:
 
 
 def _root_values(copy: RootCopy) -> dict[str, Any]:
-    by = copy.lineage
     return {
         "bytes": copy.size_bytes,
         "last_use_s": copy.last_use_s,
@@ -125,16 +107,7 @@ def _root_values(copy: RootCopy) -> dict[str, Any]:
         "encoding": _encoding(copy),
         "key_id": copy.key_id.hex() or None,
         "condemned": copy.is_condemned,
-        "lineage": None
-        if by is None
-        else {
-            "written_s": by.written_s,
-            "session": by.session,
-            "node": by.node,
-            "host": by.host,
-            "version": by.version,
-            "label": by.label,
-        },
+        "lineage": copy.lineage and asdict(copy.lineage),
     }
 
 

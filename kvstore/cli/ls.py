@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import Access
+from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command
-from kvstore.cli.options import access_options, json_option
-from kvstore.cli.output import print_json, print_table, progress_bar, size
-from kvstore.errors import InvalidRequest
+from kvstore.cli.options import json_option
+from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to, size
+from kvstore.cli.rooted import identified, usage_by_namespace
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.layout import Layout
+from kvstore.namespace import NamespaceId
+
+if TYPE_CHECKING:
+    from kvstore.census.writers import Share
+
+TIMEOUT_S = 10.0
+_ROOTS = "/kv/roots/"
+WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="List namespaces, pins, workers or writers.")
@@ -31,16 +42,8 @@ def ls(what: str | None, access: Access, as_json: bool) -> None:
       kvstore ls --workers --etcd 10.0.0.5:2379 --json
       kvstore ls --lineage --root /mnt/kv
     """
-    if what == "pins":
-        _pins(access, as_json)
-    elif what == "workers":
-        _workers(access, as_json)
-    elif what == "lineage":
-        from kvstore.cli.lineage import list_writers
-
-        list_writers(access, as_json)
-    else:
-        _namespaces(access, as_json)
+    lists = {"pins": _pins, "workers": _workers, "lineage": _writers}
+    lists.get(what or "", _namespaces)(access, as_json)
 
 
 def _namespaces(access: Access, as_json: bool) -> None:
@@ -48,10 +51,8 @@ def _namespaces(access: Access, as_json: bool) -> None:
         found = store.namespaces()
     usage = None
     if access.root is not None:
-        from kvstore.cli.usage import usage_by_namespace
-
         with progress_bar("counting chunks", None) as moved:
-            usage = usage_by_namespace(access.root, access.root_options, moved)
+            usage = usage_by_namespace(access.root, access.root_options.read(), moved)
     rows: list[dict[str, Any]] = []
     for each in found:
         chunks, size_bytes = (None, None) if usage is None else usage.get(each.id, (0, 0))
@@ -74,10 +75,7 @@ def _namespaces(access: Access, as_json: bool) -> None:
         ("name", "tenant", "fingerprint", "layout", "chunks", "stored"),
         [
             (
-                row["name"],
-                row["tenant"] or "-",
-                row["fingerprint"][:16] or "-",
-                _layout(each.layout),
+                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", _layout(each.layout)),
                 row["chunks"],
                 None if row["bytes"] is None else size(row["bytes"]),
             )
@@ -99,7 +97,7 @@ def _pins(access: Access, as_json: bool) -> None:
     print_table(
         ("id", "owner", "namespace", "tokens", "expires", "left"),
         [
-            (each.id, each.owner, each.namespace, each.tokens, _when(each.expires_s), _left(each.expires_s - now_s))
+            (each.id, each.owner, each.namespace, each.tokens, moment(each.expires_s), _left(each.expires_s - now_s))
             for each in found
         ],
     )
@@ -108,21 +106,22 @@ def _pins(access: Access, as_json: bool) -> None:
 def _workers(access: Access, as_json: bool) -> None:
     if access.etcd is None:
         raise InvalidRequest("workers are registered in etcd: give --etcd ENDPOINTS")
-    from kvstore.cli.registry import workers_by_root
+    from kvstore.meta.keys import ID_BYTES, Keys
+    from kvstore.meta.workers import Workers
 
-    found = workers_by_root(access.etcd)
-    rows = [
-        {
-            "address": record.address,
-            "host": record.host,
-            "pid": record.pid,
-            "version": record.version,
-            "root": root.hex(),
-            "session": session.hex(),
-        }
-        for root, workers in found.items()
-        for session, record in sorted(workers.items(), key=lambda pair: pair[1].address)
-    ]
+    rows: list[dict[str, Any]] = []
+    with closing(access.etcd.open()) as meta:
+        roots = {kv.value for kv in meta.list(_ROOTS, TIMEOUT_S).items if len(kv.value) == ID_BYTES}
+        for root in sorted(roots):
+            found = Workers(meta, Keys(root)).list(TIMEOUT_S)
+            rows += (
+                {
+                    **{name: getattr(record, name) for name in ("address", "host", "pid", "version")},
+                    "root": root.hex(),
+                    "session": session.hex(),
+                }
+                for session, record in sorted(found.items(), key=lambda pair: pair[1].address)
+            )
     if as_json:
         print_json({"workers": rows})
         return
@@ -130,12 +129,58 @@ def _workers(access: Access, as_json: bool) -> None:
     print_table(columns, [tuple(str(row[name]) for name in columns) for row in rows])
 
 
+def _writers(access: Access, as_json: bool) -> None:
+    """Prints what each writer has, which takes a look at the header of every file."""
+    from kvstore.census.walk import walk
+    from kvstore.census.writers import by_writer
+    from kvstore.node.namespaces import read_namespaces
+    from kvstore.root.lineages import read_writers
+
+    if access.root is None:
+        raise InvalidRequest("the writer of a chunk is in its file: give --root URL (for one prompt: kvstore lookup)")
+    troubles: list[KVStoreError] = []
+    with identified(access.root, access.root_options.read()) as (root, identity):
+        names = {each.id: each.name for each in read_namespaces(root)}
+        with progress_to("reading headers, shards") as show:
+            found = walk(root, identity.shard_bits, headers=True, trouble=troubles.append, shard_done=show)
+            shares = by_writer(found, read_writers(root))
+    if as_json:
+        print_json({"writers": [_share(each, names) for each in shares], "unreadable": len(troubles)})
+    else:
+        print_table(
+            ("session", "label", "version", "host", "pid", "first written", "last written", "chunks", "stored", "of"),
+            [_share_cells(each, names) for each in shares],
+        )
+    if troubles:
+        print(f"{len(troubles)} files or folders could not be read; the first: {troubles[0]}", file=sys.stderr)
+
+
+def _share(share: Share, names: dict[NamespaceId, str]) -> dict[str, Any]:
+    return {
+        **{name: getattr(share.writer, name, None) for name in WRITER_FIELDS},
+        "first_written_s": share.first_s or None,
+        "last_written_s": share.last_s or None,
+        "chunks": share.chunks_count,
+        "bytes": share.size_bytes,
+        "namespaces": sorted({names.get(id, id.hex()) for id in share.namespaces}),
+    }
+
+
+def _share_cells(share: Share, names: dict[NamespaceId, str]) -> tuple[object, ...]:
+    said = _share(share, names)
+    return (
+        said["session"] or "(no record)",
+        *(said[name] or "-" for name in ("label", "version", "host", "pid")),
+        moment(share.first_s),
+        moment(share.last_s),
+        share.chunks_count,
+        size(share.size_bytes),
+        ", ".join(said["namespaces"]),
+    )
+
+
 def _layout(layout: Layout) -> str:
     return f"{layout.layers}x2x{layout.chunk_tokens}x{layout.kv_heads}x{layout.head_dim} {layout.dtype}"
-
-
-def _when(expires_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(expires_s))
 
 
 def _left(seconds: float) -> str:

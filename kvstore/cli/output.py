@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,11 @@ def console() -> Console:
     return Console(file=sys.stdout, width=None if tty else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
 
 
+def moment(when_s: float) -> str:
+    """A wall time in this host's time zone; ``-`` for 0."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when_s)) if when_s else "-"
+
+
 def size(count_bytes: float) -> str:
     """Bytes for people: 1.5 GiB."""
     value, unit = float(count_bytes), "B"
@@ -61,18 +67,21 @@ def size(count_bytes: float) -> str:
 @contextmanager
 def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on standard error while on a terminal; yields a function that moves it on."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+    done = 0
+
+    def move(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, total or 0)
+
+    with progress_to(what) as show:
+        show(0, total or 0)
+        yield move
 
 
 @contextmanager
 def progress_to(what: str) -> Iterator[Callable[[int, int], None]]:
-    """The same for what says how far it is: yields a function that takes done and total, 0 where it is not known."""
+    """As ``progress_bar``, but yields a function that takes done and total; a total of 0 is not known."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -91,7 +100,7 @@ def _cell(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    """The same, where control characters are seen and not obeyed: labels, tenants and names are others' text."""
+    """Text with its control characters made visible: labels, tenants and names are others' text."""
     return text if text.isprintable() else "".join(_visible(each) for each in text)
 
 

@@ -1,50 +1,36 @@
-"""``kvstore match``, ``pin`` and ``unpin``: one prompt's prefix, looked up by hand."""
+"""``kvstore match``, ``pin``, ``unpin``, ``prefetch``, ``move`` and ``release``: one prompt's prefix, by hand."""
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.access import Access
-from kvstore.cli.command import CHECK_FAILED, Command
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.choosing import Prompt, prompt_options
+from kvstore.cli.command import Command, check_failed
 from kvstore.cli.kinds import DURATION
-from kvstore.cli.naming import choose_namespace, namespace_options
-from kvstore.cli.options import access_options, json_option
+from kvstore.cli.options import json_option, no_wait_option
+from kvstore.cli.output import print_json, progress_bar
+from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
-from kvstore.tokens import TOKENS_MAX
 
 if TYPE_CHECKING:
     from kvstore.client.cache import Cache
-    from kvstore.client.store import Store
+    from kvstore.client.control import Control, ControlTicket
+    from kvstore.client.tickets import Ticket
 
-TEXT_BYTES_MAX = 16 * TOKENS_MAX
-
-tokens_argument = click.argument("tokens", required=False)
-tokens_file_option = click.option(
-    "--tokens-file", metavar="FILE", help="Read the token ids from FILE, - for standard input, instead."
-)
+LOOK_S = 0.2
+"""Between two looks at the progress of a move."""
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="How many leading tokens of a prompt are stored.")
-@click.argument("name")
-@tokens_argument
-@tokens_file_option
-@namespace_options
+@prompt_options
 @access_options
 @json_option
-def match(
-    name: str,
-    tokens: str | None,
-    tokens_file: str | None,
-    tenant: str,
-    fingerprint: str | None,
-    access: Access,
-    as_json: bool,
-) -> None:
+def match(prompt: Prompt, access: Access, as_json: bool) -> None:
     """Print how many leading tokens of a prompt are stored.
 
     NAME is a namespace, as `kvstore ls` lists it; TOKENS are token ids with commas between. A file or standard input
@@ -55,38 +41,22 @@ def match(
       kvstore match llama-3.1-8b 101,2023,2003 --root /mnt/kv
       tokenize prompt.txt | kvstore match llama-3.1-8b --tokens-file - --connect 10.0.0.7:7070
     """
-    ids = read_tokens(tokens, tokens_file)
+    ids = prompt.ids()
     with access.open() as store:
-        cache = open_cache(store, name, tenant, fingerprint)
-        matched = cache.match(ids)
-    from kvstore.cli.output import print_json
-
+        matched = prompt.cache(store).match(ids)
     if as_json:
-        print_json({"namespace": name, "tokens": len(ids), "tokens_matched": matched})
+        print_json({"namespace": prompt.name, "tokens": len(ids), "tokens_matched": matched})
     else:
         print(f"{matched} of {len(ids)} tokens")
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Protect a stored prefix from garbage collection.")
-@click.argument("name")
-@tokens_argument
-@tokens_file_option
-@namespace_options
+@prompt_options
 @click.option("--ttl", type=DURATION, default="1h", show_default=True, help="The pin ends by itself after this time.")
-@click.option("--owner", default="", help="Who pins, as `kvstore ls --pins` shows it; the host's name if not given.")
+@click.option("--owner", default="", help="Who pins, as `kvstore ls --pins` shows it; by default the host's name.")
 @access_options
 @json_option
-def pin(
-    name: str,
-    tokens: str | None,
-    tokens_file: str | None,
-    tenant: str,
-    fingerprint: str | None,
-    ttl: float,
-    owner: str,
-    access: Access,
-    as_json: bool,
-) -> None:
+def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -> None:
     """Protect a stored prefix from garbage collection, and print the pin's id.
 
     Needs a cluster (--etcd or --connect): a pin is a lease in etcd, and outlives this command. Exit code 1 where
@@ -98,11 +68,9 @@ def pin(
       kvstore pin llama-3.1-8b 101,2023 --root /mnt/kv --etcd 10.0.0.5:2379
     """
     _needs_cluster(access)
-    ids = read_tokens(tokens, tokens_file)
+    ids = prompt.ids()
     with access.open() as store:
-        record = open_cache(store, name, tenant, fingerprint).pin(ids, ttl=ttl, owner=owner).record
-    from kvstore.cli.output import print_json
-
+        record = prompt.cache(store).pin(ids, ttl=ttl, owner=owner).record
     if as_json:
         print_json(
             {"id": record.id, "owner": record.owner, "tokens_pinned": record.tokens, "expires_s": record.expires_s}
@@ -112,7 +80,7 @@ def pin(
     else:
         print("nothing of it is stored: nothing is pinned", file=sys.stderr)
     if not record.id:
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="End a pin.")
@@ -129,44 +97,128 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
     _needs_cluster(access)
     with access.open() as store:
         ended = store.unpin(pin_id)
-    from kvstore.cli.output import print_json
-
     if as_json:
         print_json({"id": pin_id, "ended": ended})
     else:
         print("ended" if ended else "there is no such pin (any more)")
     if not ended:
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
-def open_cache(store: Store, name: str, tenant: str, fingerprint: str | None) -> Cache:
-    """The cache of a namespace that exists, its layout taken from the store's records."""
-    found = choose_namespace(store.namespaces(), name, tenant, fingerprint)
-    return store.namespace(
-        found.name, found.layout, fingerprint=found.fingerprint, tenant=found.tenant, attributes=dict(found.attributes)
-    )
+@click.command(cls=Command, no_args_is_help=True, short_help="Bring a stored prefix into a worker's memory.")
+@prompt_options
+@click.option("--tier", type=click.Choice(["memory", "disk"]), default="memory", show_default=True, help="Where to.")
+@no_wait_option
+@access_options
+@json_option
+def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
+    """Bring the longest stored prefix of a prompt into a worker's memory, or onto its local disk, ahead of its use.
+
+    Needs a worker with --memory. Of several workers it is the one that the prompt would be read from. Ctrl-C ends it;
+    what is there by then stays.
+
+    \b
+    Examples:
+      kvstore prefetch llama-3.1-8b --tokens-file next_prompt.txt --connect 10.0.0.7:7070
+      kvstore prefetch llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
+    """
+    if no_wait:
+        _leave(prompt, access, as_json, lambda control, cache, ids: control.prefetch(cache, [ids], tier))
+    else:
+        _follow("prefetched", prompt, access, as_json, lambda cache, ids: cache.prefetch(ids, tier))
 
 
-def read_tokens(text: str | None, file: str | None) -> list[int]:
-    """Token ids from an argument, a file or standard input (``-``). Raises InvalidRequest, naming what is no number."""
-    if (text is None) == (file is None):
-        raise InvalidRequest("which tokens? give them as TOKENS, or with --tokens-file FILE (- for standard input)")
-    if file is not None:
-        try:
-            text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()
-        except (OSError, UnicodeDecodeError) as cause:
-            raise InvalidRequest(f"cannot read the tokens from {file!r}: {cause}") from cause
-    assert text is not None
-    if len(text) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")
-    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
-    try:
-        return [int(word) for word in words if word]
-    except ValueError as cause:
-        odd = next(word for word in words if not re.fullmatch(r"[+-]?[0-9]+", word))
+@click.command(cls=Command, no_args_is_help=True, short_help="Move a stored prefix to another tier of a worker.")
+@prompt_options
+@click.option("--tier", type=click.Choice(["memory", "disk", "root"]), required=True, help="Where to.")
+@no_wait_option
+@access_options
+@json_option
+def move(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
+    """Move the longest stored prefix of a prompt to a tier, and away from those that are nearer.
+
+    Chunks that the root does not have yet are written there first, and those that others use stay where they are.
+
+    \b
+    Examples:
+      kvstore move llama-3.1-8b --tokens-file prompt.txt --tier root --connect 10.0.0.7:7070
+      kvstore move llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
+    """
+    if no_wait:
+        _leave(prompt, access, as_json, lambda control, cache, ids: control.move(cache, [ids], tier))
+    else:
+        _follow("moved", prompt, access, as_json, lambda cache, ids: cache.move(ids, tier))
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Evict a prompt first when a worker needs room.")
+@prompt_options
+@no_wait_option
+@access_options
+@json_option
+def release(prompt: Prompt, no_wait: bool, access: Access, as_json: bool) -> None:
+    """Say that a prompt will not be needed soon: it is evicted first when memory or the local disk needs room.
+
+    Nothing is lost, and the next use of the prompt ends this.
+
+    \b
+    Example:
+      kvstore release llama-3.1-8b --tokens-file prompt.txt --connect 10.0.0.7:7070
+    """
+    if no_wait:
+        _leave(prompt, access, as_json, lambda control, cache, ids: control.release(cache, [ids]))
+    else:
+        _follow("released", prompt, access, as_json, lambda cache, ids: cache.release(ids))
+
+
+def _leave(
+    prompt: Prompt, access: Access, as_json: bool, begin: Callable[[Control, Cache, list[int]], ControlTicket]
+) -> None:
+    """Begins a move and leaves it to the worker."""
+    _needs_worker(access)
+    ids = prompt.ids()
+    begin_and_follow(access, as_json, False, lambda store, control: begin(control, prompt.cache(store), ids))
+
+
+def _follow(
+    done: str, prompt: Prompt, access: Access, as_json: bool, begin: Callable[[Cache, list[int]], Ticket]
+) -> None:
+    """Begins a move, shows its progress until it ends, and prints how many tokens were ``done``."""
+    _needs_worker(access)
+    ids = prompt.ids()
+    with access.open() as store:
+        cache = prompt.cache(store)
+        stored = cache.match(ids)
+        # As a context: Ctrl-C cancels it at the worker.
+        with begin(cache, ids) as ticket, progress_bar(f"{done}, tokens", stored) as show:
+            shown = 0
+            while not ticket.done:
+                at = ticket.wait(LOOK_S)
+                show(at - shown)
+                shown = at
+            count, error = ticket.tokens, ticket.error
+    if as_json:
+        print_json(
+            {
+                "namespace": prompt.name,
+                "tokens": len(ids),
+                "tokens_matched": stored,
+                f"tokens_{done}": count,
+                "error": str(error) if error is not None else None,
+            }
+        )
+    else:
+        print(f"{done} {count} of {stored} stored tokens")
+        if error is not None:
+            print(f"it ended early: {error}", file=sys.stderr)
+    if error is not None:
+        check_failed()
+
+
+def _needs_worker(access: Access) -> None:
+    if access.root is not None:
         raise InvalidRequest(
-            f"token {odd[:40]!r} is no number: give ids with commas between, such as 101,2023"
-        ) from cause
+            "a root opened by this command has no memory that outlives it: give --connect HOST:PORT or --etcd"
+        )
 
 
 def _needs_cluster(access: Access) -> None:

@@ -4,58 +4,67 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import Access, open_store
-from kvstore.cli.command import CHECK_FAILED, Command
-from kvstore.cli.options import access_options, durability_option, json_option
-from kvstore.cli.replayed import print_report
+from kvstore.cli.access import Access, access_options, open_store
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.options import DURABILITY, json_option
+from kvstore.cli.output import print_json, print_pairs, progress_bar
 from kvstore.cli.signals import Interrupts
 
 if TYPE_CHECKING:
     from kvstore.layout import Layout
+    from kvstore.replay import Report
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """How a trace is replayed."""
+
+    durability: str = option("--durability", **DURABILITY)
+    bytes_per_token: int = option(
+        "--bytes-per-token",
+        type=int,
+        default=64,
+        show_default=True,
+        metavar="N",
+        help="KV bytes of one token, a multiple of 4; real models have tens of thousands.",
+    )
+    requests_max: int | None = option(
+        "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests."
+    )
+    processes: int = option(
+        "--processes", type=int, default=1, show_default=True, metavar="N", help="Engines: processes at once."
+    )
+    threads: int = option(
+        "--threads", type=int, default=1, show_default=True, metavar="N", help="Callers at once in each."
+    )
+    namespace: str | None = option(
+        "--namespace", metavar="NAME", help="The namespace to use; a fresh one if not given."
+    )
+    keep: bool = flag("--keep", help="Leave the chunks in the store.")
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Replay a trace and compare every byte.")
 @click.argument("trace", metavar="TRACE")
 @access_options
-@durability_option
-@click.option(
-    "--bytes-per-token",
-    type=int,
-    default=64,
-    show_default=True,
-    metavar="N",
-    help="KV bytes of one token, a multiple of 4; real models have tens of thousands.",
-)
-@click.option("--requests", "requests_max", type=click.IntRange(min=1), metavar="N", help="Only the first N requests.")
-@click.option("--processes", type=int, default=1, show_default=True, metavar="N", help="Engines: processes at once.")
-@click.option("--threads", type=int, default=1, show_default=True, metavar="N", help="Callers at once in each.")
-@click.option("--namespace", metavar="NAME", help="The namespace to use; a fresh one if not given.")
-@click.option("--keep", is_flag=True, help="Leave the chunks in the store.")
+@takes("callers", Callers)
 @json_option
-def replay(
-    trace: str,
-    access: Access,
-    durability: str,
-    bytes_per_token: int,
-    requests_max: int | None,
-    processes: int,
-    threads: int,
-    namespace: str | None,
-    keep: bool,
-    as_json: bool,
-) -> None:
-    """Replay TRACE, a file of JSON lines as Mooncake publishes them, and compare every byte with what it determines.
+def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
+    """Replay TRACE, a file of JSON lines as Mooncake publishes them, and compare every byte with the expected one.
 
-    Each request is matched, what hit is read and compared, what missed is put. With one caller every hit must be as the
-    trace contains it; with several the order is undefined, and each chunk must have been written exactly once. Without
+    Each request is matched, its hits are read and compared, its misses are put. With one caller every hit must be as
+    the trace contains it; with several the order is undefined, and each chunk must be written exactly once. Without
     --root, --connect or --etcd a temporary root in this process is used.
 
     Exit codes: 0 all right, 1 a wrong byte or an unexpected hit, 2 could not run.
@@ -66,26 +75,61 @@ def replay(
       kvstore replay conversation_trace.jsonl --connect 10.0.0.7:7070,10.0.0.8:7070 --requests 1000
       kvstore replay conversation_trace.jsonl --root /mnt/kv --etcd 10.0.0.5:2379 --processes 4 --json
     """
-    from kvstore.cli.output import progress_bar
     from kvstore.replay import Plan, load_trace, replay_layout
     from kvstore.replay import replay as run
 
-    name = namespace or f"replay-{os.urandom(4).hex()}"
-    plan = Plan(name, bytes_per_token, processes, threads)
-    requests = load_trace(trace, requests_max)
+    name = callers.namespace or f"replay-{os.urandom(4).hex()}"
+    plan = Plan(name, callers.bytes_per_token, callers.processes, callers.threads)
+    requests = load_trace(trace, callers.requests_max)
     with Interrupts() as interrupts, ExitStack() as undo:
-        if access.is_given:
-            access = replace(access, durability=durability)
-            if not keep:
-                undo.enter_context(interrupts.guard(_cleared(access, name, replay_layout(bytes_per_token))))
-        else:
+        if not access.is_given:
             folder = undo.enter_context(interrupts.guard(tempfile.TemporaryDirectory(prefix="kvstore-replay-")))
-            access = Access(root=folder, durability=durability)
+            access = Access(root=folder)
+        elif not callers.keep:
+            undo.enter_context(interrupts.guard(_cleared(access, name, replay_layout(callers.bytes_per_token))))
         with progress_bar("requests", len(requests)) as moved:
-            report = run(requests, functools.partial(open_store, access, create=True), plan, moved)
-    print_report(report, as_json, {"trace": trace, "namespace": name, "bytes_per_token": bytes_per_token})
+            report = run(requests, functools.partial(open_store, access, callers.durability), plan, moved)
+    print_report(report, as_json, {"trace": trace, "namespace": name, "bytes_per_token": callers.bytes_per_token})
+
+
+def print_report(report: Report, as_json: bool, about: Mapping[str, Any]) -> None:
+    """Prints the figures, and failures on standard error; ends the command with exit code 1 where there are any."""
+    if as_json:
+        print_json({**about, **report.to_dict()})
+    else:
+        _print_table(report)
+    for line in (*report.failures, *report.tally.differences):
+        print(f"FAILED: {line}", file=sys.stderr)
     if not report.ok:
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
+
+
+def _print_table(report: Report) -> None:
+    tally = report.tally
+    expected = "undefined (several callers)" if report.tokens_expected is None else f"{report.tokens_expected:,}"
+    rows = [
+        ("requests", f"{tally.requests:,}"),
+        ("tokens", f"{tally.tokens:,}"),
+        ("tokens matched", f"{tally.tokens_matched:,}"),
+        ("tokens expected to match", expected),
+        ("hit ratio", f"{report.hit_ratio:.1%}"),
+        ("chunks written", f"{tally.chunks_written:,}"),
+        ("GiB put", f"{tally.bytes_put / GIB:.3f}"),
+        ("GiB got", f"{tally.bytes_got / GIB:.3f}"),
+        ("MiB/s put", f"{report.put_mib_per_s:,.0f}"),
+        ("MiB/s get", f"{report.get_mib_per_s:,.0f}"),
+        ("callers", f"{report.lanes}"),
+        ("time", f"{report.seconds:.1f} s"),
+        ("wrong bytes", f"{tally.wrong_bytes:,}"),
+    ]
+    print_pairs(rows)
+    if not report.ok:
+        verdict = "FAILED"
+    elif report.tokens_expected is None:
+        verdict = "every byte was compared, each chunk was written once, nothing is missing"
+    else:
+        verdict = "every byte was compared, every hit is as the trace contains it"
+    print(f"wrong bytes: {tally.wrong_bytes}; {verdict}")
 
 
 @contextmanager

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvstore.errors import RootMismatch
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.namespace import NamespaceId
+
 if TYPE_CHECKING:
+    from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
 
@@ -21,3 +28,40 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
     from kvstore.root.open import open_root
 
     return open_root(url, options, create=False)
+
+
+@contextmanager
+def identified(url: str, options: Mapping[str, Any]) -> Iterator[tuple[Root, RootIdentity]]:
+    """Opens a root and reads its identity. Raises RootMismatch where it has none, and as ``open_root``."""
+    from kvstore.root.identity import read_identity
+
+    with closing(open_existing(url, options)) as root:
+        identity = read_identity(root)
+        if identity is None:
+            raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
+        yield root, identity
+
+
+def usage_by_namespace(
+    url: str, options: Mapping[str, Any], counted: Callable[[int], object]
+) -> dict[NamespaceId, tuple[int, int]]:
+    """Chunks and bytes (headers included) by namespace id. ``counted`` is called with the files of each folder.
+
+    Names carry the namespace, so no file is opened. A chunk that is written or deleted meanwhile may be counted or not.
+    Raises the root's errors.
+    """
+    found: dict[NamespaceId, tuple[int, int]] = {}
+    with closing(open_existing(url, options)) as root:
+        for folder in root.list(places.CHUNKS):
+            if folder.stat is not None:
+                continue
+            files = 0
+            for entry in root.list(Name(f"{places.CHUNKS}/{folder.name}")):
+                parsed = places.parse_chunk(entry.name)
+                if parsed is None or entry.stat is None:
+                    continue
+                chunks, size_bytes = found.get(parsed[1], (0, 0))
+                found[parsed[1]] = (chunks + 1, size_bytes + entry.stat.size_bytes)
+                files += 1
+            counted(files)
+    return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 from rich.table import Table
 
-from kvstore.cli.access import Access
+from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command
-from kvstore.cli.options import access_options, json_option
+from kvstore.cli.options import json_option
 from kvstore.cli.output import console, print_json, print_pairs, size
-from kvstore.cli.rooted import open_existing
+from kvstore.cli.rooted import identified
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 
 GROUPS = (
@@ -33,7 +35,7 @@ GROUPS = (
 def stats(access: Access, as_json: bool) -> None:
     """Print what the workers behind --connect or --etcd did since they started, all together.
 
-    With --root alone: which root it is, and how full its file system.
+    With --root alone: which root it is, and how full its file system is.
 
     \b
     Examples:
@@ -72,17 +74,9 @@ def _print_group(title: str, counts: dict[str, int | float]) -> None:
 
 
 def _root(access: Access, as_json: bool) -> None:
-    from kvstore.errors import RootMismatch
-    from kvstore.root.identity import read_identity
-
     assert access.root is not None
-    root = open_existing(access.root, access.root_options)
-    try:
-        identity, space = read_identity(root), root.space()
-        if identity is None:
-            raise RootMismatch(f"{root.url} is no kvstore root: it has no FORMAT file. Is the file system mounted?")
-    finally:
-        root.close()
+    with identified(access.root, access.root_options.read()) as (root, identity):
+        space = root.space()
     if as_json:
         print_json(
             {
@@ -90,8 +84,7 @@ def _root(access: Access, as_json: bool) -> None:
                 "root": identity.root.hex(),
                 "version": identity.version,
                 "shard_bits": identity.shard_bits,
-                "total_bytes": space.total_bytes,
-                "free_bytes": space.free_bytes,
+                **asdict(space),
             }
         )
         return

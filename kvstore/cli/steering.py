@@ -1,38 +1,39 @@
-"""``kvstore drain``, ``limits`` and ``health``: workers themselves, asked or told through their control service."""
+"""``kvstore drain``, ``limits`` and ``health``: calls to the control service of workers."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from kvstore.cli.access import Access
-from kvstore.cli.command import CHECK_FAILED, COULD_NOT_RUN, Command
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.command import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.kinds import DURATION
-from kvstore.cli.options import access_options, json_option
+from kvstore.cli.options import json_option, worker_option
 from kvstore.cli.output import print_json, print_table, size
 from kvstore.cli.tickets import steered
 from kvstore.errors import InvalidRequest, KVStoreError
 
-worker_option = click.option(
-    "--worker", metavar="HOST:PORT", help="Which one, where --connect or --etcd means several."
-)
 
-
-@click.command(cls=Command, no_args_is_help=True, short_help="Have a worker finish what it does, and end.")
+@click.command(cls=Command, no_args_is_help=True, short_help="Stop a worker after it has finished its calls.")
 @worker_option
 @click.option(
-    "--within", "within_s", type=DURATION, default=0.0, metavar="TIME",
-    help="How long calls in progress may take; as long as the worker was started with, if not given.",
-)  # fmt: skip
+    "--within",
+    "within_s",
+    type=DURATION,
+    default=0.0,
+    metavar="TIME",
+    help="How long calls in progress may take; by default the worker's own --drain.",
+)
 @access_options
 @json_option
 def drain(worker: str | None, within_s: float, access: Access, as_json: bool) -> None:
-    """Have a worker stop in good order, as SIGTERM does: no new calls, those it accepted end, what only its memory has
-    is written to the root, and its program ends. Returns at once.
+    """Stop a worker in good order, as SIGTERM does: it takes no new calls, finishes those it accepted, writes what only
+    its memory has to the root, and its program ends. Returns at once.
 
-    Clients turn to other workers by themselves. Tickets of the worker end with it. One that a service manager or
-    `kvstore up` started: say there too that it is to stay away.
+    Clients turn to other workers by themselves. Tickets of the worker end with it. `kvstore up` does not restart it;
+    tell a service manager not to.
 
     \b
     Examples:
@@ -42,9 +43,7 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
     with access.open() as store:
         left = steered(store, access).drain(worker, within_s)
     if as_json:
-        print_json(
-            {"calls": left.calls, "behind_bytes": left.behind_bytes, "tickets": left.tickets, "within_s": left.within_s}
-        )
+        print_json(asdict(left))
         return
     print(
         f"draining: {left.calls} calls in progress (at most {left.within_s:g} s more), {size(left.behind_bytes)} to be "
@@ -58,9 +57,10 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
 @access_options
 @json_option
 def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json: bool) -> None:
-    """Show the limits that can change while a worker runs, or change some: at each worker all of those given, or none.
+    """Show the limits that can change while a worker runs, or change some. A worker changes all that are given, or
+    none.
 
-    A change lasts until the worker ends; what is under way goes on as it was. Exit code 1 where a worker refused.
+    A change lasts until the worker ends, and does not reach calls under way. Exit code 1 where a worker refused.
 
     \b
     Examples:
@@ -103,16 +103,16 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
         for address, said in refused.items():
             click.echo(f"{address}: {said}", err=True)
     if refused or not found:
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="How workers, root, etcd and queues are.")
+@click.command(cls=Command, no_args_is_help=True, short_help="The health of workers, root, etcd and queues.")
 @access_options
 @json_option
 def health(access: Access, as_json: bool) -> None:
-    """Say how each worker is: itself, its root, its etcd, memory and queues, looked at now.
+    """Say how each worker, its root, its etcd, its memory and its queues are now.
 
-    Exit code 0 where all is well, 1 where a worker has a problem or does not answer, 2 where none answers.
+    Exit codes: 0 all is well, 1 a worker has a problem or does not answer, 2 none answers.
 
     \b
     Examples:
@@ -136,7 +136,7 @@ def health(access: Access, as_json: bool) -> None:
     if not answered:
         click.get_current_context().exit(COULD_NOT_RUN)
     if len(answered) < len(found) or not all(each["healthy"] for each in answered):
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
 def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:

@@ -1,4 +1,4 @@
-"""``kvstore tickets``: long acts of workers; and how any command follows one to its end."""
+"""``kvstore tickets``: long-running operations of workers; and how any command follows one to its end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import Access
-from kvstore.cli.command import CHECK_FAILED, Command
-from kvstore.cli.options import access_options, json_option
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_table, progress_to, size
 from kvstore.errors import InvalidRequest
 from kvstore.tickets import State, Ticket
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from kvstore.client.store import Store
 
 LEFT = ("failed_chunks", "unconfirmed_nodes")
-"""Counts of what a clear that is done could not delete, or does not know to be gone."""
+"""Counts of chunks that a clear could not delete, and of nodes that did not confirm it."""
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="List, watch or cancel long acts of workers.")
-@click.option("--watch", "watched", metavar="ID", help="Follow one until it has ended; Ctrl-C only stops following.")
-@click.option("--cancel", "cancelled", metavar="ID", help="Have one end; what it has done stays done.")
+@click.command(cls=Command, no_args_is_help=True, short_help="List, watch or cancel long-running operations.")
+@click.option("--watch", "watched", metavar="ID", help="Follow one until it ends; Ctrl-C only stops following.")
+@click.option("--cancel", "cancelled", metavar="ID", help="End one; what it has done stays done.")
 @access_options
 @json_option
 def tickets(watched: str | None, cancelled: str | None, access: Access, as_json: bool) -> None:
-    """List what workers were asked to do in the long run: clear, compress, decompress, reencrypt, prefetch, move,
-    release.
+    """List long-running operations of workers: clear, compress, decompress, reencrypt, prefetch, move, release.
 
     Each worker keeps its last 100, in memory: one that was restarted has forgotten them. With --watch, exit code 1
     where the ticket failed or was cancelled, or is a clear that left something behind.
@@ -50,8 +49,7 @@ def tickets(watched: str | None, cancelled: str | None, access: Access, as_json:
             follow(control.ticket(watched), as_json)
             return
         if cancelled:
-            ticket = control.ticket(cancelled).cancel()
-            found = [ticket]
+            found = [control.ticket(cancelled).cancel()]
         else:
             found = control.tickets()
     if as_json:
@@ -87,10 +85,10 @@ def steered(store: Store, access: Access) -> Control:
 
 
 def follow(ticket: ControlTicket, as_json: bool) -> None:
-    """Follows a ticket to its end, with progress on a terminal, and prints what came of it.
+    """Follows a ticket to its end, with progress on a terminal, and prints its result.
 
-    Ctrl-C leaves it going on and says how to come back to it. Exit code 1 where it failed or was cancelled, or left
-    something that it is to be repeated for.
+    Ctrl-C leaves the operation running and says how to come back to it. Exit code 1 where it failed, was cancelled, or
+    left something, so that it must be repeated.
     """
     if not as_json:
         print(f"ticket {ticket.id} at {ticket.last.worker}", file=sys.stderr)
@@ -109,13 +107,13 @@ def follow(ticket: ControlTicket, as_json: bool) -> None:
         if ended.message:
             print(ended.message, file=sys.stderr)
     if ended.state is not State.DONE or any(ended.counts.get(name) for name in LEFT):
-        click.get_current_context().exit(CHECK_FAILED)
+        check_failed()
 
 
 def begin_and_follow(
     access: Access, as_json: bool, is_followed: bool, begin: Callable[[Store, Control], ControlTicket]
 ) -> None:
-    """Has a worker begin something, and follows it unless only its id is wanted."""
+    """Begins an operation at a worker, and follows it unless only its id is wanted."""
     with access.open() as store:
         ticket = begin(store, steered(store, access))
         if is_followed:
@@ -127,26 +125,19 @@ def begin_and_follow(
 
 
 def as_values(ticket: Ticket) -> dict[str, Any]:
-    """A ticket for JSON."""
+    """A ticket for JSON: numbers that are not there yet are None."""
+    names = ("id", "act", "about", "identity", "began_s", "done", "unit", "message", "worker")
     return {
-        "id": ticket.id,
-        "act": ticket.act,
-        "about": ticket.about,
-        "identity": ticket.identity,
+        **{name: getattr(ticket, name) for name in names},
         "state": ticket.state.value,
-        "began_s": ticket.began_s,
         "ended_s": ticket.ended_s or None,
-        "done": ticket.done,
         "total": ticket.total or None,
-        "unit": ticket.unit,
-        "message": ticket.message,
         "counts": dict(ticket.counts),
-        "worker": ticket.worker,
     }
 
 
 def _came(ticket: Ticket) -> str:
-    """What came of it: chunks, of which kinds, then bytes."""
+    """The result: chunks by kind, then bytes."""
     said = []
     for name, count in sorted(ticket.counts.items(), key=lambda item: (item[0].startswith("bytes"), item[0])):
         if name.startswith("bytes"):

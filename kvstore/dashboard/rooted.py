@@ -86,7 +86,7 @@ class RootSource:
         if self._identity is None:
             identity = read_identity(self._root)
             if identity is None:
-                raise RootMismatch(f"{self._root.url} is no kvstore root: it has no FORMAT file. Is it mounted?")
+                raise RootMismatch(f"{self._root.url} is not a kvstore root: it has no FORMAT file. Is it mounted?")
             self._learn(identity.root)
             self._identity = identity
         return self._root, self._identity

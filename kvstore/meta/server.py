@@ -11,32 +11,19 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from kvstore.children import Program
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.waiting import Flag
 
 HOST = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
 PORT_TRIES_MAX = 5
 LOG_BYTES_MAX = 16 << 20
-
-# The kernel kills etcd when the thread that started it dies, so it outlives no parent, not even a SIGKILLed one.  Asked
-# for by a small program between fork and exec of etcd: code that runs in a forked child of a process with threads may
-# deadlock.  The parent may have died before it could ask, so it looks.
-_LAUNCHER = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-os.getppid() == int(sys.argv[1]) or os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class EmbeddedEtcd:
@@ -69,7 +56,7 @@ class EmbeddedEtcd:
         self._binary = binary
         self._compaction_s = compaction_s
         self._arguments = tuple(arguments)
-        self._child: _Child | None = None
+        self._child: Program | None = None
 
     @property
     def endpoints(self) -> str:
@@ -81,14 +68,14 @@ class EmbeddedEtcd:
     @property
     def pid(self) -> int:
         """The server's pid. Raises Unavailable unless it runs."""
-        if self._child is None or self._child.exited.is_set():
+        if self._child is None or not self._child.running or self._child.pid is None:
             raise Unavailable(f"this etcd does not run: start it (its messages: {self._log})")
         return self._child.pid
 
     @property
     def running(self) -> bool:
         """Whether the server runs."""
-        return self._child is not None and not self._child.exited.is_set()
+        return self._child is not None and self._child.running
 
     def start(self, timeout_s: float = START_S) -> None:
         """Starts etcd and waits until it is healthy; no-op where it runs.
@@ -105,11 +92,12 @@ class EmbeddedEtcd:
         for _ in range(PORT_TRIES_MAX):
             client_port, peer_port = _ports(self._client_port, self._peer_port)
             log_start = self._log.stat().st_size if self._log.exists() else 0
-            self._child = _Child(self._command(binary, client_port, peer_port), self._log)
+            self._child = self._program(self._command(binary, client_port, peer_port))
+            self._child.start()
             if self._healthy(self._child, client_port, deadline_s):
                 self._client_port, self._peer_port = client_port, peer_port
                 return
-            timed_out = not self._child.exited.is_set()
+            timed_out = self._child.running
             self.stop()
             said = _tail(self._log, log_start)
             # Somebody may have taken a free port between our looking and etcd's binding it: then others are tried.
@@ -121,13 +109,8 @@ class EmbeddedEtcd:
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Ends etcd: SIGTERM, then SIGKILL after ``timeout_s``. Its files stay. Idempotent."""
         child, self._child = self._child, None
-        if child is None:
-            return
-        child.signal(signal.SIGTERM)
-        if not child.exited.wait(timeout_s):
-            child.signal(signal.SIGKILL)
-            child.exited.wait()
-        child.join()
+        if child is not None:
+            child.stop(timeout_s)
 
     def __enter__(self) -> EmbeddedEtcd:
         self.start()
@@ -162,65 +145,21 @@ class EmbeddedEtcd:
         }
         return [binary, *(f"--{name}={value}" for name, value in flags.items()), *self._arguments]
 
-    def _healthy(self, child: _Child, port: int, deadline_s: float) -> bool:
+    def _program(self, command: list[str]) -> Program:
+        # Settings of another etcd on this host must not reach ours.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        return Program(
+            "etcd", command, messages=self._log, environment=environment, speaks=False, dies_by=signal.SIGKILL
+        )
+
+    def _healthy(self, child: Program, port: int, deadline_s: float) -> bool:
         while time.monotonic() < deadline_s:
-            if child.exited.wait(0.05):
+            if child.wait_ended(0.05):
                 return False
             if _answers(port):
                 # Not somebody else's etcd on a port that ours failed to get.
-                return not child.exited.is_set()
+                return child.running
         return False
-
-
-class _Child(threading.Thread):
-    """The thread that starts etcd, lives as long as etcd does (the kernel's death signal follows it), and reaps it."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        super().__init__(name="etcd", daemon=True)
-        self._command = command
-        self._log = log
-        self._started = Flag()
-        self._failure: OSError | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self.exited = Flag()
-        self.start()
-        self._started.wait()
-        if self._failure is not None:
-            raise Unavailable(f"etcd ({command[0]}) could not be started: {self._failure}") from self._failure
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)  # does nothing once it is reaped, so it never meets another's pid
-
-    def run(self) -> None:
-        command = self._command
-        if sys.platform == "linux" and sys.executable:
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
-        # Settings of another etcd on this host must not reach ours.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
-        try:
-            with open(self._log, "ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C is for the parent, which stops etcd last
-                )
-        except OSError as cause:
-            self._failure = cause
-            self.exited.set()
-            return
-        finally:
-            self._started.set()
-        self._process.wait()
-        self.exited.set()
 
 
 def find_etcd() -> str:

@@ -84,7 +84,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("ls", "--root", "ROOT", "--etcd-ca", "file"), "give --etcd ENDPOINTS as well"),
         (("match", "nobody", "1,2", "--root", "ROOT"), "there is no namespace 'nobody'; there are: model, theirs"),
         (("match", "theirs", "1,2", "--root", "ROOT"), "is of tenant 'alice': give --tenant"),
-        (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is no number"),
+        (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is not a number"),
         (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
         (("match", "model", "--root", "ROOT"), "which tokens?"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
@@ -92,10 +92,10 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("unpin", "a/b", "--root", "ROOT"), "pins live in etcd"),
         (("clear", "model", "--root", "ROOT"), "give --etcd, or --ignore-pins"),
         (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
-        (("fsck", "/"), "is no kvstore root"),
+        (("fsck", "/"), "is not a kvstore root"),
         (("fsck", "ROOT", "--adopt"), "give --etcd ENDPOINTS"),
         (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),
-        (("stats", "--root", "/tmp"), "is no kvstore root"),
+        (("stats", "--root", "/tmp"), "is not a kvstore root"),
         (("replay", "/missing.jsonl"), "cannot read the trace"),
         (("replay", "/dev/null"), "holds no requests"),
         (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
@@ -122,7 +122,7 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     def broken(*_: object) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("kvstore.cli.usage.usage_by_namespace", broken)
+    monkeypatch.setattr("kvstore.cli.ls.usage_by_namespace", broken)
     result = run("ls", "--root", root)
     assert result.exit_code == 2
     assert result.stderr.strip() == (
@@ -233,7 +233,7 @@ def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: st
     assert said["housekeeping_count"] == len(said["housekeeping"]) >= 1
     assert {each["kind"] for each in said["housekeeping"]} == {"orphan_staging", "unreachable"}
     text = run("fsck", root)
-    assert text.exit_code == 0 and "housekeeping, which is no damage:\norphan_staging" in text.stdout
+    assert text.exit_code == 0 and "housekeeping (not damage):\norphan_staging" in text.stdout
     assert run("fsck", root, "--repair").exit_code == 0
     assert not staged.exists()
 

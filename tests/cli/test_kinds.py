@@ -9,11 +9,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvstore.cli.access import Access, EtcdAccess
+from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, SIZE, is_loopback, split
-from kvstore.cli.options import access_options, read_root_options
 from kvstore.errors import InvalidRequest
+from kvstore.meta.etcd import EtcdUser
 
 
 @pytest.mark.parametrize(
@@ -87,15 +87,16 @@ def given(*arguments: str, env: dict[str, str] | None = None) -> Access:
     return seen[0]
 
 
-def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "password"
     file.write_text("from file\n")
     at = ("--etcd", "h:1", "--etcd-user", "kv")
     by_file = given(*at, "--etcd-password-file", str(file))
-    assert by_file.etcd == EtcdAccess("h:1", user="kv", password="from file")
-    by_environment = given(*at, env={"KVSTORE_ETCD_PASSWORD": "from environment"}).etcd
-    assert by_environment is not None and by_environment.password == "from environment"
-    assert "from file" not in repr(by_file)
+    assert by_file.etcd == EtcdAccess("h:1", user="kv", password_file=str(file))
+    assert by_file.etcd.who() == EtcdUser("kv", "from file")
+    by_environment = given(*at).etcd
+    monkeypatch.setenv("KVSTORE_ETCD_PASSWORD", "from environment")
+    assert by_environment is not None and by_environment.who() == EtcdUser("kv", "from environment")
     assert pickle.loads(pickle.dumps(by_file)) == by_file
 
 
@@ -108,13 +109,13 @@ def test_root_options_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text('{"key": "secret"}')
     access = given("--root", "s3://bucket", env={"KVSTORE_ROOT_OPTIONS": str(file)})
-    assert access.root_options == {"key": "secret"}
+    assert access.root_options.read() == {"key": "secret"}
     assert "secret" not in repr(access)
     file.write_text("[1]")
     with pytest.raises(InvalidRequest, match="not a JSON object"):
-        read_root_options(str(file))
+        RootOptions(str(file)).read()
     with pytest.raises(InvalidRequest, match="cannot read"):
-        read_root_options(str(tmp_path / "missing"))
+        RootOptions(str(tmp_path / "missing")).read()
 
 
 def test_workers_are_split_at_commas() -> None:

@@ -45,8 +45,8 @@ def called(*arguments: str) -> Result:
         ((*ENOUGH, "--once", "--explain", "00" * 16), "give --dry-run"),
         ((*ENOUGH, "--dry-run", "--explain", "me"), "32 hexadecimal digits"),
         ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
-        ((*ENOUGH, "--once", "--ttl", "soon"), "is no duration"),
-        ((*ENOUGH, "--once", "--max-bytes", "lots"), "is no size"),
+        ((*ENOUGH, "--once", "--ttl", "soon"), "is not a duration"),
+        ((*ENOUGH, "--once", "--max-bytes", "lots"), "is not a size"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
@@ -58,7 +58,7 @@ def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) ->
 def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text('ttl = "soon"')
     result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
-    assert result.exit_code == 2 and "is no duration" in result.stderr
+    assert result.exit_code == 2 and "is not a duration" in result.stderr
 
 
 def test_help_names_every_option_and_the_exit_codes() -> None:
@@ -225,7 +225,7 @@ def test_what_is_no_root_is_refused_and_not_made_one(up: Running, tmp_path: Path
     assert done.returncode == 2 and not (tmp_path / "none").exists()
     (tmp_path / "empty").mkdir()
     done = ended("--root", str(tmp_path / "empty"), "--etcd", up.etcd, "--once")
-    assert done.returncode == 2 and "no kvstore root" in done.stderr
+    assert done.returncode == 2 and "not a kvstore root" in done.stderr
     assert list((tmp_path / "empty").iterdir()) == []
 
 

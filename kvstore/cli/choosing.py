@@ -1,0 +1,131 @@
+"""Options that say what a command is about: a namespace, a prompt in it, or a selection of chunks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.census.selection import Selection
+from kvstore.cli.declared import argument, option, takes
+from kvstore.cli.kinds import DURATION, MOMENT
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore.tokens import TOKENS_MAX
+
+if TYPE_CHECKING:
+    from kvstore.client.cache import Cache
+    from kvstore.client.store import Store
+
+TEXT_BYTES_MAX = 16 * TOKENS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A namespace that exists, and the tokens of one prompt."""
+
+    name: str = argument(metavar="NAME")
+    tokens: str | None = argument(metavar="[TOKENS]", required=False)
+    tokens_file: str | None = option(
+        "--tokens-file", metavar="FILE", help="Read the token ids from FILE, - for standard input, instead."
+    )
+    tenant: str = option("--tenant", default="", help="The namespace's tenant.")
+    fingerprint: str | None = option(
+        "--fingerprint", help="Digest of the weights, where a name has several (a prefix will do)."
+    )
+
+    def ids(self) -> list[int]:
+        """The token ids. Raises InvalidRequest, naming what is not a number."""
+        return read_tokens(self.tokens, self.tokens_file)
+
+    def cache(self, store: Store) -> Cache:
+        """The namespace's cache. Raises InvalidRequest where there is no such namespace."""
+        return open_cache(store, self.name, self.tenant, self.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Chunks: those of a namespace, or those that match all options that were given."""
+
+    name: str | None = argument(metavar="[NAME]", required=False)
+    tenant: str | None = option("--tenant", help="Of this tenant ('' for none); beside NAME, the namespace's tenant.")
+    fingerprint: str = option("--fingerprint", default="", help="Of weights whose digest begins like this.")
+    older_than_s: float = option("--older-than", type=DURATION, default=0.0, help="Unused for this long, such as 30d.")
+    written_by: str = option(
+        "--written-by",
+        default="",
+        metavar="WHO",
+        help="Written by a session, or by label=, version=, host= or node= with a value (kvstore ls --lineage).",
+    )
+    since_s: float = option("--since", type=MOMENT, default=0.0, help="Written then or later: 2026-11-21T10:00, or 2h.")
+    until_s: float = option("--until", type=MOMENT, default=0.0, help="Written before that.")
+
+    @property
+    def is_namespace_alone(self) -> bool:
+        """Whether a namespace is named, and nothing is said of its chunks."""
+        return self.name is not None and not (self.older_than_s or self.written_by or self.since_s or self.until_s)
+
+    def selection(self, store: Store) -> Selection:
+        """The selection as the store takes it. Raises InvalidRequest where it is empty, or names no namespace."""
+        digest, tenant, fingerprint = None, self.tenant, self.fingerprint
+        if self.name is not None:
+            digest = choose_namespace(store.namespaces(), self.name, tenant or "", fingerprint or None).digest
+            tenant, fingerprint = None, ""
+        return Selection(digest, tenant, fingerprint, self.older_than_s, self.written_by, self.since_s, self.until_s)
+
+
+prompt_options = takes("prompt", Prompt)
+selection_options = takes("asked", Asked)
+
+
+def open_cache(store: Store, name: str, tenant: str, fingerprint: str | None) -> Cache:
+    """The cache of a namespace that exists, its layout taken from the store's records."""
+    found = choose_namespace(store.namespaces(), name, tenant, fingerprint)
+    return store.namespace(
+        found.name, found.layout, fingerprint=found.fingerprint, tenant=found.tenant, attributes=dict(found.attributes)
+    )
+
+
+def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerprint: str | None) -> Namespace:
+    """The namespace with this name, tenant and fingerprint. Raises InvalidRequest where there is none, or several."""
+    candidates = [each for each in found if each.name == name and each.tenant == tenant]
+    if fingerprint is not None:
+        candidates = [each for each in candidates if each.fingerprint.startswith(fingerprint)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        said = ", ".join(repr(each.fingerprint) for each in candidates[:8])
+        raise InvalidRequest(
+            f"namespace {name!r} has {len(candidates)} variants (fingerprints {said}): give --fingerprint"
+        )
+    tenants = sorted({each.tenant for each in found if each.name == name})
+    if tenants and tenant not in tenants:
+        raise InvalidRequest(f"namespace {name!r} is of tenant {', '.join(map(repr, tenants))}: give --tenant")
+    known = sorted({each.name for each in found})
+    listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+    raise InvalidRequest(f"there is no namespace {name!r}; there are: {listed or 'none'}")
+
+
+def read_tokens(text: str | None, file: str | None) -> list[int]:
+    """Token ids from an argument, a file or standard input (``-``). Raises InvalidRequest, naming what is wrong."""
+    if (text is None) == (file is None):
+        raise InvalidRequest("which tokens? give them as TOKENS, or with --tokens-file FILE (- for standard input)")
+    if file is not None:
+        try:
+            text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as cause:
+            raise InvalidRequest(f"cannot read the tokens from {file!r}: {cause}") from cause
+    assert text is not None
+    if len(text) > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")
+    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    try:
+        return [int(word) for word in words if word]
+    except ValueError as cause:
+        odd = next(word for word in words if not re.fullmatch(r"[+-]?[0-9]+", word))
+        raise InvalidRequest(
+            f"token {odd[:40]!r} is not a number: give ids with commas between, such as 101,2023"
+        ) from cause

@@ -1,0 +1,188 @@
+"""``kvstore clear``, ``compress``, ``decompress`` and ``reencrypt``: operations on a selection of chunks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.census.selection import Selection
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.choosing import Asked, open_cache, selection_options
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.options import json_option, no_wait_option, worker_option
+from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.tickets import begin_and_follow
+from kvstore.errors import InvalidRequest
+from kvstore.results import Cleared
+
+if TYPE_CHECKING:
+    from kvstore.client.control import Control, ControlTicket
+    from kvstore.client.store import Store
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Delete stored chunks, by namespace, writer, age, ...")
+@selection_options
+@click.option("--pinned", is_flag=True, help="Pinned chunks too; their pins stay, over nothing.")
+@click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
+@click.option(
+    "--ignore-pins", is_flag=True, help="With --root and without --etcd, where nobody can tell what is pinned."
+)
+@click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
+@access_options
+@json_option
+def clear(
+    asked: Asked, pinned: bool, dry_run: bool, ignore_pins: bool, yes: bool, access: Access, as_json: bool
+) -> None:
+    """Delete the stored chunks of the namespace NAME, or those that match all given options, except pinned ones.
+
+    They are gone from the root and from the memory and local disks of all nodes when this returns, so one command
+    takes back what a bad roll-out wrote. Stop its writers first (kvstore drain): what they write meanwhile stays. Twice
+    is harmless. A reader of such a chunk has a miss and computes it again. Namespaces stay.
+
+    Chunks that good engines computed on top of a wrong prefix are theirs, not its writer's: where prompts of a bad
+    roll-out were continued by good engines, clear the namespace, or everything since then (--since).
+
+    Exit code 1 where something could not be deleted, or a node did not confirm in time: run it again.
+
+    \b
+    Examples:
+      kvstore clear llama-3.1-8b --root /mnt/kv --etcd 10.0.0.5:2379
+      kvstore clear llama-3.1-8b --root /mnt/kv --ignore-pins
+      kvstore clear --written-by label=canary --dry-run --connect 10.0.0.7:7070
+      kvstore clear --written-by version=0.2.0 --since 2026-11-21T10:00 --yes --root /mnt/kv --etcd 10.0.0.5:2379
+      kvstore clear --tenant alice --older-than 30d --yes --connect 10.0.0.7:7070
+    """
+    if access.root is not None and access.etcd is None and not ignore_pins:
+        raise InvalidRequest(
+            "pins live in etcd, and without it clear would delete pinned chunks too: "
+            "give --etcd, or --ignore-pins where this root has no cluster"
+        )
+    if asked.is_namespace_alone and not pinned and not dry_run:
+        _clear_namespace(asked, yes, access, as_json)
+        return
+    if access.root is None:
+        begin_and_follow(
+            access,
+            as_json,
+            True,
+            lambda store, control: control.clear(_sure(asked, store, yes or dry_run), dry_run=dry_run, pinned=pinned),
+        )
+        return
+    with access.open() as store:
+        selection = _sure(asked, store, yes or dry_run)
+        with progress_to("clear, shards") as show:
+            cleared = store.clear(selection, progress=show, dry_run=dry_run, pinned=pinned)
+    if as_json:
+        print_json({**asdict(cleared), "dry_run": dry_run})
+    else:
+        _print(cleared, dry_run)
+    if cleared.failed or cleared.unconfirmed:
+        check_failed()
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Compress stored chunks on the root.")
+@selection_options
+@no_wait_option
+@worker_option
+@access_options
+@json_option
+def compress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
+    """Write the chunks of the namespace NAME, or those that match all given options, again on the root, compressed
+    (byte planes apart, then zstd) where that makes them smaller.
+
+    Lossless: readers get the same bytes. A worker does it, at a limited rate (`kvstore limits
+    recode_bytes_per_s_max=...`), and goes on when this command is ended. New chunks are not compressed.
+
+    \b
+    Examples:
+      kvstore compress llama-3.1-8b --older-than 1d --connect 10.0.0.7:7070
+      kvstore compress --tenant acme --no-wait --etcd 10.0.0.5:2379
+    """
+    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.compress(chunks, worker=worker))
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Decompress stored chunks on the root.")
+@selection_options
+@no_wait_option
+@worker_option
+@access_options
+@json_option
+def decompress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
+    """Write compressed chunks of the namespace NAME, or those that match all given options, uncompressed.
+
+    \b
+    Example:
+      kvstore decompress llama-3.1-8b --connect 10.0.0.7:7070
+    """
+    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.decompress(chunks, worker=worker))
+
+
+@click.command(cls=Command, no_args_is_help=True, short_help="Encrypt stored chunks with the current keys.")
+@selection_options
+@no_wait_option
+@worker_option
+@access_options
+@json_option
+def reencrypt(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
+    """Write the chunks of the namespace NAME, or those that match all given options, again with the current keys of
+    the worker's key file (--keys): plain ones are encrypted, those of an old key get the current one, and those of a
+    tenant whose current key is null become plain.
+
+    An old key may go once this is done, its ticket counts no chunks_no_key, and every worker has the new key file.
+
+    \b
+    Example:
+      kvstore reencrypt --tenant acme --connect 10.0.0.7:7070
+    """
+    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.reencrypt(chunks, worker=worker))
+
+
+def _recode(
+    asked: Asked, no_wait: bool, access: Access, as_json: bool, begin: Callable[[Control, Selection], ControlTicket]
+) -> None:
+    begin_and_follow(access, as_json, not no_wait, lambda store, control: begin(control, asked.selection(store)))
+
+
+def _sure(asked: Asked, store: Store, yes: bool) -> Selection:
+    """The selection, after the user has confirmed it."""
+    selection = asked.selection(store)
+    _ask(f"Delete all chunks of {selection.describe()}?", yes)
+    return selection
+
+
+def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool) -> None:
+    name, tenant = asked.name or "", asked.tenant or ""
+    with access.open() as store:
+        cache = open_cache(store, name, tenant, asked.fingerprint or None)
+        _ask(f"Delete all chunks of namespace {name!r} (tenant {tenant!r})?", yes)
+        cleared = cache.clear()
+    if as_json:
+        counted = {"chunks": cleared.chunks, "bytes": cleared.bytes, "unconfirmed": list(cleared.unconfirmed)}
+        print_json({"namespace": name, **counted})
+    else:
+        _print(cleared, dry_run=False)
+    if cleared.unconfirmed:
+        check_failed()
+
+
+def _ask(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidRequest("clear deletes, and there is no terminal to ask on: give --yes")
+    if not click.confirm(question, err=True):
+        raise InvalidRequest("nothing was deleted")
+
+
+def _print(cleared: Cleared, dry_run: bool) -> None:
+    print(f"{cleared.chunks} chunks {'would be ' if dry_run else ''}deleted, {size(cleared.bytes)}")
+    if cleared.pinned:
+        print(f"{cleared.pinned} pinned chunks stay: --pinned deletes them too, kvstore ls --pins says whose they are")
+    if cleared.failed:
+        print(f"{cleared.failed} could not be looked at or deleted: run it again", file=sys.stderr)
+    for session in cleared.unconfirmed:
+        print(f"session {session} did not answer: its node may still serve them from memory", file=sys.stderr)

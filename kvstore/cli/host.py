@@ -1,0 +1,159 @@
+"""The programs of ``kvstore up``: workers, collector and dashboard, each started again when it dies."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore.children import Program
+from kvstore.cli.children import gc_command, kvstore_command
+from kvstore.cli.dashboard import PageAccess
+from kvstore.cli.declared import arguments
+from kvstore.cli.kinds import is_loopback, split
+from kvstore.cli.options import Room
+from kvstore.cli.signals import Stopper
+from kvstore.cli.worker import WorkerOptions
+from kvstore.errors import InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from kvstore.meta.server import EmbeddedEtcd
+
+log = logging.getLogger(__name__)
+
+GC_INTERVAL_S = 60
+"""Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
+WATCH_S = 0.5
+SHORT_LIFE_S = 10.0
+"""A worker that lived shorter died of its start. After three of those in a row ``up`` gives up."""
+SHORT_LIVES_MAX = 3
+AGAIN_S = 60.0
+"""From one start of the collector or the dashboard to the next, where it ends by itself."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    program: Program
+    said: dict[str, str]
+    short_lives: int = 0
+    is_drained: bool = False
+
+
+class Host:
+    """The workers of this host, and what runs beside them. Each program that it starts is added to ``programs``."""
+
+    def __init__(self, serving: WorkerOptions, drain_s: float, stopper: Stopper, programs: list[Program]) -> None:
+        self._serving = serving
+        self._drain_s = drain_s
+        self._stopper = stopper
+        self._programs = programs
+        self._workers: list[_Worker] = []
+        self._others: list[Program] = []
+
+    def start(self, count: int, listen: str, metrics: str) -> None:
+        """Starts the workers and waits until they serve. Raises Unavailable where one does not."""
+        for number in range(count):
+            command = self._command(number, _address(listen, number), _address(metrics, number))
+            program = Program(f"worker {number}", command)
+            self._programs.append(program)
+            program.start()
+        for program in list(self._programs):
+            self._workers.append(_Worker(program, program.wait_ready(lambda: self._stopper.asked)))
+
+    def start_gc(self, room: Room, metrics: str | None) -> None:
+        """Starts the garbage collector, where it is installed. After the workers, who make the root."""
+        command = gc_command(*self._common(room), "--interval", f"{GC_INTERVAL_S}s")
+        if command is None:
+            log.warning(
+                "up.no_gc garbage collection is not installed: nothing is ever deleted, watch the root's free space"
+            )
+            return
+        self._start_beside("gc", [*command, "--metrics", metrics] if metrics is not None else command)
+
+    def start_dashboard(self, room: Room, listen: str) -> str:
+        """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable where it does not serve.
+
+        Beyond this host it has the workers' certificate and access file.
+        """
+        secured = self._serving.secured
+        common = [*self._common(room), *arguments(secured.as_client())]
+        if not is_loopback(listen):
+            page = PageAccess(secured.cert_file, secured.key_file, secured.access_file, secured.insecure)
+            common += arguments(page)
+        program = self._start_beside("dashboard", kvstore_command("dashboard", "--listen", listen, *common))
+        url = program.wait_ready(lambda: self._stopper.asked)["dashboard"]
+        bound = _joined(split(listen)[0], int(url.rstrip("/").rpartition(":")[2]))
+        program.command = kvstore_command("dashboard", "--listen", bound, *common)  # at the same port, should it die
+        return url
+
+    def said(self, key: str) -> list[str]:
+        """One value of each worker's ready line."""
+        return [each.said[key] for each in self._workers]
+
+    def watch(self, server: EmbeddedEtcd | None) -> None:
+        """Returns when a signal came. Raises Unavailable where a worker keeps dying, or the bundled etcd does."""
+        while not self._stopper.wait(WATCH_S):
+            if server is not None and not server.running:
+                log.error("up.etcd_ended: starting it again")
+                server.start()  # on the same ports, with the same files: workers find it again
+            for other in self._others:
+                waited = time.monotonic() - other.started_s > AGAIN_S
+                if waited and not other.running:
+                    log.error("up.%s_ended exit_code=%s: starting it again", other.name, other.exit_code)
+                    other.start()
+            for number, worker in enumerate(self._workers):
+                if not worker.program.running and not worker.is_drained:
+                    self._again(number, worker)
+
+    def _again(self, number: int, worker: _Worker) -> None:
+        program = worker.program
+        if program.exit_code == 0:
+            # It was asked to end (kvstore drain, SIGTERM), and nobody asks for that to get it back.
+            worker.is_drained = True
+            log.warning("up.worker_drained name=%s: kvstore up does not restart it", program.name)
+            return
+        lived_s = time.monotonic() - program.started_s
+        worker.short_lives = worker.short_lives + 1 if lived_s < SHORT_LIFE_S else 1
+        if worker.short_lives > SHORT_LIVES_MAX:
+            raise Unavailable(f"{program.name} ended {worker.short_lives} times soon after its start: see its messages")
+        log.error("up.worker_ended name=%s exit_code=%s: starting it again", program.name, program.exit_code)
+        program.command = self._command(number, worker.said["grpc"], worker.said["metrics"])
+        program.start()
+        try:
+            program.wait_ready(lambda: self._stopper.asked)
+        except Unavailable as error:
+            if not self._stopper.asked:
+                log.error("up.worker_failed %s", error)
+
+    def _command(self, number: int, listen: str, metrics: str) -> list[str]:
+        serving = replace(
+            self._serving,
+            tiers=self._serving.tiers.of_worker(number),
+            secured=self._serving.secured.of_worker(number),
+        )
+        here = ["--listen", listen, "--metrics", metrics, "--drain", f"{self._drain_s}s"]
+        return kvstore_command("worker", *here, *arguments(serving))
+
+    def _common(self, room: Room) -> list[str]:
+        serving = self._serving
+        return [*arguments(serving.cluster), *arguments(serving.logging), *arguments(room)]
+
+    def _start_beside(self, name: str, command: list[str]) -> Program:
+        program = Program(name, command)
+        self._programs.append(program)
+        self._others.append(program)
+        program.start()
+        return program
+
+
+def _address(first: str, number: int) -> str:
+    """``number`` ports after the first; any free one for all where the first is 0."""
+    host, port = split(first)
+    if port and port + number > 65535:
+        raise InvalidRequest(f"port {port} leaves no room for {number} more workers: give a lower one, or 0")
+    return _joined(host, port + number if port else 0)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
