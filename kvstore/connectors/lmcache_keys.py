@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.client import Cache
-from kvstore.connectors.settings import LateStore, StoreSettings
-from kvstore.errors import InvalidRequest
+from kvstore.connectors.opening import setting
+from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings
 
 MODELS_MAX = 256
 """Models of one LMCache that are remembered; beyond it the oldest is opened anew when it comes again."""
@@ -25,21 +25,14 @@ OPAQUE = ""
 
 @dataclass(frozen=True)
 class Settings(StoreSettings):
-    """What LMCache's configuration gives."""
+    """The settings in LMCache's configuration."""
 
-    lock_s: float = 120.0
-    """What LMCache locked and never unlocked is protected for this long; at most the node's own limit of 300."""
-    threads: int = 4
-    """Threads that load; half as many look up, and as many store."""
+    lock_s: float = setting(120.0, most=TIMEOUT_S_MAX)
+    """A lock that LMCache never unlocks ends after this time; at most the node's own limit of 300."""
+    threads: int = setting(4, least=1, most=THREADS_MAX)
+    """Threads that load; half as many look up, and half as many store."""
     serde: str = ""
-    """A name for what LMCache's ``serde`` makes; without it such objects are found by the same process alone."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.serde, str):
-            raise InvalidRequest(f"serde={self.serde!r}: expected text")
-        if not isinstance(self.threads, int) or isinstance(self.threads, bool) or not 1 <= self.threads <= THREADS_MAX:
-            raise InvalidRequest(f"threads={self.threads!r}: expected a whole number from 1 to {THREADS_MAX}")
+    """A name for the output of LMCache's ``serde``; without it only the same process finds such objects."""
 
 
 class ModelCaches:

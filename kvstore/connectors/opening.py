@@ -1,9 +1,13 @@
-"""How an engine's settings say where the store is: the same keys for every engine, checked in one place."""
+"""Settings of an engine: declared once as a dataclass, checked, and the store that they name opened.
+
+The keys that say where the store is are the same for every engine. An engine adds its own as fields.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import kvstore
 from kvstore.client import Store
@@ -13,99 +17,152 @@ from kvstore.node.limits import Limits
 from kvstore.node.settings import TierSettings
 from kvstore.security.tls import ClientTls
 
-PLACE_KEYS = frozenset(
-    {"root", "etcd", "connect", "durability", "root_options", "memory", "write"}
-    | {"tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file"}
-)
-"""Keys that say where the store is; an engine may add its own."""
-
 MEMORY_KEYS = frozenset({"memory", "write"})
-"""What a store that only looks has no use for."""
+"""Keys that a store needs only to read and write, not to look up."""
+_WITH_ROOT = ("etcd", "durability", "root_options", *sorted(MEMORY_KEYS))
+"""Keys for which workers have settings of their own."""
+_TLS = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
+_WITH_CONNECT = (*_TLS, "token_file")
+"""Keys that only workers ask for: files that prove who we are, and who they are."""
+PLACE_KEYS = frozenset({"root", "connect", *_WITH_ROOT, *_WITH_CONNECT})
+"""Keys that say where the store is."""
 
-_WITH_ROOT = ("etcd", "durability", "root_options", "memory", "write")
-"""What a worker has settings of its own for."""
 
-_WITH_CONNECT = ("tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
-"""What only workers ask for: files that prove who we are, and who they are."""
-
-_EITHER = 'give {"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
+def setting(default: Any, *, least: float = 1e-3, most: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field that may be set: a value of the default's type, a number within bounds, or one of ``choices``."""
+    return field(default=default, metadata={"least": least, "most": most, "choices": choices})
 
 
-def check_keys(settings: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Raises InvalidRequest for a key that nobody reads: a misspelt one would be ignored in silence.
+@dataclass(frozen=True)
+class Settings:
+    """Base of an engine's settings. Raises InvalidRequest for values that make no sense."""
 
-    And for keys that say where the store is and make no sense, alone or together.
+    place: Mapping[str, Any] = field(default_factory=dict)
+    """Where the store is: ``root`` and ``etcd``, or ``connect``, and what goes along."""
+    lookup_timeout_s: float = setting(2.0)
+    """A look-up that takes longer is a miss."""
+    load_timeout_s: float = setting(10.0)
+    """What has not been read after this time is a miss."""
+    store_timeout_s: float = setting(30.0)
+    """A store that takes longer has failed."""
+    tenant: str = ""
+    """Whose KV it is: tenants share nothing."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            expected = _expected(getattr(self, each.name), each.default, each.metadata)
+            if expected:
+                raise InvalidRequest(f"{each.name}={getattr(self, each.name)!r}: expected {expected}")
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Every key that may be given."""
+        return PLACE_KEYS | {each.name for each in fields(cls)} - {"place"}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str) -> Self:
+        """Makes settings from a mapping with these keys and no others; ``where`` names it in messages."""
+        check_keys(given, cls.known_keys(), where)
+        place = {key: value for key, value in given.items() if key in PLACE_KEYS}
+        try:
+            return cls(place=place, **{key: value for key, value in given.items() if key not in PLACE_KEYS})
+        except InvalidRequest as wrong:
+            raise InvalidRequest(f"{where}: {wrong}") from wrong
+
+    def open(self) -> Store:
+        """Opens the store. Raises what ``kvstore.open`` and ``kvstore.connect`` raise."""
+        match_s, read_s, write_s = self.lookup_timeout_s, self.load_timeout_s, self.store_timeout_s
+        place = self.place
+        connect = place.get("connect")
+        if place.get("root"):
+            limits = Limits(
+                match_deadline_s=match_s,
+                read_deadline_s=read_s,
+                write_deadline_s=write_s,
+                meta_deadline_s=min(Limits().meta_deadline_s, write_s),
+            )
+            return kvstore.open(
+                place["root"],
+                place.get("etcd") or None,
+                durability=place.get("durability", "none"),
+                root_options=place.get("root_options"),
+                limits=limits,
+                **_memory(place),
+            )
+        tls = [place.get(key) for key in _TLS]
+        return kvstore.connect(
+            *([connect] if isinstance(connect, str) else connect or ()),
+            limits=ClientLimits(match_s=match_s, read_s=read_s, write_s=write_s),
+            tls=ClientTls(*tls) if any(tls) else None,
+            token_file=place.get("token_file"),
+        )
+
+
+def check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Raises InvalidRequest for unknown keys, and for keys that say where the store is and make no sense.
+
+    A key that nobody reads is an error, because a misspelt one would be ignored in silence.
     """
-    unknown = sorted(map(str, set(settings) - known))
+    unknown = sorted(map(str, set(given) - known))
     if unknown:
         raise InvalidRequest(f"{where} has unknown keys {', '.join(unknown)}: expected {', '.join(sorted(known))}")
-    if bool(settings.get("root")) == bool(settings.get("connect")):
+    if bool(given.get("root")) == bool(given.get("connect")):
         raise InvalidRequest(
-            f"{where} names {'both' if settings.get('root') else 'neither'} of root and connect: {_EITHER}"
+            f"{where} names {'both' if given.get('root') else 'neither'} of root and connect: give "
+            '{"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
         )
-    ignored = [key for key in _WITH_ROOT if settings.get(key)]
-    if settings.get("connect") and ignored:
-        raise InvalidRequest(
-            f"{where} has {' and '.join(ignored)} beside connect: only a store that is opened by root takes them, "
-            "workers have their own"
-        )
-    ignored = [key for key in _WITH_CONNECT if settings.get(key)]
-    if settings.get("root") and ignored:
-        raise InvalidRequest(f"{where} has {' and '.join(ignored)} beside root: only workers ask for them, see connect")
-    for key in _WITH_CONNECT:
-        if settings.get(key) is not None and not isinstance(settings[key], str):
-            raise InvalidRequest(f"{where}: {key}={settings[key]!r}: expected the name of a file, or of a server")
-    for key in ("connect", "etcd"):
-        value = settings.get(key)
-        if value is not None and not (
-            isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(each, str) for each in value))
-        ):
-            raise InvalidRequest(f"{where}: {key}={value!r}: expected HOST:PORT, or a list of such")
-    options = settings.get("root_options")
-    if options is not None and not isinstance(options, Mapping):
-        raise InvalidRequest(f"{where}: root_options={options!r}: expected a mapping, as fsspec takes it")
-    if settings.get("write") and not settings.get("memory"):
-        raise InvalidRequest(f"{where} has write without memory: it says when memory is enough for a put; give memory")
+    _check_beside(given, where)
+    for key in PLACE_KEYS & set(given):
+        expected = _expected_place(key, given[key])
+        if expected and given[key] is not None:
+            raise InvalidRequest(f"{where}: {key}={given[key]!r}: expected {expected}")
     try:
-        TierSettings.of(**_memory(settings))
+        TierSettings.of(**_memory(given))
     except InvalidRequest as wrong:
         raise InvalidRequest(f"{where}: {wrong}") from wrong
 
 
-def open_store(settings: Mapping[str, Any], *, match_s: float, read_s: float, write_s: float) -> Store:
-    """The store that ``settings`` name, with deadlines for look-ups, reads and writes in seconds.
-
-    Raises as ``kvstore.open`` and ``kvstore.connect`` do.
-    """
-    root, connect, etcd = settings.get("root"), settings.get("connect"), settings.get("etcd")
-    if root:
-        limits = Limits(
-            match_deadline_s=match_s,
-            read_deadline_s=read_s,
-            write_deadline_s=write_s,
-            meta_deadline_s=min(Limits().meta_deadline_s, write_s),
-        )
-        return kvstore.open(
-            root,
-            etcd or None,
-            durability=settings.get("durability", "none"),
-            root_options=settings.get("root_options"),
-            limits=limits,
-            **_memory(settings),
-        )
-    workers = [connect] if isinstance(connect, str) else list(connect or ())
-    return kvstore.connect(
-        *workers,
-        limits=ClientLimits(match_s=match_s, read_s=read_s, write_s=write_s),
-        tls=_tls(settings),
-        token_file=settings.get("token_file"),
-    )
+def _check_beside(given: Mapping[str, Any], where: str) -> None:
+    """Raises InvalidRequest for keys that do not go together."""
+    for way, keys, why in (
+        ("connect", _WITH_ROOT, "only a store that is opened by root takes them, workers have their own"),
+        ("root", _WITH_CONNECT, "only workers ask for them, see connect"),
+    ):
+        ignored = [key for key in keys if given.get(key)]
+        if given.get(way) and ignored:
+            raise InvalidRequest(f"{where} has {' and '.join(ignored)} beside {way}: {why}")
+    if given.get("write") and not given.get("memory"):
+        raise InvalidRequest(f"{where} has write without memory: it says when memory is enough for a put; give memory")
 
 
-def _memory(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: settings[key] for key in MEMORY_KEYS if settings.get(key) is not None}
+def _expected_place(key: str, value: Any) -> str:
+    """The expected kind of value of a key that says where the store is; empty where ``value`` is of that kind."""
+    if key in _WITH_CONNECT:
+        return "" if isinstance(value, str) else "the name of a file, or of a server"
+    if key in ("connect", "etcd"):
+        several = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+        return "" if isinstance(value, str) or several else "HOST:PORT, or a list of such"
+    if key == "root_options":
+        return "" if isinstance(value, Mapping) else "a mapping, as fsspec takes it"
+    return ""
 
 
-def _tls(settings: Mapping[str, Any]) -> ClientTls | None:
-    given = [settings.get(key) for key in ("tls_ca", "tls_cert", "tls_key", "tls_server_name")]
-    return ClientTls(*given) if any(given) else None
+def _expected(value: Any, default: Any, bounds: Mapping[str, Any]) -> str:
+    """The expected value of a setting with this default; empty where ``value`` is one."""
+    if isinstance(default, bool | str):
+        choices = bounds.get("choices")
+        if choices:
+            return "" if value in choices else f"one of {', '.join(choices)}"
+        return "" if isinstance(value, type(default)) else {bool: "true or false", str: "text"}[type(default)]
+    if not isinstance(default, int | float):
+        return ""
+    least, most = bounds["least"], bounds["most"]
+    kind = int if isinstance(default, int) else (int, float)
+    if isinstance(value, kind) and not isinstance(value, bool) and least <= value and (most is None or value <= most):
+        return ""
+    number = "a whole number" if isinstance(default, int) else "a number"
+    return f"{number} of at least {least:g}" + (f" and at most {most:g}" if most is not None else "")
+
+
+def _memory(place: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: place[key] for key in MEMORY_KEYS if place.get(key) is not None}

@@ -1,4 +1,4 @@
-"""What LMCache and SGLang have in common: settings, and what they leave to us, the fingerprint and the blocks' keys."""
+"""The settings that LMCache and SGLang share, the store that may be down at first, and the keys of their blocks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 from kvstore.client import Cache, Store
 from kvstore.connectors.fingerprints import Fingerprints
-from kvstore.connectors.opening import PLACE_KEYS, check_keys, open_store
+from kvstore.connectors.opening import Settings, setting
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
@@ -32,55 +32,22 @@ OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
 
 
 @dataclass(frozen=True)
-class StoreSettings:
-    """Where the store is (``root`` and ``etcd``, or ``connect``), and what follows.
+class StoreSettings(Settings):
+    """The settings that LMCache and SGLang share."""
 
-    Raises InvalidRequest for values that make no sense.
-    """
-
-    place: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that say where the store is."""
-    fingerprint: str | Mapping[str, str] = ""
+    lookup_timeout_s: float = setting(2.0, most=TIMEOUT_S_MAX)
+    load_timeout_s: float = setting(10.0, most=TIMEOUT_S_MAX)
+    store_timeout_s: float = setting(30.0, most=TIMEOUT_S_MAX)
+    fingerprint: str | Mapping[str, str] = field(default_factory=str)
     """Digest of the weights, or one for each model by its name. A model that is a folder has its own computed."""
-    tenant: str = ""
-    """Whose KV it is: tenants share nothing."""
-    lookup_timeout_s: float = 2.0
-    """A look-up that takes longer is a miss."""
-    load_timeout_s: float = 10.0
-    """What has not been read after this time is a miss."""
-    store_timeout_s: float = 30.0
-    """A store that takes longer has failed."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(each.default, float) and not (_is_number(value) and 0 < value <= TIMEOUT_S_MAX):
-                raise InvalidRequest(f"{each.name}={value!r}: expected more than 0 and at most {TIMEOUT_S_MAX} seconds")
+        super().__post_init__()
         marks = [*self.fingerprint.values()] if isinstance(self.fingerprint, Mapping) else [self.fingerprint]
-        if not all(isinstance(each, str) for each in [*marks, self.tenant]):
-            raise InvalidRequest("fingerprint and tenant: expected text; fingerprint may map models to text")
+        if not all(isinstance(each, str) for each in marks):
+            raise InvalidRequest("fingerprint: expected text, or a mapping of models to text")
         for mark in marks:
             Namespace.of("checked", OPAQUE_LAYOUT, mark, self.tenant)  # their lengths and characters
-
-    @classmethod
-    def known_keys(cls) -> frozenset[str]:
-        """Every key that may be given."""
-        return PLACE_KEYS | {each.name for each in fields(cls)} - {"place"}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], where: str) -> Self:
-        """From a mapping that has these keys and no others; ``where`` names it in messages."""
-        check_keys(given, cls.known_keys(), where)
-        return cls(
-            place={key: value for key, value in given.items() if key in PLACE_KEYS},
-            **{key: value for key, value in given.items() if key not in PLACE_KEYS},
-        )
-
-    def open(self) -> Store:
-        """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` raise."""
-        return open_store(
-            self.place, match_s=self.lookup_timeout_s, read_s=self.load_timeout_s, write_s=self.store_timeout_s
-        )
 
 
 class LateStore:
@@ -160,7 +127,3 @@ def block_key(*parts: bytes) -> bytes:
 def text(value: str) -> bytes:
     """The bytes of a text that others chose, whatever is in it."""
     return value.encode(errors="surrogatepass")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

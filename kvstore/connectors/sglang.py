@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -36,20 +35,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAUNCHED_WITH = (
-    "model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format",
-    "model_impl", "json_model_override_args", "speculative_draft_model_path", "speculative_draft_model_revision",
-    "speculative_draft_model_quantization",
-)  # fmt: skip
-"""Arguments of SGLang's launch that change KV, and of which it tells a storage backend nothing."""
-
-
-@dataclass(frozen=True)
-class Settings(StoreSettings):
-    """Our keys in ``--hicache-storage-backend-extra-config``; SGLang's own stand beside them."""
+    *("model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format"),
+    *("model_impl", "json_model_override_args"),
+    *(f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")),
+)
+"""Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """See ``Settings`` for the keys. Thread-safe.
+    """See ``StoreSettings`` for our keys, which stand beside SGLang's own. Thread-safe.
 
     Pages are shared by engines whose model, weights, SGLang version, parallelism, rank, type and memory layout are the
     same; MLA pages by all tensor-parallel ranks.
@@ -60,8 +54,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if storage_config.should_split_heads:
             raise InvalidRequest("tp_lcm_size: kvstore stores the heads of a rank together; leave it out")
         extra = storage_config.extra_config or {}
-        known = Settings.known_keys()
-        settings = Settings.of({key: each for key, each in extra.items() if key in known}, "the extra config")
+        known = StoreSettings.known_keys()
+        settings = StoreSettings.of({key: each for key, each in extra.items() if key in known}, "the extra config")
         self._config = storage_config
         self._kv: PagePool | None = None
         self._pools: dict[str, PagePool] = {}

@@ -24,10 +24,10 @@ RUNS_MAX = 4
 _K_THEN_V = ("page_first", "page_first_direct", "page_head")
 
 _FACTS = (
-    "layout", "dtype", "store_dtype", "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer",
-    "end_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "kv_lora_rank", "qk_rope_head_dim",
-    "size_per_token", "storage_format_tag", "dcp_size", "dcp_rank",
-)  # fmt: skip
+    *("layout", "dtype", "store_dtype", "page_size", "logical_page_size", "layer_num", "target_layer_num"),
+    *("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "kv_lora_rank"),
+    *("qk_rope_head_dim", "size_per_token", "storage_format_tag", "dcp_size", "dcp_rank"),
+)
 
 
 class PagePool:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from kvstore.client import Store
 from kvstore.client.blocks import BlockCache
-from kvstore.connectors.opening import open_store
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.namespace import Namespace
@@ -51,15 +50,9 @@ class Link:
             store.close()
 
     def _try(self) -> bool:
-        settings = self._settings
         try:
             if self._store is None:
-                self._store = open_store(
-                    settings.place,
-                    match_s=settings.lookup_timeout_s,
-                    read_s=settings.load_timeout_s,
-                    write_s=settings.store_timeout_s,
-                )
+                self._store = self._settings.open()
             self._caches = [
                 self._store.namespace(
                     each.name, each.layout, each.fingerprint, each.tenant, dict(each.attributes)

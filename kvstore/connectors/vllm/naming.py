@@ -26,8 +26,9 @@ from kvstore.namespace import Namespace
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Fields of a model's configuration that say nothing of its KV, or that are attributes of their own."""
 _MEDIA_FIELDS = (
-    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
-)  # fmt: skip
+    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
+    "mm_encoder_attn_dtype",
+)
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 

@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from kvstore.connectors.opening import MEMORY_KEYS, PLACE_KEYS, check_keys
+from kvstore.connectors import opening
+from kvstore.connectors.opening import MEMORY_KEYS, setting
 from kvstore.errors import InvalidRequest
 
 LOADS = ("async", "sync")
+WHERE = "kv_connector_extra_config"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True)
+class Settings(opening.Settings):
     """``kv_connector_extra_config``: where the store is (``root`` and ``etcd``, or ``connect``), and what follows."""
 
-    place: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that say where the store is."""
+    lookup_timeout_s: float = setting(1.0)
+    """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
     fingerprint: str = ""
     """Digest of the weights; computed from the weight files where it is not given."""
-    tenant: str = ""
-    """Whose KV it is: tenants share nothing."""
-    load: str = "async"
+    load: str = setting("async", choices=LOADS)
     """``async``: a request waits aside for its KV while others run. ``sync``: it is loaded within its first step."""
     layerwise: bool = False
     """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
-    lookup_timeout_s: float = 1.0
-    """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
-    load_timeout_s: float = 10.0
-    """What has not been read after this time is computed."""
-    store_timeout_s: float = 30.0
-    """A store that takes longer is given up."""
-    wait_s: float = 0.0
+    wait_s: float = setting(0.0, least=0)
     """How long a look-up waits for blocks that are not there yet: for decode engines, while a prefill engine writes."""
-    pause_s: float = 10.0
+    pause_s: float = setting(10.0, least=0)
     """After a time-out, look-ups are misses at once for this long."""
-    store_bytes_max: int = 2 << 30
+    store_bytes_max: int = setting(2 << 30, least=1)
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
-    load_bytes_max: int = 64 << 20
+    load_bytes_max: int = setting(64 << 20, least=1)
     """Host memory of one of the threads that load."""
-    load_threads: int = 2
+    load_threads: int = setting(2, least=1)
     """Requests that a worker loads at once."""
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
-    drain_s: float = 5.0
+    drain_s: float = setting(5.0, least=0)
     """How long a worker that shuts down goes on storing."""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value, default = getattr(self, each.name), each.default
-            if isinstance(default, bool | str):
-                wanted, fits = type(default).__name__, isinstance(value, type(default))
-            elif isinstance(default, int | float):
-                least = 0 if each.name in ("wait_s", "drain_s", "pause_s") else 1e-3
-                wanted = f"a {type(default).__name__} of at least {least}"
-                fits = isinstance(value, (int, float) if isinstance(default, float) else int)
-                fits = fits and not isinstance(value, bool) and value >= least
-            else:
-                continue
-            if not fits:
-                raise InvalidRequest(f"kv_connector_extra_config {each.name}={value!r}: expected {wanted}")
-        if self.load not in LOADS:
-            raise InvalidRequest(f"kv_connector_extra_config load={self.load!r}: expected one of {', '.join(LOADS)}")
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
@@ -84,9 +61,6 @@ class Settings:
             raise InvalidRequest("layerwise loads do not go with speculative decoding: set layerwise to false")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Settings:
-        """From ``kv_connector_extra_config``. Raises InvalidRequest for keys or values that make no sense."""
-        own = {each.name for each in fields(cls)} - {"place"}
-        check_keys(given, PLACE_KEYS | own, "kv_connector_extra_config")
-        place = {key: value for key, value in given.items() if key in PLACE_KEYS}
-        return cls(place, **{key: value for key, value in given.items() if key in own})
+    def of(cls, given: Mapping[str, Any], where: str = WHERE) -> Self:
+        """As that of the base. Raises InvalidRequest."""
+        return super().of(given, where)
