@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.namespace import NamespaceId
+from kvstore.sources import RandomIds
 
 if TYPE_CHECKING:
     from kvstore.root.identity import RootIdentity
@@ -33,13 +33,10 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
 @contextmanager
 def identified(url: str, options: Mapping[str, Any]) -> Iterator[tuple[Root, RootIdentity]]:
     """Opens a root and reads its identity. Raises RootMismatch where it has none, and as ``open_root``."""
-    from kvstore.root.identity import read_identity
+    from kvstore.root.identity import create_or_open
 
     with closing(open_existing(url, options)) as root:
-        identity = read_identity(root)
-        if identity is None:
-            raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
-        yield root, identity
+        yield root, create_or_open(root, RandomIds(), create=False)
 
 
 def usage_by_namespace(

@@ -177,7 +177,7 @@ class Documents:
             ],
             "runs": [said.run(each, known) for each in forest.runs(wanted, start, RUNS_MAX, order)],
             "way": [said.run(each, known) for each in (forest.way_to(start) if start else ())],
-        }  # fmt: skip
+        }
 
     def damage(self) -> Document:
         """What was found damaged: by workers since they started, and what lies in quarantine."""

@@ -63,11 +63,10 @@ class Growth:
         none: nobody knows over which time its counts grew. One that counts from 0 again was started anew.
         """
         grown = {
-            worker: {name: max(0.0, count - (before.get(name, 0) if count >= before.get(name, 0) else 0))
-                     for name, count in counts.items()}
+            worker: {name: _growth(self._before[worker].get(name, 0), count) for name, count in counts.items()}
             for worker, counts in now.items()
-            if (before := self._before.get(worker)) is not None
-        }  # fmt: skip
+            if worker in self._before
+        }
         self._before = {worker: dict(counts) for worker, counts in now.items()}
         return grown
 
@@ -116,6 +115,11 @@ class History:
         for at, name in enumerate(LEVELS):
             columns[name] = [_rounded(point.levels[at]) for point in points]
         return {"step_s": COARSE_S if coarse else FINE_S, "points_max": ring.maxlen, "columns": columns}
+
+
+def _growth(before: float, now: float) -> float:
+    """The growth of one counter; one that is lower than before counts from 0 again."""
+    return max(0.0, now - before if now >= before else now)
 
 
 def _sum(counts: Sequence[Counts], names: Sequence[str]) -> float:

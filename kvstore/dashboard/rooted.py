@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.recency import NS_PER_S
-from kvstore.root.identity import RootIdentity, read_identity
+from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root, Space
+from kvstore.sources import RandomIds
 
 QUARANTINE_MAX = 10_000
 """Files that are counted."""
@@ -84,11 +84,8 @@ class RootSource:
         if self._root is None:
             self._root = self._open_root()
         if self._identity is None:
-            identity = read_identity(self._root)
-            if identity is None:
-                raise RootMismatch(f"{self._root.url} is not a kvstore root: it has no FORMAT file. Is it mounted?")
-            self._learn(identity.root)
-            self._identity = identity
+            self._identity = create_or_open(self._root, RandomIds(), create=False)
+            self._learn(self._identity.root)
         return self._root, self._identity
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """So many more requests are done."""
+    """``count`` more requests are done."""
 
     count: int
 
@@ -60,24 +60,8 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
             theirs.close()
             ours.append(mine)
             children.append(child)
-        deadline_s = time.monotonic() + START_S
-        for each in ours:
-            if not each.poll(max(0.0, deadline_s - time.monotonic())):
-                raise Unavailable(f"a replaying process did not open its store within {START_S:g} s")
-            _expect_ready(_receive(each))
-        for each in ours:
-            each.send(None)
-        running = list(ours)
-        while running:
-            for each in _with_news(running):
-                message = _receive(each)
-                if isinstance(message, _Served):
-                    progress(message.count)
-                elif isinstance(message, Tally):
-                    total.add(message)
-                    running.remove(each)
-                else:
-                    _expect_ready(message)
+        _start_together(ours)
+        _collect(ours, total, progress)
     finally:
         for each in ours:
             each.close()
@@ -89,6 +73,32 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
                 child.join()
             child.close()
     return total
+
+
+def _start_together(children: list[Connection]) -> None:
+    """Waits until all have opened their store, and lets them go on. Raises what one of them raised."""
+    deadline_s = time.monotonic() + START_S
+    for each in children:
+        if not each.poll(max(0.0, deadline_s - time.monotonic())):
+            raise Unavailable(f"a replaying process did not open its store within {START_S:g} s")
+        _expect_ready(_receive(each))
+    for each in children:
+        each.send(None)
+
+
+def _collect(children: list[Connection], total: Tally, progress: Progress) -> None:
+    """Adds the tallies of all to ``total`` as they come. Raises what one of them raised."""
+    running = list(children)
+    while running:
+        for each in _with_news(running):
+            message = _receive(each)
+            if isinstance(message, _Served):
+                progress(message.count)
+            elif isinstance(message, Tally):
+                total.add(message)
+                running.remove(each)
+            else:
+                _expect_ready(message)
 
 
 def _with_news(connections: list[Connection]) -> list[Connection]:

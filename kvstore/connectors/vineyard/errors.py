@@ -21,50 +21,25 @@ class InvalidCall(InvalidRequest, RuntimeError):
     """InvalidRequest, as a RuntimeError."""
 
 
-class CallUnavailable(Unavailable, RuntimeError):
-    """Unavailable, as a RuntimeError."""
-
-
-class CallOverloaded(Overloaded, RuntimeError):
-    """Overloaded (no space on the root, for one), as a RuntimeError."""
-
-
-class CallDenied(PermissionDenied, RuntimeError):
-    """PermissionDenied, as a RuntimeError."""
-
-
-class WrongRoot(RootMismatch, RuntimeError):
-    """RootMismatch, as a RuntimeError."""
-
-
-class WrongLayout(LayoutMismatch, RuntimeError):
-    """LayoutMismatch, as a RuntimeError."""
-
-
-class CallSessionLost(SessionLost, RuntimeError):
-    """SessionLost, as a RuntimeError."""
-
-
-_TWINS: tuple[tuple[type[KVStoreError], type[KVStoreError]], ...] = (
-    (InvalidRequest, InvalidCall),
-    (Unavailable, CallUnavailable),
-    (Overloaded, CallOverloaded),
-    (PermissionDenied, CallDenied),
-    (RootMismatch, WrongRoot),
-    (LayoutMismatch, WrongLayout),
-    (SessionLost, CallSessionLost),
-)
+_TWINS: dict[type[KVStoreError], type[KVStoreError]] = {
+    InvalidRequest: InvalidCall,
+    **{
+        kind: type(kind.__name__, (kind, RuntimeError), {"__doc__": f"{kind.__name__}, as a RuntimeError."})
+        for kind in (Unavailable, Overloaded, PermissionDenied, RootMismatch, LayoutMismatch, SessionLost)
+    },
+}
+"""The RuntimeError for each error of the store, and for its subclasses."""
 
 
 @contextmanager
 def as_runtime_errors() -> Iterator[None]:
-    """Around calls into the store: what it raises comes out as the same class and a RuntimeError."""
+    """Turns each error of the store into its twin, which is a RuntimeError too."""
     try:
         yield
     except KVStoreError as error:
         if isinstance(error, RuntimeError):
             raise
-        for kind, twin in _TWINS:
+        for kind, twin in _TWINS.items():
             if isinstance(error, kind):
                 raise twin(*error.args) from error
         raise

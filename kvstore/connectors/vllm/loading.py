@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvstore.client.blocks import BLOCKS_MAX
+from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.counts import Counts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
@@ -22,6 +23,9 @@ from kvstore.errors import KVStoreError
 from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
+
+QUEUE_MAX = 65_536
+"""Loads waiting for a thread; each belongs to a request that the engine has."""
 
 
 @dataclass(slots=True)
@@ -52,19 +56,15 @@ class Loader:
         self._counts = counts
         self._timeout_s = timeout_s
         self._bytes_max = bytes_max
-        self._queue: queue.SimpleQueue[Loading | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"kvstore-vllm-load-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = TaskThreads(threads, QUEUE_MAX, "kvstore-vllm-load")
 
     def begin(self, load: Load, *, keep: bool) -> Loading:
         """Starts a load; its time runs from now, waiting for a thread included."""
         loading = Loading(load, self._pages[0].now(), time.monotonic(), keep)
-        self._queue.put(loading)
+        if not self._threads.submit(partial(self._serve, loading)):
+            self._give_up(loading, "too many loads wait")
+            self._end(loading)
         return loading
 
     def ended(self) -> list[Loading]:
@@ -76,23 +76,20 @@ class Loader:
 
     def close(self) -> None:
         """Ends the idle threads; one stuck in a read ends with the process."""
-        for _ in self._threads:
-            self._queue.put(None)
+        self._threads.close(0.0)
 
-    def _serve(self) -> None:
-        while True:
-            loading = self._queue.get()
-            if loading is None:
-                return
-            try:
-                self._load(loading)
-            except Exception as error:  # noqa: BLE001 - a request must not wait for ever, whatever happened to its load
-                self._give_up(loading, error)
-            self._counts.add("load_seconds", time.monotonic() - loading.started_s)
-            self._counts.add("load_failed_blocks", len(loading.failed_keys))
-            self._ended.put(loading)  # first: whoever waited for it looks there next
-            loading.done.set()
-            del loading
+    def _serve(self, loading: Loading) -> None:
+        try:
+            self._load(loading)
+        except Exception as error:  # noqa: BLE001 - a request must not wait for ever, whatever happened to its load
+            self._give_up(loading, error)
+        self._end(loading)
+
+    def _end(self, loading: Loading) -> None:
+        self._counts.add("load_seconds", time.monotonic() - loading.started_s)
+        self._counts.add("load_failed_blocks", len(loading.failed_keys))
+        self._ended.put(loading)  # first: who waited for it looks there next
+        loading.done.set()
 
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
@@ -128,8 +125,8 @@ class Loader:
         self._counts.add("loaded_bytes", good * pages.block_bytes)
         return good
 
-    def _give_up(self, loading: Loading, error: Exception) -> None:
-        log.error("kvstore: a load failed, its blocks are computed: %r", error)
+    def _give_up(self, loading: Loading, why: object) -> None:
+        log.error("kvstore: a load failed, its blocks are computed: %r", why)
         loading.kept.clear()
         for run in loading.load.runs:
             loading.failed_keys.update(run.keys[:1])

@@ -7,11 +7,13 @@ request), and a store that hangs costs memory of ours, which is bounded, and not
 from __future__ import annotations
 
 import logging
-import queue
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
+from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.counts import Counts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
@@ -38,11 +40,10 @@ class Storer:
         self._lock = threading.Lock()
         self._bytes = 0
         self._on_the_way: set[bytes] = set()
-        self._queue: queue.SimpleQueue[tuple[Run, Copy] | None] = queue.SimpleQueue()
         self._idle = Flag()
         self._idle.set()
-        self._thread = threading.Thread(target=self._serve, name="kvstore-vllm-store", daemon=True)
-        self._thread.start()
+        # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
+        self._thread = TaskThreads(1, sys.maxsize, "kvstore-vllm-store")
 
     def store(self, run: Run) -> None:
         """Copies the blocks of ``run`` out, in parts, and publishes them behind the engine's back.
@@ -53,7 +54,9 @@ class Storer:
         for start in range(0, len(run.keys), at_once):
             part = self._admit(Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once]))
             if part is not None:
-                self._queue.put((part, self._pages[part.group].copy_out(part.blocks)))
+                copy = self._pages[part.group].copy_out(part.blocks)
+                if not self._thread.submit(partial(self._serve, part, copy)):
+                    self._done(part, 0)
 
     def _admit(self, run: Run) -> Run | None:
         """The blocks of ``run`` that are to be copied out, whose memory counts from now on; None where none are."""
@@ -74,29 +77,26 @@ class Storer:
     def close(self, timeout_s: float) -> None:
         """Publishes what is on its way, for at most ``timeout_s``."""
         self._idle.wait(timeout_s)
-        self._queue.put(None)
+        self._thread.close(0.0)
 
-    def _serve(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            run, copy = item
-            stored = 0
-            try:
-                stored = self._publish(run, copy)
-            except Exception:
-                log.exception("kvstore: blocks could not be stored")
-            size = self._pages[run.group].block_bytes
-            self._counts.add("stored_blocks", stored)
-            self._counts.add("stored_bytes", stored * size)
-            self._counts.add("store_failed_blocks", len(run.keys) - stored)
-            with self._lock:
-                self._bytes -= len(run.keys) * size
-                self._on_the_way.difference_update(run.keys)
-                if not self._on_the_way:
-                    self._idle.set()
-            del item, run, copy
+    def _serve(self, run: Run, copy: Copy) -> None:
+        stored = 0
+        try:
+            stored = self._publish(run, copy)
+        except Exception:
+            log.exception("kvstore: blocks could not be stored")
+        self._done(run, stored)
+
+    def _done(self, run: Run, stored: int) -> None:
+        size = self._pages[run.group].block_bytes
+        self._counts.add("stored_blocks", stored)
+        self._counts.add("stored_bytes", stored * size)
+        self._counts.add("store_failed_blocks", len(run.keys) - stored)
+        with self._lock:
+            self._bytes -= len(run.keys) * size
+            self._on_the_way.difference_update(run.keys)
+            if not self._on_the_way:
+                self._idle.set()
 
     def _publish(self, run: Run, copy: Copy) -> int:
         caches = self._link.caches()
