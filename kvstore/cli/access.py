@@ -34,7 +34,7 @@ class Workers(click.ParamType):  # type: ignore[type-arg]  # generic only in the
 
 @dataclass(frozen=True, slots=True)
 class RootOptions:
-    """Where the options of a root are."""
+    """The file with the options of a root."""
 
     file: str | None = option(
         "--root-options",
@@ -123,7 +123,7 @@ class EtcdAccess:
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """Where a cluster is: its root and its etcd, for the programs that it consists of."""
+    """The root and the etcd of a cluster, for the programs that it consists of."""
 
     root: str = option("--root", required=True, metavar="URL", help="A folder, file:///path, s3://bucket/prefix, ...")
     root_options: RootOptions = group(RootOptions, RootOptions())
@@ -152,7 +152,7 @@ class Access:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is any way at all."""
+        """True where the options name a store."""
         return bool(self.root is not None or self.connect or self.etcd)
 
     def open(self, *, create: bool = False, durability: str = "none") -> Store:

@@ -65,7 +65,7 @@ class Asked:
 
     @property
     def is_namespace_alone(self) -> bool:
-        """Whether a namespace is named, and nothing is said of its chunks."""
+        """True where a namespace is named, and no other option limits its chunks."""
         return self.name is not None and not (self.older_than_s or self.written_by or self.since_s or self.until_s)
 
     def selection(self, store: Store) -> Selection:

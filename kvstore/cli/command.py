@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line on standard error, exit codes, ``--debug``."""
+"""The base of all commands: errors as one line on standard error, exit codes, ``--debug``."""
 
 from __future__ import annotations
 

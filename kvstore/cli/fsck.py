@@ -27,7 +27,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the user asked for."""
+    """The options of a check."""
 
     repair: bool = flag("--repair", help="Repair what is wrong; the root may be in use meanwhile.")
     adopt: bool = flag("--adopt", help="Make an empty, restored or other etcd this root's, first.")

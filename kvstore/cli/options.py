@@ -36,7 +36,7 @@ LOG_FORMAT: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    """What a server logs, and how."""
+    """The level and the format of a server's log."""
 
     level: str = option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
     format: str = option("--log-format", **LOG_FORMAT)
@@ -48,7 +48,7 @@ class Logging:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a collector leaves on the root, and for how long."""
+    """Limits of what a collector leaves on the root."""
 
     max_bytes: int | None = option(
         "--max-bytes",

@@ -1,4 +1,4 @@
-"""What commands print: JSON or tables on standard output, progress on standard error when that is a terminal."""
+"""Prints JSON or tables on standard output, and progress on standard error where that is a terminal."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """How a trace is replayed."""
+    """The options of a replay beside the trace and the store."""
 
     durability: str = option("--durability", **DURABILITY)
     bytes_per_token: int = option(

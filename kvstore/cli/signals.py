@@ -36,11 +36,11 @@ class Stopper:
 
     @property
     def asked(self) -> bool:
-        """Whether to end."""
+        """True once somebody asked this program to end."""
         return self._asked
 
     def ask(self) -> None:
-        """As the first signal does, without one: for whoever may ask this program to end. Idempotent."""
+        """Does what the first signal does, for callers that may ask this program to end. Idempotent."""
         self._asked = True
         with suppress(OSError):  # full of earlier wishes, or closed: nobody waits any more
             self._wake.send(b"!")

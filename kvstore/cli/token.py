@@ -135,7 +135,7 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """In one step: whoever reads it meanwhile reads the old or the new."""
+    """Replaces a file in one step: a reader sees the old or the new content."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         _write_new(new, content, mode)

@@ -1,4 +1,4 @@
-"""Where the spans of a server go: to an OpenTelemetry collector, as the environment says.
+"""Exports the spans of a server to an OpenTelemetry collector, as the environment says.
 
 Apart from kvstore/tracing.py, which makes the spans: a library configures nothing and reads no environment.
 """

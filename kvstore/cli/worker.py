@@ -87,7 +87,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where one worker listens, and until when."""
+    """The addresses of one worker."""
 
     listen: str = option(
         "--listen",

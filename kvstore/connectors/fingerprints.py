@@ -43,7 +43,7 @@ class _Computation:
                 self.digest = model_fingerprint(self._model)
             else:
                 log.warning(
-                    "connector.no_fingerprint model=%s: its name is no folder, so KV of other weights under this name "
+                    "connector.no_fingerprint model=%s: its name is not a folder, so KV of other weights under it "
                     "would be served; give a digest of the weights, or their revision, as the setting fingerprint",
                     told,
                 )
@@ -59,7 +59,7 @@ class _Computation:
 class Fingerprints:
     """``given`` is the setting: a digest, or one for each model by its name. Thread-safe.
 
-    Whoever asks first for a model waits at most ``wait_s`` for it, as does whoever comes in that time.
+    The first caller for a model waits at most ``wait_s`` for it, as do those that come in that time.
     """
 
     def __init__(self, given: str | Mapping[str, str], wait_s: float) -> None:

@@ -1,7 +1,7 @@
 """LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
 
-LMCache calls from its controller threads and waits for event descriptors; the work is done by threads of ours.
-Whatever goes wrong is a miss or a failed store, and every task ends: each step by its timeout after it began
+LMCache calls from its controller threads and waits for event descriptors; our own threads do the work.
+Every failure is a miss or a failed store, and every task ends: each step by its timeout after it began
 (the first of a model by ``store_timeout_s``), and what waited for a thread longer than that is not begun at all.
 """
 
@@ -220,7 +220,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # The rest
 
     def report_status(self) -> dict[str, Any]:
-        """Whether the last call to the store went well, and why not."""
+        """The state of the adapter: the error of the last call to the store, if it failed."""
         failing = self._trouble.why
         return {
             "is_healthy": not failing,

@@ -57,7 +57,7 @@ class ModelCaches:
 
 
 def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
-    """What an object is made of, as text; ``OPAQUE`` where that is only bytes, or not known."""
+    """Shapes and types of an object's tensors, as text; ``OPAQUE`` where it is only bytes, or not known."""
     parts = [(tuple(shape), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
     if not parts or (len(parts) == 1 and len(parts[0][0]) == 1 and parts[0][1] == "torch.uint8"):
         return OPAQUE

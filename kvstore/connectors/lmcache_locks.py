@@ -1,6 +1,7 @@
-"""What LMCache locked by a look-up and has not unlocked yet: holds of the store, by LMCache's keys.
+"""Locks that LMCache took by a look-up and has not released yet: holds of the store, by LMCache's keys.
 
-A lock ends when its last key is unlocked, or by itself after a time, because whoever should unlock may have died.
+A lock ends when its last key is unlocked, or by itself after a time, because the process that should unlock may have
+died.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 log = logging.getLogger(__name__)
 
 PLUGIN = "kvstore"
-"""What ``remote_storage_plugins`` calls it; ``kvstore.NAME`` for a second one."""
+"""Its name in ``remote_storage_plugins``; ``kvstore.NAME`` for a second one."""
 LENGTH_BYTES = 8
 
 
@@ -79,7 +79,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        """How many leading keys are there."""
+        """The number of leading keys that are in the store."""
         if not keys:
             return 0
         try:

@@ -38,11 +38,11 @@ class Settings:
     """Base of an engine's settings. Raises InvalidRequest for values that make no sense."""
 
     place: Mapping[str, Any] = field(default_factory=dict)
-    """Where the store is: ``root`` and ``etcd``, or ``connect``, and what goes along."""
+    """The keys in ``PLACE_KEYS``: ``root`` and ``etcd``, or ``connect``, and those that go along."""
     lookup_timeout_s: float = setting(2.0)
     """A look-up that takes longer is a miss."""
     load_timeout_s: float = setting(10.0)
-    """What has not been read after this time is a miss."""
+    """A read that takes longer is a miss."""
     store_timeout_s: float = setting(30.0)
     """A store that takes longer has failed."""
     tenant: str = ""

@@ -28,7 +28,7 @@ TIMEOUT_S_MAX = 300.0
 PAUSE_S = 5.0
 """After the store could not be opened, calls are misses at once for this long."""
 OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
-"""Of namespaces whose blocks say by their keys what they hold."""
+"""The layout of namespaces whose keys describe their blocks."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LateStore:
         return self._store
 
     def _try(self, call: Callable[[], T]) -> T:
-        # One at a time: whoever comes while another waits for a store that is down need not wait as long again.
+        # One at a time: a thread that comes while another waits for a store that is down need not wait as long again.
         with self._lock:
             if self._clock.monotonic_s() < self._again_s:
                 raise Unavailable("the store could not be opened a moment ago")

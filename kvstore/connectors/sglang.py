@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache: the store as its storage, by its ``dynamic`` backend.
 
-SGLang calls from threads of its own, so calls wait for the store, each at most for its timeout.  Whatever goes wrong is
-a miss, or a page that was not stored.
+SGLang calls from threads of its own, so calls wait for the store, each at most for its timeout.  Every failure is a
+miss, or a page that was not stored.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return all(self._put(pool, keys, lambda: [block for page in pages for block in pool.cut(page)]))
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there."""
+        """The number of leading pages that are in the store."""
         pool = self._anchor()
         count = len(pool.sizes)
         return self._or_miss(lambda: self._blocks().blocks.match(pool.names(keys)), 0) // count
@@ -138,7 +138,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How far each pool goes, and the lengths at which all of them could be restored."""
+        """The hits of each pool, and the lengths at which all pools could be restored."""
         anchor = self._anchor()
         transfers = [
             each
@@ -266,7 +266,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _launched_with() -> dict[str, str]:
-    """What this process of SGLang was launched with; empty where nobody launched one, as in tests of storage."""
+    """The launch arguments of this SGLang process; empty where there are none, as in tests of storage."""
     try:
         given = runtime_context.get_server_args()
     except (ValueError, AttributeError):

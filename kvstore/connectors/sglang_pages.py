@@ -74,7 +74,7 @@ class PagePool:
         return [all(blocks[start : start + count]) for start in range(0, len(blocks), count)]
 
     def fits(self, pages: int, indices: torch.Tensor | None) -> bool:
-        """Whether ``indices`` are those of so many pages, each in one run: only its first index is looked at later."""
+        """True where ``indices`` are of so many pages, each in one run: only its first index is looked at later."""
         if indices is None or int(indices.numel()) != pages * self.page_size:
             return False
         rows = indices.reshape(pages, self.page_size)
@@ -95,7 +95,7 @@ class PagePool:
         return blocks
 
     def to_read(self, indices: torch.Tensor) -> list[memoryview]:
-        """Where the pages' blocks go; tell ``filled`` once they are there."""
+        """Memory for the pages' blocks; call ``filled`` once they are read."""
         found = self._runs(indices)
         if found is None:
             return [
@@ -160,7 +160,7 @@ class PagePool:
 
 
 def _is_alike(layout: str, sizes: Sequence[int], layers: int) -> bool:
-    """Whether a flat page is known to have the bytes of the runs, in their order or by K and V."""
+    """True where a flat page is known to have the bytes of the runs, in their order or by K and V."""
     if layout == "layer_first":
         return len(set(sizes)) == 1 and len(sizes) in (layers, 2 * layers)
     return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == sizes[1] and layout in _K_THEN_V)

@@ -1,4 +1,4 @@
-"""What went wrong with the store last, for an engine that goes on without it; logged, but not once per request."""
+"""The last failure of the store, for an engine that goes on without it; logged, but not once per request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trouble:
         self._unsaid = 0
         self._again_s = 0.0
         self.why = ""
-        """Of the last call; empty where that went well."""
+        """The failure of the last call; empty where it went well."""
 
     def failed(self, why: object) -> None:
         """A call failed."""

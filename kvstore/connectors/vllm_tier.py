@@ -9,9 +9,9 @@ import logging
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.client.blocks import BLOCKS_MAX
 from kvstore.connectors.opening import PLACE_KEYS, check_keys
+from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import Settings
@@ -35,8 +36,8 @@ from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
-Job = tuple[TransferJob, list[bytes], bytes]
-"""A transfer, vLLM's keys, and the era that they are of."""
+CLOSE_S = 1.0
+"""How long a shutdown waits for jobs under way, of each kind."""
 
 OWN_KEYS = frozenset(
     {"fingerprint", "tenant", "lookup_timeout_s", "load_timeout_s", "store_timeout_s", "pause_s", "load_threads"}
@@ -68,26 +69,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._stores: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
         self._condition = Monitor()
         self._under_way = 0
         self._lookups = _Lookups(tier_type, self._link, settings)
-        lanes = [self._jobs] * settings.load_threads + [self._stores]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"kvstore-vllm-tier-{number}", daemon=True)
-            for number, lane in enumerate(lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
+        # vLLM bounds its jobs itself: each has chunks of the CPU cache.
+        self._loading = TaskThreads(settings.load_threads, sys.maxsize, "kvstore-vllm-tier-load")
+        self._storing = TaskThreads(1, sys.maxsize, "kvstore-vllm-tier-store")
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No wishes of its own."""
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Whether the chunk is in the store; RETRY while it is being looked for."""
+        """HIT where the chunk is in the store, else MISS; RETRY while it is being looked for."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -95,11 +90,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begins to store chunks."""
-        self._submit(self._stores, job_metadata)
+        self._submit(self._storing, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begins to load chunks."""
-        self._submit(self._jobs, job_metadata)
+        self._submit(self._loading, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended since the last call. What could not be loaded counts as absent from now on."""
@@ -133,42 +128,43 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.era = os.urandom(16)
 
     def shutdown(self) -> None:
-        """Ends the threads and closes the store; a job that is under way is given the store's deadline."""
-        for lane in [self._jobs] * (len(self._threads) - 1) + [self._stores]:
-            lane.put(None)
-        for thread in self._threads:
-            thread.join(1.0)
+        """Ends the threads, after a short wait for jobs under way, and closes the store."""
+        self._loading.close(CLOSE_S)
+        self._storing.close(CLOSE_S)
         self._lookups.shutdown()
         self._link.close()
 
-    def _submit(self, lane: queue.SimpleQueue[Any], job: TransferJob) -> None:
+    def _submit(self, threads: TaskThreads, job: TransferJob) -> None:
         with self._condition:
             self._under_way += 1
-        lane.put((job, [bytes(key) for key in job.keys], self._lookups.era))
+        keys = [bytes(key) for key in job.keys]
+        if not threads.submit(partial(self._serve, job, keys, self._lookups.era)):
+            self._end(job, keys, [False] * len(keys), 0.0)  # it is shut down
 
-    def _serve(self, lane: queue.SimpleQueue[Job | None]) -> None:
-        while (item := lane.get()) is not None:
-            job, keys, era = item
-            began_s = time.monotonic()
-            try:
-                done = self._transfer(job, [key + era for key in keys])
-            except Exception as error:
-                if not isinstance(error, KVStoreError):
-                    log.exception("kvstore: a job of the tier failed")
-                done = [False] * len(keys)
-            good = [key for key, hit in zip(keys, done, strict=True) if hit]
-            result = JobResult(
-                job_id=job.job_id,
-                success=all(done),
-                successful_keys=_same(job.keys, set(good)) if job.is_promotion and good and not all(done) else None,
-                transfer_time=time.monotonic() - began_s,
-                transfer_bytes=len(good) * self.block_size_bytes,
-            )
-            failed = [key for key, hit in zip(keys, done, strict=True) if not hit] if job.is_promotion else []
-            self._finished.put((result, failed))
-            with self._condition:
-                self._under_way -= 1
-                self._condition.notify_all()
+    def _serve(self, job: TransferJob, keys: list[bytes], era: bytes) -> None:
+        began_s = time.monotonic()
+        try:
+            done = self._transfer(job, [key + era for key in keys])
+        except Exception as error:
+            if not isinstance(error, KVStoreError):
+                log.exception("kvstore: a job of the tier failed")
+            done = [False] * len(keys)
+        self._end(job, keys, done, time.monotonic() - began_s)
+
+    def _end(self, job: TransferJob, keys: list[bytes], done: list[bool], took_s: float) -> None:
+        good = [key for key, hit in zip(keys, done, strict=True) if hit]
+        result = JobResult(
+            job_id=job.job_id,
+            success=all(done),
+            successful_keys=_same(job.keys, set(good)) if job.is_promotion and good and not all(done) else None,
+            transfer_time=took_s,
+            transfer_bytes=len(good) * self.block_size_bytes,
+        )
+        failed = [key for key, hit in zip(keys, done, strict=True) if not hit] if job.is_promotion else []
+        self._finished.put((result, failed))
+        with self._condition:
+            self._under_way -= 1
+            self._condition.notify_all()
 
     def _transfer(self, job: TransferJob, keys: Sequence[bytes]) -> list[bool]:
         caches = self._link.caches()
@@ -186,7 +182,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         self._settings = settings
         self._paused_until_s = 0.0
         self.era = b""
-        """What follows vLLM's keys in ours; empty until the cache is reset."""
+        """The end of our keys, after vLLM's; empty until the cache is reset."""
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
@@ -234,7 +230,7 @@ def _namespace(spec: Any, settings: Settings, chunk_bytes: int) -> Namespace:
 
 
 def _engine_configuration() -> tuple[Any, Any]:
-    """vLLM's whole configuration and that of its KV cache, from whoever is making this tier.
+    """vLLM's whole configuration and that of its KV cache, taken from the frames of its caller.
 
     vLLM gives a tier an extract that lacks RoPE scaling, quantisation and whatever else the command line overrides,
     and KV of another configuration must never be served; so the callers that have it are looked through.

@@ -24,7 +24,7 @@ from kvstore.errors import InvalidRequest
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
-"""What the same weights are computed with: RoPE, windows, quantisation."""
+"""Files with settings that change KV of the same weights: RoPE, windows, quantisation."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WAIT_S_MAX = 600.0
 """How long to wait for another process that is hashing, before this one hashes by itself."""
@@ -104,7 +104,7 @@ def _hash(file: Path) -> str:
 
 
 def _memory() -> Path | None:
-    """Where digests are remembered; None where that cannot be, and then each process hashes by itself."""
+    """The file of remembered digests; None where there can be none, and then each process hashes by itself."""
     # A container's user may have no home at all.
     with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
@@ -116,7 +116,7 @@ def _memory() -> Path | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether the lock could be had: a file system may have none, and whoever holds it may be stopped."""
+    """Yields True where it has the lock: a file system may have none, and the process that holds it may be stopped."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:

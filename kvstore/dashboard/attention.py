@@ -1,4 +1,4 @@
-"""What an operator should look at now, in words: the list at the top of the overview. Pure."""
+"""Sentences on what an operator should look at now: the list at the top of the overview. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOURCES = {
 
 
 def attention(looks: Mapping[str, Reading[Any]]) -> list[Item]:
-    """What is wrong ("bad") or worth knowing ("warn"), each with the view that tells more; worst first."""
+    """Lists problems ("bad") and warnings ("warn"), each with the view that tells more; problems first."""
     items = [*_of_sources(looks), *_of_workers(looks["workers"].value or {})]
     items += [*_of_cluster(looks["etcd"].value), *_of_root(looks["root"].value, looks["quarantine"].value)]
     return sorted(items, key=lambda item: item["level"] != "bad")[:ITEMS_MAX]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often each source is read, in seconds; the last three only while somebody looks."""
+    """Seconds between two readings of each source; the last four are read only while somebody looks."""
 
     workers_s: float = 2.0
     cluster_s: float = 5.0
@@ -40,7 +40,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How the board reaches its sources; each is called by a thread that may wait."""
+    """Opens the sources of a board; each function is called by a thread that may wait."""
 
     root_url: str
     """As ``Root.url`` has it."""

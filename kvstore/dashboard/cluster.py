@@ -1,4 +1,4 @@
-"""What etcd knows of the cluster: namespaces, sessions, workers, collectors, sweeps, and how many pins there are.
+"""The cluster as etcd knows it: namespaces, sessions, workers, collectors, sweeps, and the number of pins.
 
 Reads by ranges that stay small at any size of the cluster; what peers say of their memory is left out.  The pins
 themselves, which carry their addresses, are a feed of their own that is read only while somebody looks.
@@ -57,7 +57,7 @@ class Cluster:
     pins_count: int
     sweeps: tuple[SweepSeen, ...]
     is_full: bool
-    """Whether a collector says that the root is too full to write to."""
+    """True while a collector says that the root is too full to write to."""
 
 
 class WhichRoot:
@@ -128,7 +128,7 @@ class EtcdSource:
         return Pins(meta, Keys(self._which.id(meta)), _no_session).list(timeout_s=2 * TIMEOUT_S)
 
     def root_id(self) -> bytes:
-        """Which root is meant. Raises Unavailable, PermissionDenied."""
+        """The id of the cluster's root. Raises Unavailable, PermissionDenied."""
         return self._which.id(self._connected())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What garbage collection would take next, and why: asked of the collector itself, as a program that changes nothing.
+"""The plan of garbage collection: the collector itself makes it, as a program that changes nothing.
 
 Never imported: the store does not depend on its collector, and a plan over a large root takes memory and time that a
 process of its own gives back.
@@ -31,7 +31,7 @@ class PlanSource:
         self._closed = False
 
     def plan(self) -> dict[str, Any]:
-        """What the collector prints: see ``kvstore-gc --help``. Raises Unavailable where it could not say."""
+        """The summary that ``kvstore-gc --dry-run --json`` prints. Raises Unavailable where it has none."""
         if self._command is None:
             raise Unavailable("the garbage collector is not installed here: nobody can say what it would take")
         child = self._start(self._command)
@@ -47,7 +47,7 @@ class PlanSource:
             why = " ".join(complaint.split())[-STDERR_CHARACTERS_MAX:] or f"exit code {child.returncode}"
             raise Unavailable(f"the collector could not say what it would take: {why}") from cause
         if not isinstance(found, dict):
-            raise Unavailable("the collector said something that is no plan: is it of another version?")
+            raise Unavailable("the collector printed something that is not a plan: is it of another version?")
         return found
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the page is told: one JSON document for each view, made of what the feeds said last. Never waits."""
+"""One JSON document for each view of the page, made from the last readings of the feeds. Never waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvstore.tickets import Ticket
 RATES_S = 60.0
 PINS_MAX = 1_000
 NAMESPACES_MAX = 500
-"""Whoever may write may make namespaces, as many as they like: a page of all of them would be of megabytes."""
+"""Every writer may make any number of namespaces: a page of all of them would take megabytes."""
 RUNS_MAX = 300
 
 
@@ -145,7 +145,7 @@ class Documents:
         }
 
     def prefixes(self, namespace: str, at: str, order: str) -> Document:
-        """The heaviest runs of the prefix tree. Raises InvalidRequest for what is no id, or no order."""
+        """The heaviest runs of the prefix tree. Raises InvalidRequest for a malformed id or an unknown order."""
         wanted = NamespaceId(_id("namespace", namespace, NAMESPACE_ID_BYTES)) if namespace else None
         start = Address(_id("at", at, ADDRESS_BYTES)) if at else None
         if order not in ORDERS:
@@ -180,7 +180,7 @@ class Documents:
         }
 
     def damage(self) -> Document:
-        """What was found damaged: by workers since they started, and what lies in quarantine."""
+        """Damage: as workers counted it since they started, and the files in quarantine."""
         looks = self._look("workers", "quarantine", "root")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
         quarantine: Quarantine | None = looks["quarantine"].value
@@ -199,7 +199,7 @@ class Documents:
         }
 
     def tickets(self) -> Document:
-        """Long acts that workers are at, or were."""
+        """Long-running operations of workers, running and ended."""
         looks = self._look("tickets")
         found: list[Ticket] | None = looks["tickets"].value
         rows = None if found is None else [said.ticket(each) for each in found]
@@ -209,7 +209,7 @@ class Documents:
         return {name: self._board.feeds[name].look() for name in names}
 
     def _head(self, looks: Mapping[str, Reading[Any]]) -> Document:
-        """What every document has: the time, and how fresh its sources are."""
+        """The head of every document: the time, and the age of its sources."""
         sources = {
             name: {"age_s": None if each.age_s is None else round(each.age_s, 1), "error": each.error}
             for name, each in looks.items()

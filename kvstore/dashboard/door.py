@@ -1,4 +1,4 @@
-"""Who may see the dashboard: everybody on this host, or whoever has a token that may read every tenant."""
+"""Access to the dashboard: for everybody on this host, or with a token that may read every tenant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenDoor:
 
     @classmethod
     def of_file(cls, path: str) -> TokenDoor:
-        """By an access file, which is read again when it changes. Raises InvalidRequest where it is no good."""
+        """Makes it from an access file, which is read again when it changes. Raises InvalidRequest for a bad one."""
         authenticator = Authenticator(path)
         authenticator.load()
         return cls(authenticator)

@@ -75,7 +75,7 @@ class _Explorer:
             return None
         fixed = None if seen is None else read_fixed(seen.prefix)
         if seen is None or fixed is None or fixed.address != address:
-            return None  # gone meanwhile, or damaged: whoever reads it finds out
+            return None  # gone meanwhile, or damaged: its next reader finds out
         if fixed.kind is Kind.TOKENS:
             when = recency_of(seen.stat.mtime_ns, QUANTUM_S)
             self.leaves[address] = Leaf(

@@ -28,7 +28,7 @@ CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
-    """What a source said last. ``error`` is why it is not newer, in words; None while all is well."""
+    """The last value of a source. ``error`` says why it is not newer; None while all is well."""
 
     value: T | None
     age_s: float | None
@@ -78,7 +78,7 @@ class Feed(Generic[T]):
         self._thread.start()
 
     def look(self) -> Reading[T]:
-        """What the source said last; never waits. Keeps a feed going that is read on demand."""
+        """The last reading; never waits. Keeps a feed going that is read on demand."""
         now_s = self._clock.monotonic_s()
         with self._changed:
             if self._on_demand and not self._is_wanted(now_s):

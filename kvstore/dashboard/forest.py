@@ -60,11 +60,11 @@ class Run:
     below: Sum
     """With all that continues it."""
     forks: int
-    """How many runs continue it."""
+    """The number of runs that continue it."""
     last_use_s: int
     uses: int
     is_rooted: bool
-    """Whether it begins a prompt; False where its parent is not on the root (any more), so no match reaches it."""
+    """True where it begins a prompt or its parent is on the root; else no match reaches it."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What happened lately: rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O."""
+"""Rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AMOUNTS: dict[str, tuple[str, ...]] = {
     "refused": ("calls_refused", "put_refused_full", "put_refused_uncounted", "behind_shed"),
     "damaged": ("miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"),
 }
-"""What is shown per second, and the workers' counters whose growth it is."""
+"""Rates, and the workers' counters whose growth per second each of them is."""
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "calls": ("calls_in_flight",),
@@ -33,7 +33,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "memory_size_bytes": ("memory_size_bytes",),
     "behind_bytes": ("behind_bytes",),
 }
-"""What is shown as it stands, and the workers' gauges whose sum it is."""
+"""Levels, and the workers' gauges whose sum each of them is."""
 
 FINE_S, FINE_MAX = 2.0, 450
 COARSE_S, COARSE_MAX = 60.0, 1_440
@@ -44,7 +44,7 @@ Counts = Mapping[str, int | float]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What happened in the ``span_s`` seconds up to ``at_s``: amounts, and levels at the end, in the order above."""
+    """The ``span_s`` seconds up to ``at_s``: amounts, and levels at the end, in the order above."""
 
     at_s: float
     span_s: float

@@ -1,4 +1,4 @@
-"""What the root says of itself: which one it is, how much room it has, and what lies in its quarantine."""
+"""The root as it describes itself: its identity, its room, and the files in its quarantine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """What nodes set aside as damaged. ``is_whole`` is false where there is more than was counted."""
+    """The files that nodes set aside as damaged. ``is_whole`` is false where there are more than were counted."""
 
     count: int
     size_bytes: int
@@ -56,12 +56,12 @@ class RootSource:
         self._identity: RootIdentity | None = None
 
     def seen(self) -> RootSeen:
-        """Identity and room. Raises RootMismatch where it is no root, and the root's errors."""
+        """Identity and room. Raises RootMismatch where it is not a root, and the root's errors."""
         root, identity = self.opened()
         return RootSeen(root.url, identity, root.space())
 
     def quarantine(self) -> Quarantine:
-        """What was set aside. Raises the root's errors."""
+        """The files that were set aside. Raises the root's errors."""
         root, _ = self.opened()
         found: list[SetAside] = []
         count = size_bytes = 0

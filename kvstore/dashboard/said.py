@@ -1,4 +1,4 @@
-"""How single things are told to the page: one JSON object for each, the rows of the documents. Pure."""
+"""The rows of the documents: one JSON object for each thing that the page shows. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_MAX = 128
 
 
 def cluster(etcd: Cluster) -> Document:
-    """What etcd knows, in numbers."""
+    """The cluster in numbers."""
     return {
         "root": etcd.root.hex(),
         "engines": sum(each.worker is None for each in etcd.sessions),
@@ -64,7 +64,7 @@ def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]], is_count
 
 
 def name_of(id: NamespaceId, known: Mapping[NamespaceId, Namespace]) -> Document:
-    """What a namespace is called; its id alone where nobody knows."""
+    """The name of a namespace; its id alone where it is not known."""
     found = known.get(id)
     return {
         "id": id.hex(),
@@ -110,7 +110,7 @@ def run(run: Run, known: Mapping[NamespaceId, Namespace]) -> Document:
 
 
 def ticket(each: Ticket) -> Document:
-    """A long act of a worker."""
+    """A long-running operation of a worker."""
     fields = ("id", "act", "about", "identity", "tenant", "worker", "unit", "began_s", "done", "total", "message")
     return {**{name: getattr(each, name) for name in fields}, "state": each.state.value}
 

@@ -132,7 +132,7 @@ class _Bounded(H11Protocol):
 
     @property
     def _waits_for_client(self) -> bool:
-        """Whether nothing is being done for it: its client may ask, or has to take the answer."""
+        """True while it waits for its client: for a request, or until the client takes the answer."""
         return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
 
     def _check_began(self) -> None:

@@ -45,7 +45,7 @@ QUERY_CHARACTERS_MAX = 1_000
 
 
 class Door(Protocol):
-    """Who may come in."""
+    """Decides who may see the documents."""
 
     def admit(self, authorization: str | None, host: str) -> None:
         """Returns for those who may see everything. Raises Unauthenticated or PermissionDenied for others."""
@@ -133,7 +133,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
 
 
 def _json(document: Document, status: int = 200) -> Response:
-    """ASCII only: names may hold what is no text at all, such as half a surrogate pair."""
+    """Encodes in ASCII: names may hold invalid text, such as half a surrogate pair."""
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
     return Response(content, status, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""What each worker says it did: asked over gRPC, all of them at once, and turned into growth and history."""
+"""The counters of each worker, asked over gRPC, all workers at once, and turned into growth and history."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkersSource:
         self._history = History()
 
     def seen(self) -> dict[str, WorkerSeen]:
-        """What all workers said just now, by address. Raises the errors of connecting."""
+        """The counters of all workers by address, asked now. Raises the errors of connecting."""
         answers = self._connected().stats_each()
         at_s = self._clock.monotonic_s()
         counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
@@ -56,7 +56,7 @@ class WorkersSource:
         }
 
     def tickets(self) -> list[Ticket]:
-        """Long acts of all workers that answer, the newest first. Raises Unavailable where none does."""
+        """Long-running operations of all workers that answer, the newest first. Raises Unavailable where none does."""
         return self._connected().control.tickets()
 
     def rates(self, over_s: float) -> dict[str, float]:

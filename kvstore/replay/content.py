@@ -46,7 +46,7 @@ def replay_layout(bytes_per_token: int) -> Layout:
 
 
 class Content:
-    """What the ids of a trace stand for in one replay; ``seed`` gives another world. Immutable, thread-safe."""
+    """The tokens and the KV of the ids of a trace in a replay; another ``seed``, others. Immutable, thread-safe."""
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
         self.layout = layout
@@ -95,7 +95,7 @@ class Content:
         return words.view(np.int8).reshape(self.layout.shape(words.shape[1] * BLOCK_TOKENS))
 
     def wrong_bytes(self, seeds: Words, got: Words) -> int:
-        """How many bytes of ``got``, shaped as in ``fill``, are not what the seeds determine."""
+        """The number of bytes in ``got``, shaped as in ``fill``, that differ from those of the seeds."""
         wrong = 0
         step = max(1, (1 << 20) // (8 * self.block_words))
         scratch = np.empty((SECTIONS, step, self._words), np.uint64)

@@ -42,7 +42,7 @@ KINDS = {
 
 
 class _Conversation:
-    """What was said so far: the system prompt's blocks, full blocks since, and tokens in all."""
+    """A conversation so far: the system prompt's blocks, full blocks since, and tokens in all."""
 
     def __init__(self, ids: list[int], tokens: int) -> None:
         self.ids = ids

@@ -25,7 +25,7 @@ POISON = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 
 
 class ReplayCache(Protocol):
-    """What a replay calls; ``kvstore.client.Cache`` is one."""
+    """The calls of a replay; ``kvstore.client.Cache`` has them."""
 
     def match(self, tokens: TokenArray) -> int: ...
 
@@ -36,7 +36,7 @@ class ReplayCache(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """What one caller did and saw. ``differences`` are the first few hits that were not as expected."""
+    """Counts of one caller. ``differences`` are the first few hits that were not as expected."""
 
     requests: int = 0
     tokens: int = 0
@@ -104,7 +104,7 @@ class Lane:
             self._write(request, tokens, seeds, got)
 
     def find(self, request: Request) -> None:
-        """Counts a request of which not every full block is in the store, when all were put before."""
+        """Counts a request that lacks a full block in the store, after all requests were put."""
         matched = self._cache.match(self._content.tokens(request))
         if matched != request.full_blocks * BLOCK_TOKENS:
             self.tally.not_found += 1

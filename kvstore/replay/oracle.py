@@ -1,4 +1,4 @@
-"""Which hits a trace contains when nothing is ever evicted: a trie over hash ids, and nothing of the store.
+"""The hits that a trace contains when nothing is ever evicted: a trie over hash ids, and nothing of the store.
 
 Independent of tokens, addresses and KV on purpose: it is what the store's answers are held against.
 """
@@ -13,7 +13,7 @@ from kvstore.replay.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What requests served one after the other must find. ``hits`` are full blocks, by the request's number."""
+    """The hits of requests that are served one after the other: full blocks, by the request's number."""
 
     hits: dict[int, int]
     chunks_unique: int

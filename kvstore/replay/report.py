@@ -1,4 +1,4 @@
-"""What a replay found: the figures, and whether the store passed."""
+"""The result of a replay: the figures, and whether the store passed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What was wrong, a line each; empty where the store passed."""
+        """A line for each kind of failure; empty where the store passed."""
         tally = self.tally
         found = [
             (tally.wrong_bytes, f"{tally.wrong_bytes} wrong bytes in {tally.wrong_requests} requests"),
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte was right and every hit as expected."""
+        """True where every byte was right and every hit as expected."""
         return not self.failures
 
     @property

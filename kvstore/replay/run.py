@@ -31,7 +31,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is replayed. Raises InvalidRequest for values out of range."""
+    """The namespace and the callers of a replay. Raises InvalidRequest for values out of range."""
 
     namespace: str
     bytes_per_token: int = 64

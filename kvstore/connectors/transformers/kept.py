@@ -1,4 +1,4 @@
-"""What a model keeps of each token in its cache, and which models keep what cannot be stored.
+"""The KV that a model keeps of each token in its cache, and the models whose state cannot be stored.
 
 Found out by running the model on two tokens: configurations name heads and widths in many ways, and latent attention
 keeps something else than any of them says.
@@ -33,13 +33,13 @@ NOT_CAUSAL = "its attention is not causal, so that KV of a prefix depends on wha
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What each layer keeps of a token: K of shape ``k`` and V of shape ``v``, (heads, dim); alike in all layers."""
+    """The KV of a token in each layer: K of shape ``k`` and V of shape ``v``, (heads, dim); alike in all layers."""
 
     k: tuple[int, int]
     v: tuple[int, int]
     dtype: Any
     devices: tuple[Any, ...]
-    """Where each layer keeps it."""
+    """The device of each layer's KV."""
 
     @property
     def row(self) -> int:

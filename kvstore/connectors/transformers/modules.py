@@ -1,4 +1,4 @@
-"""What of a model's code shows in memory: modules that were swapped or patched compute other KV from equal weights."""
+"""A digest of a model's modules: modules that were swapped or patched compute other KV from equal weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def modules_digest(model: Any) -> str:
 
 
 def has_hooks(model: Any) -> bool:
-    """Whether somebody looks at, or changes, what goes in and out of the modules."""
+    """True where forward hooks see, and may change, the inputs and outputs of modules."""
     kinds = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     for module in model.modules():
         kinds += [module._forward_hooks, module._forward_pre_hooks]

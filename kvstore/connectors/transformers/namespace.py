@@ -62,7 +62,7 @@ def model_cache(
 
 
 def checked(model: Any) -> Kept:
-    """What ``model`` keeps of each token. Raises InvalidRequest where it cannot be served."""
+    """The KV that ``model`` keeps of each token. Raises InvalidRequest where it cannot be served."""
     check_model(model)
     seen_as = f"{config_digest(model.config)} {model.dtype} {model.device} {getattr(model, 'hf_device_map', None)}"
     probed = _probed.get(model)

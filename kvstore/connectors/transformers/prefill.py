@@ -45,7 +45,7 @@ def prefill_with_store(
     result does not depend on what the store has, to the last bit; in one run it does, by rounding.
 
     Raises InvalidRequest, with the reason, for a model or prompt that cannot be served.  A store that fails, is full or
-    does not answer within its limits is no error: all is computed, and a warning is logged.
+    does not answer within its limits is not an error: all is computed, and a warning is logged.
     """
     if not isinstance(store, Store | Cache):
         raise InvalidRequest(

@@ -18,7 +18,7 @@ import xxhash
 from kvstore.errors import InvalidRequest
 
 SCHEME = "tensors-xxh3:"
-"""What a fingerprint made here begins with."""
+"""The beginning of every fingerprint that is made here."""
 SAMPLES = 64
 """Elements of each tensor that every call looks at, beside torch's own counter of writes."""
 

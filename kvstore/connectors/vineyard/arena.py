@@ -1,4 +1,4 @@
-"""How much memory a cache in shared memory takes of its process: what its capacity says, in bytes.
+"""The memory that a cache in shared memory takes of its process: its capacity in bytes.
 
 Apart from the cache, because it depends on how chunks lie in memory and on how much there is of it.
 """
@@ -12,7 +12,7 @@ from kvstore.node.settings import MEMORY_BYTES_MIN
 
 TOKEN_ID_BYTES = 4
 SHARE_MAX = 1 / 4
-"""Of what this process may have: a capacity that was only a number until now must not end it."""
+"""Share of this process's memory: a capacity that was only a number until now must not end it."""
 
 
 def memory_bytes(layout: Layout, capacity_tokens: int) -> int:

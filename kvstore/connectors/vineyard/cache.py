@@ -161,7 +161,7 @@ class KVCache:
         )
 
     def _update(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> tuple[int, int]:
-        """How many of ``tokens`` are there now, and how many of them were written."""
+        """Returns how many of ``tokens`` are there now, and how many of them were written."""
         ids, skipped = self._checked_ids(prefix, tokens)
         if (len(ids) - skipped) % self._chunk_tokens:
             raise InvalidCall(f"{len(ids) - skipped} tokens: expected a multiple of chunk_size ({self._chunk_tokens})")
@@ -285,7 +285,7 @@ def _open_folder(root: str, settings: dict[str, Any]) -> Store:
 
 
 def _attributes(config: FileCacheConfig | VineyardCacheConfig) -> dict[str, str]:
-    """What keeps caches apart that share a store: the object's name, or the root's where many lie behind one worker."""
+    """Attributes that keep caches of one store apart: the object's name, or the root's behind a worker."""
     if isinstance(config, VineyardCacheConfig):
         return {"llm_cache_object_name": config.llm_cache_object_name}
     return {"root": config.root} if config.filesystem_type == FilesystemType.VINEYARD else {}

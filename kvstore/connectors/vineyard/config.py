@@ -1,4 +1,4 @@
-"""Where a Vineyard cache lives and how it is cut: the two configurations, and the one from the environment."""
+"""The two configurations of a Vineyard cache, and the one from the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENV_FILESYSTEM = "VINEYARD_LLM_CACHE_FILESYSTEM"
 
 
 class FilesystemType(enum.IntEnum):
-    """Who reads and writes the files."""
+    """The process that reads and writes the files."""
 
     LOCAL = 0
     """This process opens ``root`` itself."""

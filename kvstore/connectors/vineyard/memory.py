@@ -34,7 +34,7 @@ class Tensors:
         lengths = _lengths(flat)
         self.count = len(kv_cache_list)
         self.wants_memory = lengths == {0}
-        """Whether every tensor is ``KVTensor(0, 0)``."""
+        """True where every tensor is ``KVTensor(0, 0)``."""
         try:
             addresses = np.fromiter(map(ctypes.addressof, flat), np.intp, len(flat))
         except OverflowError:

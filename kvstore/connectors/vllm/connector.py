@@ -88,7 +88,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        """What the workers are to load and to store in this step."""
+        """The blocks that the workers load and store in this step."""
         return self._scheduling.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -105,7 +105,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same for a model with several kinds of KV."""
+        """Forgets a request of a model with several kinds of KV."""
         self._scheduling.finished(request)
         return False, None
 
@@ -151,7 +151,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, self._working.finished_loads() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, with those whose KV did not."""
+        """Requests whose KV has come, and those whose KV could not be loaded."""
         return KVConnectorTransferResults(
             finished_recving=self._working.finished_loads(), failed_recving=self._working.failed_requests()
         )
@@ -161,7 +161,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._working.failed_blocks()
 
     def build_connector_worker_meta(self) -> Report | None:
-        """What the scheduler's half must know."""
+        """The report to the scheduler's half."""
         return self._working.report()
 
     # Both

@@ -1,4 +1,4 @@
-"""What the connector did since vLLM last asked; ``metrics.py`` hands it on."""
+"""Counts of the connector since vLLM last asked; ``metrics.py`` passes them on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counts:
                 self._counts[name] = self._counts.get(name, 0) + count
 
     def take(self) -> dict[str, int | float]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts

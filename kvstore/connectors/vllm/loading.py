@@ -1,6 +1,6 @@
 """Loading on a worker: blocks read from the store, verified, and copied into the engine's KV memory.
 
-The store reads into memory of ours, never into the engine's: a read that was given up must not write there later.
+The store reads into our own memory, never into the engine's: a read that was given up must not write there later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loading:
     after: Any
     started_s: float
     keep: bool
-    """Whether what was read stays on the host, for the engine's thread to copy layer by layer."""
+    """True where the blocks stay on the host, for the engine's thread to copy layer by layer."""
     failed_keys: set[bytes] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     timed_out: bool = False

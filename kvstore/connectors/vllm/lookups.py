@@ -91,7 +91,7 @@ class Lookups:
         return lookup
 
     def result(self, lookup: Lookup) -> Found | None:
-        """What was found; None while it is being looked for and the deadline has not passed."""
+        """The units found; None while they are being looked for and the deadline has not passed."""
         if lookup.found is not None:
             return lookup.found
         if self._clock() < lookup.started_s + self._wait_s + self._timeout_s:

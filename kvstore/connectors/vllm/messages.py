@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector and the workers' halves tell each other, once per engine step."""
+"""Messages between the scheduler's half of the connector and the workers' halves, once per engine step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector did, through vLLM's own hooks: its log line, and Prometheus metrics named ``vllm:kvstore_*``."""
+"""The connector's counts through vLLM's own hooks: its log line, and metrics named ``vllm:kvstore_*``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """True where nothing was counted."""
         return not self.data
 
 

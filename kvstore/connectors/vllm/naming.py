@@ -63,7 +63,7 @@ class Shape:
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     def is_async(self, settings: Settings) -> bool:
-        """Whether loads are asynchronous: always with several groups, where vLLM cannot repair a part of a load."""
+        """True for asynchronous loads: always with several groups, where vLLM cannot repair a part of a load."""
         return settings.load == "async" or len(self.groups) > 1
 
     def parts(self) -> list[tuple[int, int]]:
@@ -181,7 +181,7 @@ def _kind(spec: Any) -> str:
 
 
 def _config_digest(model: Any) -> str:
-    """Of the model's own configuration, as overridden on the command line: RoPE, windows, sizes, quantisation."""
+    """A digest of the model's configuration, as overridden on the command line: RoPE, windows, quantisation."""
     fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
     fields["of the command line"] = getattr(model, "quantization_config", None)
     return blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
@@ -195,12 +195,12 @@ def _rope(model: Any) -> str:
 
 
 def _unquantized_layers(cache: Any) -> list[str]:
-    """What the cache's dtype does not hold for: other layers of the same number would have the same size."""
+    """Layers without the cache's dtype: as many other layers would have the same size."""
     return sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))
 
 
 def _attention(vllm_config: Any) -> str:
-    """What decides how a kernel packs K and V within a block, which the names of layouts leave open.
+    """The settings that decide how a kernel packs K and V within a block, which the names of layouts leave open.
 
     On CPUs it depends on the instructions they have, on ROCm on switches in the environment.
     """

@@ -27,7 +27,7 @@ AVOID_S = 60.0
 """A block that could not be loaded is not looked for again for this long, or until it was stored anew."""
 AVOIDED_MAX = 65_536
 STALE_S = 5.0
-"""What a look-up found is looked for anew where the request has not used it after this time."""
+"""A result that the request has not used after this time is looked up again."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Tracked:
     """Leading tokens that are stored already, or ordered to be."""
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether the look-up has had an answer for too long. One without has a deadline of its own."""
+        """True where the answer is too old. A look-up without one has a deadline of its own."""
         return self.answered_s is not None and now_s > self.answered_s + STALE_S
 
     def abandon(self) -> None:

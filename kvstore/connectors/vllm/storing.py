@@ -1,7 +1,7 @@
 """Storing on a worker: full blocks are copied out within the step that filled them, and published behind it.
 
 The copy is what makes the rest simple: the engine may give the blocks away at once (a finished, preempted or aborted
-request), and a store that hangs costs memory of ours, which is bounded, and nothing else.
+request), and a store that hangs costs only our own memory, which is bounded.
 """
 
 from __future__ import annotations
