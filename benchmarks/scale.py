@@ -29,21 +29,23 @@ from kvstore.format.header import FIXED_BYTES, Incarnation
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import VICTIMS_MAX, Condemned, Seq
 from kvstore.namespace import NamespaceId
-from kvstore.root.identity import create_or_open
+from kvstore.root.identity import RootId, RootIdentity, create_or_open
+from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
-from kvstore_gc.room import WORDS_PER_PACE, room_of
-from kvstore_gc.taken import Taken
-from kvstore_gc.threads import inline
+from kvstore_gc.safety import Timings
+from kvstore_gc.signs import WORDS_PER_PACE, room_of
+from kvstore_gc.site import Site
 from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation
+from kvstore_gc.victims import Condemnation, Taken
 
 EVENT_OVERHEAD_BYTES = 60
 """Revisions, lease and framing around a key and its value in a watch response."""
@@ -160,7 +162,8 @@ def measured(victims_count: int, is_exact: bool) -> Costs:
     seq = Seq(ids.fresh(), ids.fresh()).to_json()
     with tempfile.TemporaryDirectory() as folder, EmbeddedEtcd(Path(folder) / "etcd") as server:
         meta, keys = EtcdMeta(server.endpoints), Keys(ids.fresh())
-        ledger = Ledger(meta, keys, ids, 10.0)
+        identity = RootIdentity(RootId(keys.root_id), 0, 0)
+        ledger = Ledger(Site(MemoryRoot(), identity, meta, timings=Timings(meta_timeout_s=10.0)))
         condemn_s, shard = [], 0
         for _ in range(8):
             records = {shard + at: record for at in range(GROUP_MAX)}
@@ -211,7 +214,7 @@ def _on_files(folder: Path) -> tuple[float, float, float]:
     for victim in victims:
         root.look(victim.name(0), FIXED_BYTES)
     look_s = (time.perf_counter() - began_s) / count
-    trash, taken, sweep = Trash(root, identity.shard_bits, ids, inline), Taken(), SweepId(ids.fresh())
+    trash, taken, sweep = Trash(Site(root, identity, MemoryMeta())), Taken(), SweepId(ids.fresh())
     trash.open(sweep)
     began_s = time.perf_counter()
     in_flight = InFlight(0, 1, 1, Condemned.of_victims(sweep, bytes(16), []))

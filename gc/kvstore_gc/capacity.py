@@ -1,63 +1,83 @@
 """How full the root is between two surveys.
 
-A survey lists every file and is exact, but takes long.  Until the next one used bytes are those of the last survey plus
-what nodes reported to have written, less what they and collectors reported to have deleted.  What others write or
-delete on the same file system changes neither: it changes the free space, and so the capacity where that is short.
+A survey lists every file and is exact, but takes long. Until the next one, used bytes are those of the last survey plus
+the bytes that nodes reported to have written, less those that nodes and collectors reported to have deleted. If a
+survey and a report overlap, writes count twice and deletions not at all until the next survey: too early a round is
+better than a full disk. Other programs on the same file system change neither sum. They change the free space, and so
+the capacity if free space is short.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.meta.keys import SessionId
 from kvstore.meta.usage import Usage
 from kvstore.root.interface import Space
 from kvstore.sources import Clock, SystemClock
-from kvstore_gc.growth import Growth, Mark
-
-log = logging.getLogger(__name__)
 
 GROWTH_SHARE = 0.01
-"""A root that no round could bring below the high watermark (all pinned) is tried again when this was written since."""
+"""If no round could bring the root below the high watermark (all pinned), the next one waits for so many new bytes."""
 LATE_S_MIN = 1.0
-"""How long after a deletion its report may come, where nodes are few (``room.py``)."""
+"""The time within which a deletion is reported, if nodes are few (``signs.room_of``)."""
+NONE = Usage()
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How full the root is, as far as anybody knows; ``capacity_bytes`` is what watermarks are shares of."""
+    """How full the root is, as far as anybody knows. Watermarks are shares of ``capacity_bytes``."""
 
     used_bytes: int
     capacity_bytes: int
 
     def over(self, share: float) -> bool:
-        """Whether more than that share of the capacity is used."""
+        """True if more than that share of the capacity is used."""
         return self.used_bytes > share * self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The reports that were known when a listing began."""
+
+    reported: Mapping[SessionId, Usage]
 
 
 class Watermarks:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
-    ``max_bytes`` is what the root's files may take at most; None: all there is room for.  Where the file system has
-    less room than that, because others fill it, its room counts.  ``high`` is the share above which rounds delete.
+    ``max_bytes`` limits what the root's files may take; None: all the room there is. If other programs leave the file
+    system less room than that, its room counts. Rounds delete above the share ``high``.
     """
 
     def __init__(self, max_bytes: int | None, high: float, clock: Clock | None = None) -> None:
         self.high = high
+        self.late_s = LATE_S_MIN
+        """The time within which a deletion is reported."""
         self._max_bytes = max_bytes
-        self._limit_bytes = max_bytes
         self._clock = clock or SystemClock()
-        self._lock = threading.Lock()
-        self._growth = Growth()
-        self._surveyed_bytes: int | None = None
-        self._free_then_bytes: int | None = None
+        self._lock = threading.RLock()
+        # Guarded by _lock, all below.
+        self._limit_bytes = max_bytes
         self._free_bytes: int | None = None
         self._is_settled = False
-        """Whether a round has done what it could about what the last survey found."""
-        self.late_s = LATE_S_MIN
-        """How long after a deletion its report may come."""
+        """True once a round has done what it could about the last survey."""
+        # Reports. A reporter whose key is gone keeps its last report: what it wrote is still there.
+        self._reported: dict[SessionId, Usage] = {}
+        self._gone: set[SessionId] = set()
+        self._unheard: set[SessionId] = set()
+        self._answered: dict[SessionId, Usage] = {}
+        """The first answers since the mark of nodes that were unheard then."""
+        self._reaped_bytes = 0
+        # The last survey, and what was reported up to it.
+        self._surveyed_bytes: int | None = None
+        self._free_then_bytes: int | None = None
+        self._base: dict[SessionId, Usage] = {}
+        self._reaped_base = 0
+        self._settles_s = 0.0
+        self._ignored_bytes = 0
+        """Bytes that others deleted since the survey, and that are not subtracted: the survey may lack them."""
 
     @property
     def stop(self) -> float:
@@ -70,110 +90,145 @@ class Watermarks:
         return self._limit_bytes
 
     def limited(self, others_bytes: int | None) -> None:
-        """The smallest limit of the other collectors is this; None: they have none."""
+        """Notes the smallest limit of the other collectors; None: they have none."""
         limits = [limit for limit in (self._max_bytes, others_bytes) if limit is not None]
         limit_bytes = min(limits) if limits else None
         with self._lock:
             if limit_bytes != self._limit_bytes:
-                self._limit_bytes, self._is_settled = limit_bytes, False  # what a round has settled was another limit
+                self._limit_bytes, self._is_settled = limit_bytes, False  # the last round settled another limit
 
-    # What is known of the root
+    # Facts about the root come in
 
     def mark(self, unheard: frozenset[SessionId] = frozenset()) -> Mark:
-        """Before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
+        """Call it before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
         with self._lock:
-            return self._growth.mark(unheard)
+            self._unheard, self._answered = set(unheard), {}
+            return Mark(dict(self._reported))
 
     def surveyed(self, used_bytes: int, mark: Mark) -> None:
-        """The sum of all files that were listed since ``mark``.
-
-        What was written meanwhile may count twice: too early a round is better than a full disk.
-        """
+        """Notes the sum of all files that were listed since ``mark``. Writes meanwhile may count twice."""
         with self._lock:
-            self._growth.surveyed(mark, self._clock.monotonic_s() + self.late_s)
+            self._settles_s = self._clock.monotonic_s() + self.late_s
             self._surveyed_bytes, self._is_settled = used_bytes, False
             self._free_then_bytes = self._free_bytes
+            self._reported = {
+                reporter: usage
+                for reporter, usage in self._reported.items()
+                if reporter not in self._gone or usage != mark.reported.get(reporter)
+            }
+            self._base = {
+                reporter: Usage(
+                    self._answered.get(reporter, mark.reported.get(reporter, NONE)).written_bytes, usage.removed_bytes
+                )
+                for reporter, usage in self._reported.items()
+            }
+            self._gone &= self._reported.keys()
+            self._reaped_base = self._reaped_bytes
+            self._ignored_bytes = 0
 
     def reported(self, reporter: SessionId, usage: Usage, *, is_answer: bool) -> None:
-        """A node or another collector has reported; ``is_answer`` as for ``Growth.reported``."""
+        """Notes a report of a node or another collector. ``is_answer``: it came after a collector had asked for it."""
         with self._lock:
-            self._growth.reported(reporter, usage, self._clock.monotonic_s(), is_answer=is_answer)
+            before = self._reported.get(reporter, NONE)
+            now = self._reported[reporter] = before.latest(usage)
+            self._gone.discard(reporter)
+            if is_answer and reporter in self._unheard:
+                # Its report before was older than the survey: nobody knows how much of the difference was listed.
+                # Counting all of it might fill the root with the work of hours. The next survey sees the rest.
+                self._unheard.discard(reporter)
+                self._base[reporter] = self._answered[reporter] = now
+            removed_bytes = now.removed_bytes - before.removed_bytes
+            if removed_bytes and self._clock.monotonic_s() < self._settles_s:
+                # Perhaps deleted before the listing ended, and so not in it.
+                base = self._base.get(reporter, NONE)
+                self._base[reporter] = Usage(base.written_bytes, base.removed_bytes + removed_bytes)
+                self._ignored_bytes += removed_bytes
 
     def gone(self, reporter: SessionId) -> None:
-        """The report of a node or another collector is gone."""
+        """Notes that the key of a reporter is gone."""
         with self._lock:
-            self._growth.gone(reporter)
+            self._gone.add(reporter)
 
     def reaped(self, size_bytes: int) -> None:
-        """This collector deleted something."""
+        """Notes that this collector deleted something."""
         with self._lock:
-            self._growth.reaped(size_bytes)
-
-    @property
-    def reaped_bytes(self) -> int:
-        """All that this collector deleted."""
-        with self._lock:
-            return self._growth.reaped_bytes
+            self._reaped_bytes += size_bytes
 
     def followed(self, space: Space) -> None:
-        """The space as it is now."""
+        """Notes the space as it is now."""
         with self._lock:
             self._free_bytes = space.free_bytes
 
     def settled(self) -> None:
-        """A round is over, and did what it could about what it listed."""
+        """Notes that a round is over, and did what it could about what it listed."""
         with self._lock:
             self._is_settled = True
 
-    # What follows
+    # Conclusions come out
+
+    @property
+    def reaped_bytes(self) -> int:
+        """All bytes that this collector deleted."""
+        with self._lock:
+            return self._reaped_bytes
 
     @property
     def is_surveyed(self) -> bool:
-        """Whether the root was listed once."""
+        """True once the root was listed."""
         return self._surveyed_bytes is not None
 
     @property
     def is_known(self) -> bool:
-        """Whether there is, or will be, a level: there is a limit, or free space is known."""
+        """True if there is, or will be, a level: there is a limit, or free space is known."""
         return self._limit_bytes is not None or self._free_bytes is not None
 
     @property
     def level(self) -> Level | None:
-        """How full it is; None before the first survey, or where neither room nor a limit is known."""
+        """How full it is; None before the first survey, or if neither room nor a limit is known."""
         with self._lock:
             if self._surveyed_bytes is None:
                 return None
-            used_bytes = max(0, self._surveyed_bytes + self._growth.bytes)
+            growth_bytes = self._written_bytes - self._removed_bytes - (self._reaped_bytes - self._reaped_base)
+            used_bytes = max(0, self._surveyed_bytes + growth_bytes)
             room_bytes = None if self._free_bytes is None else used_bytes + self._free_bytes
             limits = [limit for limit in (self._limit_bytes, room_bytes) if limit is not None]
             return Level(used_bytes, min(limits)) if limits else None
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a round should begin at once: over the high watermark, and written to since the last one listed.
+        """True if a round should begin at once: over the high watermark, and written to since the last one listed.
 
-        What was written while it listed counts as well: the round may not have seen it, and it may have brought the
-        root up to where nodes stop, so that nothing more is written.  Free space that shrank by more than was reported
-        may be growth as well, of nodes without a session: a survey tells.  Deletions that were not subtracted may have
-        brought it below: a survey tells that, too.
+        Writes while it listed count as well: the round may not have seen them, and they may have filled the root up to
+        where nodes stop, so that nothing more is written. Free space that shrank by more than was reported may be
+        growth as well, of nodes without a session: a survey tells. So it does about deletions that were not subtracted,
+        which may have brought the root below the mark.
         """
-        level = self.level
-        if level is None:
-            return False
-        feared_bytes = self._feared_bytes()
-        if feared_bytes <= self.high * level.capacity_bytes:
-            return False
         with self._lock:
-            unseen_bytes = self._growth.written_bytes + self._growth.ignored_bytes + feared_bytes - level.used_bytes
+            level = self.level
+            if level is None:
+                return False
+            feared_bytes = self._feared_bytes(level)
+            if feared_bytes <= self.high * level.capacity_bytes:
+                return False
+            unseen_bytes = self._written_bytes + self._ignored_bytes + feared_bytes - level.used_bytes
             return not self._is_settled or unseen_bytes >= GROWTH_SHARE * level.capacity_bytes
 
-    def _feared_bytes(self) -> int:
-        """Used bytes if all that free space shrank by since the survey were ours."""
-        level = self.level
-        if level is None:
-            return 0
-        with self._lock:
-            feared_bytes = level.used_bytes
-            if self._surveyed_bytes is not None and self._free_then_bytes is not None and self._free_bytes is not None:
-                feared_bytes = max(feared_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
-            return feared_bytes
+    def _feared_bytes(self, level: Level) -> int:
+        """The used bytes if all the free space that was lost since the survey went to our files."""
+        if self._surveyed_bytes is None or self._free_then_bytes is None or self._free_bytes is None:
+            return level.used_bytes
+        return max(level.used_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
+
+    @property
+    def _written_bytes(self) -> int:
+        """Bytes that others wrote since the listing of the survey began."""
+        return sum(
+            now.written_bytes - self._base.get(reporter, NONE).written_bytes for reporter, now in self._reported.items()
+        )
+
+    @property
+    def _removed_bytes(self) -> int:
+        """Bytes that others deleted since the survey ended."""
+        return sum(
+            now.removed_bytes - self._base.get(reporter, NONE).removed_bytes for reporter, now in self._reported.items()
+        )

@@ -184,7 +184,7 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
             metrics = split(rounds.metrics) if rounds.metrics else None
             collector.serve(rounds.interval_s, metrics, _print_json if rounds.as_json else lambda summary: None)
             return
-        with progress_bar("listing shards", 1 << on.identity.shard_bits) as moved:
+        with progress_bar("listing shards", on.shards_count) as moved:
             if rounds.dry_run:
                 summary = collector.dry_run(lambda shard: moved(1), rounds.examples, explain)
             else:
@@ -247,10 +247,10 @@ def _print_dry_run(summary: Summary) -> None:
     if examples:
         print_table(("ADDRESS", "NAMESPACE", "REASON", "SIZE", "UNUSED FOR"), examples)
     for each in summary.explained:
-        cutoff = "nothing goes for room" if each.cutoff_s is None else f"what is over {_ago(each.cutoff_s)} goes"
+        cutoff = "nothing goes for room" if each.cutoff_s is None else f"chunks over {_ago(each.cutoff_s)} go"
         print(
             f"{each.address}: {'goes' if each.goes else 'stays'}, {each.reason}; unused for {_ago(each.idle_s)}, "
-            f"which its uses and hints make {_ago(each.weighted_s)}; {cutoff}"
+            f"weighted by uses and hints {_ago(each.weighted_s)}; {cutoff}"
         )
 
 

@@ -1,9 +1,8 @@
-"""Collectors of one root: who is there, and which shards are whose.
+"""The collectors of one root, and the shards that each of them looks after.
 
-Only to share the work, to agree on one limit, and to let signs of theirs (``gc/full``) end with them.  Safety never
-depends on it: two collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was
-paused past its lease is stopped by the fence (rule F1).  So a collector is no session: sweeps wait for sessions, not
-for collectors.
+They share the work, agree on one limit, and their signs (``gc/full``) end with them. Safety never depends on it: two
+collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past its
+lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId, Meta
-from kvstore.meta.keys import Keys, SessionId
-from kvstore.sources import Clock, Ids
+from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
+from kvstore.meta.keys import SessionId
+from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +27,18 @@ CLOSE_S = 1.0
 
 
 class Collectors:
-    """This collector's place among the others. ``beat`` is called every second or so by one thread, the rest by any."""
+    """This collector's place among the others. One thread calls ``beat`` every second or so, any thread the rest."""
 
-    def __init__(
-        self,
-        meta: Meta,
-        keys: Keys,
-        *,
-        clock: Clock,
-        ids: Ids,
-        max_bytes: int | None = None,
-        ttl_s: int = TTL_S,
-        timeout_s: float = 5.0,
-    ) -> None:
-        """``max_bytes`` is this collector's limit; None: all there is room for."""
-        self._meta = meta
-        self._keys = keys
-        self._clock = clock
-        self._ids = ids
+    def __init__(self, site: Site, max_bytes: int | None = None, ttl_s: int = TTL_S) -> None:
+        """``max_bytes`` is this collector's limit; None: it has none."""
+        self._meta = site.meta
+        self._keys = site.keys
+        self._clock = site.clock
+        self._ids = site.ids
+        self._timeout_s = site.timeout_s
         self._max_bytes = max_bytes
         self._smallest: tuple[int, SessionId] | None = None
         self._ttl_s = ttl_s
-        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._id: SessionId | None = None
         self._lease = LeaseId(0)
@@ -65,12 +54,12 @@ class Collectors:
 
     @property
     def smallest_bytes(self) -> int | None:
-        """The smallest limit of the others, as last seen; None where they have none."""
+        """The smallest limit of the others, as last seen; None if they have none."""
         smallest = self._smallest
         return None if smallest is None else smallest[0]
 
     def beat(self) -> None:
-        """Joins, or stays for another ``ttl_s``; costs nothing between a third of it and the next.
+        """Joins, or stays for another ``ttl_s``; writes once in a third of it.
 
         Raises Unavailable or PermissionDenied; then call it again.
         """
@@ -88,13 +77,13 @@ class Collectors:
                 self._join(now_s)
 
     def look(self) -> None:
-        """Sees who else is there, and their limits. Raises Unavailable, PermissionDenied."""
+        """Reads which others are there, and their limits. Raises Unavailable, PermissionDenied."""
         self._heed(self._meta.list(self._keys.collectors, self._timeout_s).items)
 
     def shards(self, count: int) -> list[int]:
-        """Those of the shards 0 to ``count`` - 1 that are this collector's, by who is there now.
+        """This collector's part of the shards 0 to ``count`` - 1, among the collectors that are there now.
 
-        Raises Unavailable where that is unknown, or this collector is not there itself.
+        Raises Unavailable if they are unknown, or if this collector is not listed itself.
         """
         mine = self.me
         items = self._meta.list(self._keys.collectors, self._timeout_s).items
@@ -108,7 +97,7 @@ class Collectors:
         return [shard for shard in range(count) if owner(shard, live) == mine[0]]
 
     def close(self) -> None:
-        """Leaves, so that others take over at once; where etcd cannot be reached the lease ends by itself."""
+        """Leaves, so that others take over at once. If etcd cannot be reached, the lease ends by itself."""
         mine = self.me
         self._forget()
         if mine is not None:
@@ -131,9 +120,10 @@ class Collectors:
         log.debug("gc.joined collector=%s", collector.hex())
 
     def _heed(self, items: Sequence[KeyValue]) -> None:
-        """Notes the smallest limit of the others, and says so once where it is smaller than ours.
+        """Notes the smallest limit of the others, and logs it once if it is smaller than ours.
 
-        It holds for all: else the one with the smallest stops puts for what lies in the shards of another, for ever.
+        It holds for all: else the collector with the smallest limit would stop puts for ever, because of chunks in the
+        shards of another collector.
         """
         mine, before = self.me, self._smallest
         others = [(limit, id) for kv in items if (id := self._keys.parse_session(kv.key)) and (limit := _limit(kv))]
@@ -158,7 +148,7 @@ class Collectors:
 
 
 def _limit(kv: KeyValue) -> int | None:
-    """The limit of a collector that is there; None where it has none, or its record cannot be read."""
+    """The limit of a live collector; None if it has none, or if its record cannot be read."""
     try:
         limit = json.loads(kv.value).get("max_bytes") if kv.lease else None
     except (ValueError, AttributeError, RecursionError):
@@ -167,7 +157,7 @@ def _limit(kv: KeyValue) -> int | None:
 
 
 def owner(shard: int, live: Sequence[SessionId]) -> SessionId:
-    """Whose a shard is: the collector with the highest digest of both (rendezvous hashing).
+    """The collector that owns a shard: the one with the highest digest of both (rendezvous hashing).
 
     When one comes or goes, only the shards that it takes or leaves change hands.
     """

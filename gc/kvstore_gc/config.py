@@ -1,18 +1,18 @@
-"""What an operator asks for, from a file and from options, and the goals that follow for the namespaces there are.
+"""The configuration by an operator, from a file and from options, and the goals that follow from it.
 
-The file (``--policy``) is TOML; whatever an option says too, the option decides:
+The file (``--policy``) is TOML; options override it:
 
     ttl = "7d"                  # nothing stays unused for longer
-    max_bytes = "2TiB"          # what chunks may take; else all there is room for
+    max_bytes = "2TiB"          # room for chunks; by default all there is
     high = 0.9                  # above this share of it the least useful chunks are deleted ...
     low = 0.8                   # ... until they take no more than this
-    order = "uses"              # or "lru": what goes first
+    order = "uses"              # or "lru": which chunks go first
 
-    [[quota]]                   # what all namespaces of a tenant may take together
+    [[quota]]                   # room for all namespaces of a tenant together
     tenant = "acme"
     max_bytes = "200GiB"
 
-    [[quota]]                   # or those of one name, of any tenant unless one is named
+    [[quota]]                   # or for those of one name, of any tenant unless one is named
     namespace = "llama-3.1-8b"
     max_bytes = "50GiB"
 """
@@ -37,7 +37,7 @@ _QUOTA_KEYS = frozenset({"tenant", "namespace", "max_bytes"})
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A quota as it was asked for: of a tenant, of a namespace's name, or of both; None: any."""
+    """A quota as configured: for a tenant, a namespace's name, or both; None: any."""
 
     tenant: str | None
     namespace: str | None
@@ -45,18 +45,18 @@ class Share:
 
     @property
     def label(self) -> str:
-        """As messages name it."""
+        """The quota's name in messages."""
         parts = [("tenant", self.tenant), ("namespace", self.namespace)]
         return " ".join(f"{what} {name!r}" for what, name in parts if name is not None)
 
     def covers(self, namespace: Namespace) -> bool:
-        """Whether a namespace counts towards it."""
+        """True if a namespace counts towards it."""
         return self.tenant in (None, namespace.tenant) and self.namespace in (None, namespace.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What was asked for. ``max_bytes`` None: all there is room for."""
+    """The configuration. ``max_bytes`` None: all the room there is."""
 
     ttl_s: float | None = None
     max_bytes: int | None = None
@@ -66,9 +66,9 @@ class Config:
     shares: tuple[Share, ...] = ()
 
     def goals(self, namespaces: Sequence[Namespace], capacity_bytes: int | None) -> Goals:
-        """The goals for the namespaces there are. ``capacity_bytes`` is what chunks may take; None: nobody knows.
+        """The goals for these namespaces. ``capacity_bytes`` is the room for chunks; None: unknown.
 
-        Raises InvalidRequest where what was asked for makes no sense.
+        Raises InvalidRequest if the configuration makes no sense.
         """
         quotas = tuple(
             Quota(share.label, frozenset(each.id for each in namespaces if share.covers(each)), share.max_bytes)
@@ -78,9 +78,9 @@ class Config:
 
 
 def read_config(path: str, seconds: Callable[[Any], float], size: Callable[[Any], int]) -> Config:
-    """What a policy file asks for. ``seconds`` and ``size`` read durations and sizes as people write them.
+    """Reads a policy file. ``seconds`` and ``size`` parse durations and sizes as people write them.
 
-    Raises InvalidRequest where the file cannot be read, or says something that is not known.
+    Raises InvalidRequest if the file cannot be read, or contains something unknown.
     """
     fields = _read(path)
     _known(path, fields, _KEYS)
@@ -110,7 +110,7 @@ def _share(path: str, fields: dict[str, Any], size: Callable[[Any], int]) -> Sha
 
 def _tables(path: str, found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise InvalidRequest(f"{path}: quota is no list of tables: write [[quota]]")
+        raise InvalidRequest(f"{path}: quota is not a list of tables: write [[quota]]")
     return found
 
 
@@ -134,4 +134,4 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as cause:
         raise InvalidRequest(f"cannot read the policy {path!r}: {cause}") from cause
     except tomllib.TOMLDecodeError as cause:
-        raise InvalidRequest(f"the policy {path!r} is no TOML: {cause}") from cause
+        raise InvalidRequest(f"the policy {path!r} is not TOML: {cause}") from cause

@@ -1,6 +1,6 @@
-"""What an operator wants of garbage collection: how long, how much, whose.
+"""The goals of garbage collection: how long chunks stay, how much room they take, and quotas.
 
-Apart from plans, because the configuration, the survey and the plan all speak of it.
+Configuration, survey and plan all use them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from kvstore.namespace import NamespaceId
 from kvstore_gc.policy import Order
 
 GROUPS_MAX = 256
-"""Of namespaces that the same quotas apply to: each has a histogram of its own."""
+"""Groups of namespaces with the same quotas: each group has a histogram of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What some namespaces may take together: one namespace, or all those of a tenant."""
+    """The room that some namespaces may take together: one namespace, or all those of a tenant."""
 
     label: str
-    """As an operator knows it: ``tenant acme``, ``namespace llama-3.1-8b``."""
+    """For messages: ``tenant 'acme'``, ``namespace 'llama-3.1-8b'``."""
     namespaces: frozenset[NamespaceId]
     max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Checked when made; raises InvalidRequest.
+    """Limits on age and room. Raises InvalidRequest if they make no sense.
 
-    ``ttl_s`` is the longest that anything stays unused, hints or not; None: for ever.  When chunks take more than
-    ``high`` of ``max_bytes``, or of a quota, they are brought down to ``low`` of it.
+    ``ttl_s`` is the longest that a chunk stays unused, whatever its hints say; None: no limit. When chunks take more
+    than ``high`` of ``max_bytes``, or of a quota, rounds bring them down to ``low`` of it.
     """
 
     ttl_s: float | None = None
@@ -43,11 +43,11 @@ class Goals:
     quotas: tuple[Quota, ...] = ()
     order: Order = Order.USES
     quantum_s: int = 60
-    """As the nodes have it (``Limits.quantum_s``)."""
+    """The quantum of the nodes (``Limits.quantum_s``)."""
     groups: Mapping[NamespaceId, int] = field(init=False, compare=False, repr=False)
-    """The group of each namespace that has a quota, from 1; all others are group 0."""
+    """The group of each namespace that has a quota, from 1; all other namespaces are group 0."""
     group_quotas: tuple[frozenset[int], ...] = field(init=False, compare=False, repr=False)
-    """Which quotas apply to each group, by their place in ``quotas``."""
+    """The quotas that apply to each group, by their place in ``quotas``."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not (self.ttl_s >= 0 and math.isfinite(self.ttl_s)):
@@ -66,7 +66,7 @@ class Goals:
         self._group()
 
     def of_share(self, share: float) -> Goals:
-        """What a collector that looks after this share of all shards wants of them."""
+        """The goals of a collector that looks after this share of all shards."""
         if share == 1:
             return self
         quotas = tuple(replace(quota, max_bytes=round(quota.max_bytes * share)) for quota in self.quotas)

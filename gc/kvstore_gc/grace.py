@@ -1,6 +1,6 @@
-"""Whether the grace of a sweep is over: the one read that decides it, and whom it spares (rule G4).
+"""The grace of sweeps: the one read that decides that it is over, and the pins that it spares (rule G4).
 
-Grace is over when every session in etcd has announced the sweep's stamp.  The refs are part of the same read, because a
+Grace is over when every session in etcd has announced the sweep's stamp. The refs are part of the same read, because a
 node may pin what it holds until the moment it announces.
 """
 
@@ -11,24 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
-from kvstore.meta.interface import KeyValue, LeaseId, Meta
-from kvstore.meta.keys import Keys
+from kvstore.meta.interface import KeyValue, LeaseId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import SessionRecord
-from kvstore_gc.ledger import InFlight, Ledger
+from kvstore_gc.ledger import InFlight, Ledger, still_there
 from kvstore_gc.listing import Marks, are_among, marks_of
+from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
 
 Twins = Callable[[], Sequence[bytes]]
-"""Packed addresses of all pins that have a twin on the root (rule C5). Raises where one cannot be read."""
+"""Packed addresses of all pins that have a twin on the root (rule C5). Raises if one cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pinned:
     """The addresses that some pin protects, 8 bytes of memory each: there may be millions.
 
-    Told apart by their marks: that another address shares one spares it, by a chance of 2 ** -64.
+    Told apart by their marks. Another address shares one by a chance of 2 ** -64, and is then spared too.
     """
 
     marks: Marks
@@ -39,7 +39,7 @@ class Pinned:
         return cls(marks_of(packed))
 
     def __contains__(self, address: bytes) -> bool:
-        """Whether an address must be spared."""
+        """True if an address must be spared."""
         return bool(are_among(marks_of([address]), self.marks)[0])
 
 
@@ -54,7 +54,7 @@ class Laggard:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Of some sweeps, those still in flight: whose grace goes on, whose seems over, and who keeps them waiting."""
+    """The sweeps that are still in flight: those whose grace goes on, those whose grace seems over, and who delays."""
 
     waiting: list[InFlight]
     due: list[InFlight]
@@ -64,15 +64,13 @@ class Look:
 class Grace:
     """Looks at sessions, refs and keys."""
 
-    def __init__(
-        self, meta: Meta, keys: Keys, ledger: Ledger, twins: Twins, timeout_s: float, refs_timeout_s: float
-    ) -> None:
-        self._meta = meta
-        self._keys = keys
+    def __init__(self, site: Site, ledger: Ledger, twins: Twins) -> None:
+        self._meta = site.meta
+        self._keys = site.keys
         self._ledger = ledger
         self._twins = twins
-        self._timeout_s = timeout_s
-        self._refs_timeout_s = refs_timeout_s
+        self._timeout_s = site.timeout_s
+        self._refs_timeout_s = site.timings.refs_timeout_s
 
     def look(self, sweeps: Sequence[InFlight]) -> Look:
         """How far the sweeps are. A cheap look at the keys and the sessions, which decides nothing."""
@@ -82,19 +80,16 @@ class Grace:
         waiting: list[InFlight] = []
         due: list[InFlight] = []
         laggards: dict[LeaseId, Laggard] = {}
-        for one in sweeps:
-            now = found.get(one.shard)
-            if now is None or (now.sweep, now.stamp) != (one.sweep, one.stamp):
-                continue
+        for now in still_there(sweeps, found):
             late = _laggards(sessions, now)
             (waiting if late else due).append(now)
             laggards |= {each.lease: each for each in late}
         return Look(waiting, due, list(laggards.values()))
 
     def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Pinned]:
-        """Those of the sweeps that may go on, and what must be spared in them.
+        """The sweeps that may go on, and the addresses that must be spared in them.
 
-        Raises Unavailable, RootMismatch where a ref or a twin cannot be understood: nobody knows what it protects.
+        Raises Unavailable, RootMismatch if a ref or a twin cannot be understood: nobody knows what it protects.
         """
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
         pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
@@ -109,7 +104,7 @@ class Grace:
         return ready, Pinned.of([*pinned, *self._twins()])
 
     def pinned(self) -> Pinned:
-        """What is pinned now; only ``decide`` proves anything. Raises as it does."""
+        """The addresses that are pinned now; only ``decide`` proves anything. Raises as it does."""
         refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
         return Pinned.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
 
@@ -120,21 +115,13 @@ class Grace:
             self._meta.revoke(one.lease, self._timeout_s)
 
     def _sessions(self, items: Sequence[KeyValue]) -> list[KeyValue]:
-        """The sessions among what was read. A key that no node writes, or without a lease, is nobody to wait for."""
+        """The sessions among some keys. A key that no node writes, or without a lease, is nobody to wait for."""
         sessions = (kv for kv in items if kv.key.startswith(self._keys.sessions) and kv.lease)
         return [kv for kv in sessions if self._keys.parse_session(kv.key)]
 
     def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> list[InFlight]:
-        found = self._ledger.parse(items)
         sessions = self._sessions(items)
-        ready = []
-        for one in sweeps:
-            now = found.get(one.shard)
-            if now is None or (now.sweep, now.stamp) != (one.sweep, one.stamp):
-                continue
-            if not _laggards(sessions, now):
-                ready.append(now)
-        return ready
+        return [now for now in still_there(sweeps, self._ledger.parse(items)) if not _laggards(sessions, now)]
 
 
 def _laggards(sessions: Sequence[KeyValue], sweep: InFlight) -> list[Laggard]:

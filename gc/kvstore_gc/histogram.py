@@ -1,8 +1,8 @@
-"""How many bytes lie below a rank: a histogram whose bins are as fine as their content is heavy.
+"""Bytes by rank: a histogram whose bins are narrow where there are many bytes.
 
-Apart from the survey, because it is arithmetic alone.  A bin is a range of ranks that begins at a multiple of its
-width, a power of two.  Two such ranges are disjoint, or one holds the other; so histograms that were made elsewhere
-can be added without splitting a bin, and what is said of whole bins stays exact.
+Pure arithmetic. A bin is a range of ranks that begins at a multiple of its width, a power of two. Two such ranges are
+disjoint, or one contains the other. So histograms of different shards can be added without splitting a bin, and
+counts of whole bins stay exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANK_BITS = 62
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many, and how many bytes."""
+    """A count, and the bytes together."""
 
     count: int = 0
     bytes: int = 0
@@ -44,7 +44,7 @@ class Histogram:
 
     @classmethod
     def of(cls, ranks: Column, sizes_bytes: Column) -> Histogram:
-        """A histogram of some chunks, as fine as BINS_MAX allows."""
+        """Makes a histogram of some chunks, as fine as BINS_MAX allows."""
         order = np.argsort(ranks)
         bins = _folded(ranks[order], np.zeros(len(ranks), np.int64), np.ones(len(ranks), np.int64), sizes_bytes[order])
         return bins.coarsened(BINS_MAX)
@@ -74,32 +74,32 @@ class Histogram:
                 (self.bytes, other.bytes),
             )
         ]
-        # Of two bins that begin together the wider one comes first: it holds the other.
+        # If two bins begin together, the wider one comes first: it contains the other.
         order = np.lexsort((-columns[1], columns[0]))
         return _folded(*(column[order] for column in columns)).coarsened(BINS_MAX)
 
     def cut(self, bytes_needed: int) -> int:
-        """The least cut-off below which at least ``bytes_needed`` lie, or all there is: at most one bin too much."""
+        """The least cut-off with at least ``bytes_needed`` (or everything) below it: at most one bin too much."""
         if bytes_needed <= 0 or not len(self):
             return 0
         last = int(np.searchsorted(np.cumsum(self.bytes), bytes_needed))
         return int(self.ends[min(last, len(self) - 1)])
 
     def below(self, cutoff: int) -> Tally:
-        """What lies below a cut-off that ``cut`` gave, of this histogram or of a sum with it."""
+        """Count and bytes below a cut-off that ``cut`` gave, for this histogram or a sum that contains it."""
         taken = self.starts < cutoff
         return Tally(int(self.counts[taken].sum()), int(self.bytes[taken].sum()))
 
     def above(self, cutoff: int) -> Histogram:
-        """What is left of it."""
+        """The bins from a cut-off on."""
         left = self.starts >= cutoff
         return Histogram(self.starts[left], self.levels[left], self.counts[left], self.bytes[left])
 
     def coarsened(self, bins_max: int) -> Histogram:
-        """At most ``bins_max`` bins: neighbours that are light together become one."""
+        """Merges light neighbours until at most ``bins_max`` bins are left."""
         bins, limit = self, 2 * int(self.bytes.sum()) // bins_max + 1
         while len(bins) > bins_max:
-            # Below the usual distance between neighbours there is little to merge, and much to look through.
+            # Below the usual distance between neighbours there is little to merge, and much to search.
             usual = int(np.median(np.diff(bins.starts)))
             for level in range(max(1, usual.bit_length()), RANK_BITS + 1):
                 bins = bins._merged(level, limit)
@@ -107,7 +107,7 @@ class Histogram:
         return bins
 
     def _merged(self, level: int, limit_bytes: int) -> Histogram:
-        """Makes one bin of those that share a range of that level, where they hold at most ``limit_bytes``."""
+        """Merges the bins that share a range of that level, if they hold at most ``limit_bytes``."""
         ranges = self.starts >> level
         heads = np.flatnonzero(np.diff(ranges, prepend=-1))
         shared = np.diff(heads, append=len(self))
@@ -121,7 +121,7 @@ class Histogram:
 
 
 def _folded(starts: Column, levels: Column, counts: Column, sizes_bytes: Column) -> Histogram:
-    """Bins in order, the wider first, where some hold others: those become one."""
+    """Merges bins that contain others. They come in order, the wider one first."""
     if not len(starts):
         return Histogram(starts, levels, counts, sizes_bytes)
     reach = np.maximum.accumulate(starts + (np.int64(1) << levels))

@@ -1,7 +1,7 @@
 """The sweeps in flight as etcd has them: condemning and closing them, in transactions on one chain.
 
-Everything here is one transaction or one read; a lost reply is settled by reading back, and whatever lands late finds
-its compares broken or names a sweep that anybody can finish (rules G2, G6, C1).
+Every step here is one transaction or one read. A lost reply is settled by reading back. Whatever lands late finds its
+compares broken, or names a sweep that anybody can finish (rules G2, G6, C1).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, Meta, ModifiedAt, Put, ValueIs
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, ModifiedAt, Put, ValueIs
+from kvstore.meta.keys import SweepId
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.sources import Ids
+from kvstore_gc.site import Site
 
 GROUP_MAX = 16
 """Shards in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
 ANNOUNCEMENTS_PER_S = 50
-"""What all nodes together are asked not to exceed, while there is always a sweep to announce."""
+"""The rate that all nodes together are asked not to exceed, while there is always a sweep to announce."""
 TRIES_MAX = 20
-"""Other collectors on the same chain make a transaction fail; more of that than this, and the round tries again."""
+"""Other collectors on the chain make a transaction fail. After this many failures the round tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,33 @@ class InFlight:
 
     @property
     def sweep(self) -> SweepId:
-        """Which sweep."""
+        """The id of the sweep."""
         return self.record.sweep
+
+
+def still_there(sweeps: Sequence[InFlight], found: Mapping[int, InFlight]) -> list[InFlight]:
+    """Those of ``sweeps`` that are still in flight, as they were ``found`` by shard."""
+    pairs = ((found.get(one.shard), one) for one in sweeps)
+    return [now for now, one in pairs if now is not None and (now.sweep, now.stamp) == (one.sweep, one.stamp)]
 
 
 class Ledger:
     """The condemned keys of one root, as one collector writes them."""
 
-    def __init__(self, meta: Meta, keys: Keys, ids: Ids, timeout_s: float) -> None:
-        self._meta = meta
-        self._keys = keys
-        self._ids = ids
-        self._timeout_s = timeout_s
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._meta = site.meta
+        self._keys = site.keys
+        self._timeout_s = site.timeout_s
         self.sessions_count = 0
         """As far as known; nodes are asked for a pace that suits it."""
 
     def in_flight(self) -> dict[int, InFlight]:
-        """All sweeps in flight, by shard. Raises Unavailable, RootMismatch where one cannot be understood."""
+        """All sweeps in flight, by shard. Raises Unavailable, RootMismatch if one cannot be understood."""
         return self.parse(self._meta.list(self._keys.condemned, self._timeout_s).items)
 
     def parse(self, items: Sequence[KeyValue]) -> dict[int, InFlight]:
-        """The sweeps in flight among what was read. Raises RootMismatch where one cannot be understood."""
+        """The sweeps in flight among the given keys. Raises RootMismatch if one cannot be understood."""
         found = {}
         for kv in items:
             shard = self._keys.parse_condemned(kv.key)
@@ -67,10 +73,10 @@ class Ledger:
         return found
 
     def condemn(self, records: Mapping[int, Condemned], in_time: Callable[[], bool] = lambda: True) -> list[InFlight]:
-        """Rule G2: begins sweeps of shards that have none; those that begun. Others were faster for the rest, or it
-        was not ``in_time`` any more, which is asked before each transaction.
+        """Rule G2: begins sweeps of shards that have none; returns those that began.
 
-        Raises Unavailable where the outcome stays unknown: what may still land is adopted later.
+        The others are missing because another collector was faster, or because ``in_time``, asked before each
+        transaction, said no. Raises Unavailable if the outcome stays unknown: what may still land is adopted later.
         """
         wanted = dict(records)
         assert len(wanted) <= GROUP_MAX
@@ -95,14 +101,12 @@ class Ledger:
             wanted = {shard: record for shard, record in wanted.items() if shard not in found}
             if not wanted:
                 return []
-        raise Unavailable(
-            f"{len(records)} shards could not be condemned: others write to the chain of sweeps all the time"
-        )
+        raise _crowded(f"{len(records)} shards could not be condemned")
 
     def settle(self, sweep: InFlight, final: Condemned) -> InFlight | None:
-        """Rule O1: fixes the list that every run deletes from; the sweep as it is then, perhaps fixed by another run.
+        """Rule O1: fixes the list that every run deletes from. Returns the sweep as it is then.
 
-        None where it is no longer in flight. Raises Unavailable.
+        Another run may have fixed the list. None if the sweep is no longer in flight. Raises Unavailable.
         """
         assert final.is_final and final.sweep == sweep.sweep
         key = self._keys.condemned_in(sweep.shard)
@@ -113,19 +117,19 @@ class Ledger:
                 self._meta.txn((same, compare), (Put(key, final.to_bytes()), link), self._timeout_s)
             except Unavailable:
                 pass
-            found = self.in_flight().get(sweep.shard)
-            if found is None or found.sweep != sweep.sweep or found.stamp != sweep.stamp:
+            now = still_there([sweep], self.in_flight())
+            if not now:
                 return None
-            if found.record.is_final:
-                return found
-        raise Unavailable("a sweep's final list could not be fixed: others write to the chain of sweeps all the time")
+            if now[0].record.is_final:
+                return now[0]
+        raise _crowded("a sweep's final list could not be fixed")
 
     def close(self, sweeps: Sequence[InFlight]) -> None:
         """Rule G6: ends sweeps whose fence has been lifted, as far as they are still those. Raises Unavailable."""
         self._end(sweeps, lambda now: True)
 
     def abandon(self, sweeps: Sequence[InFlight]) -> None:
-        """Rule G8: ends sweeps that have taken nothing, but those whose list another run has made final (rule O1).
+        """Rule G8: ends sweeps that have taken nothing, except those whose list another run has made final (rule O1).
 
         Raises Unavailable.
         """
@@ -134,12 +138,7 @@ class Ledger:
     def _end(self, sweeps: Sequence[InFlight], may_end: Callable[[InFlight], bool]) -> None:
         assert len(sweeps) <= GROUP_MAX
         for _ in range(TRIES_MAX):
-            found = self.in_flight()
-            left = [
-                now
-                for one in sweeps
-                if (now := found.get(one.shard)) and (now.sweep, now.stamp) == (one.sweep, one.stamp) and may_end(now)
-            ]
+            left = [now for now in still_there(sweeps, self.in_flight()) if may_end(now)]
             if not left:
                 return
             link, compare = self._next_link()
@@ -151,12 +150,12 @@ class Ledger:
                     return
             except Unavailable:
                 continue
-        raise Unavailable(f"{len(sweeps)} sweeps could not be closed: others write to the chain of sweeps all the time")
+        raise _crowded(f"{len(sweeps)} sweeps could not be closed")
 
     def _next_link(self) -> tuple[Put, Compare]:
-        """The next link of the chain, and what must hold for it to be that."""
+        """The next link of the chain, and the compare that makes sure that it is the next one."""
         found = self._meta.get(self._keys.gc_seq, self._timeout_s)
-        nonce, pace_s = self._ids.fresh(), round(self.sessions_count / ANNOUNCEMENTS_PER_S, 1)
+        nonce, pace_s = self._site.ids.fresh(), round(self.sessions_count / ANNOUNCEMENTS_PER_S, 1)
         if found is None:
             return Put(self._keys.gc_seq, Seq(nonce, NO_NONCE, pace_s).to_json()), Absent(self._keys.gc_seq)
         try:
@@ -165,3 +164,9 @@ class Ledger:
             raise RootMismatch(f"{found.key} cannot be read ({error}): run kvstore fsck --adopt") from error
         link = Put(self._keys.gc_seq, Seq(nonce, before.nonce, pace_s).to_json())
         return link, ValueIs(self._keys.gc_seq, found.value)
+
+
+def _crowded(what: str) -> Unavailable:
+    return Unavailable(
+        f"{what}: other collectors write to the chain of sweeps all the time; the next round tries again"
+    )

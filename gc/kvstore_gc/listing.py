@@ -1,7 +1,7 @@
-"""What a listing of one shard shows of its chunks, in columns.
+"""The chunks of one shard as a listing shows them, in columns, and how goals judge them: expired, pinned, their ranks.
 
-Survey and plan both read it, and must agree on what is a chunk.  Columns, because a root holds millions of chunks and
-arithmetic on one at a time would take longer than listing them.
+Survey and plan share this file, so that the plan takes what the survey counted. It works on columns, because a root
+holds millions of chunks and arithmetic on one at a time would take longer than listing them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from kvstore.address import ADDRESS_BYTES
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
+from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import Tally
-from kvstore_gc.policy import MTIME_MAX_NS, Column, Truths
+from kvstore_gc.policy import MTIME_MAX_NS, TIE_BITS, Column, Truths, Uses, expired, ranks
 
 Marks = npt.NDArray[np.uint64]
+NO_MARKS: Marks = np.zeros(0, np.uint64)
 
 BATCH_COUNT = 4_096
 NAME_CHARS = 2 * ADDRESS_BYTES + 1 + 2 * NAMESPACE_ID_BYTES
@@ -30,11 +32,12 @@ _NO_DIGIT = 255
 _DIGITS = np.full(256, _NO_DIGIT, np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 _PLACES = np.arange(NAME_CHARS) != _DOT
+_TIE_MASK = np.uint64((1 << TIE_BITS) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Some chunks of one shard: one element of each for each chunk."""
+    """Some chunks of one shard: each column has one element for each chunk."""
 
     names: list[str]
     """The last part of each chunk's name."""
@@ -43,9 +46,22 @@ class Listed:
     namespaces: Marks
     """Namespace ids as numbers, see ``number_of``."""
     marks: Marks
-    """The last 8 bytes of each address as a number, by which it is told apart; see ``marks_of``."""
+    """The last 8 bytes of each address as a number, which tells it apart; see ``marks_of``."""
     foreign: Tally
-    """What lies beside them: neither files nor names of ours, and chunks of other shards. Folders have no bytes."""
+    """Entries beside them: folders (which have no bytes), names that are not ours, chunks of other shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict of goals on a ``Listed``: each column has one element for each chunk."""
+
+    uses: Uses
+    groups: Column
+    """The group of namespaces of the goals."""
+    ranks: Column
+    expired: Truths
+    pinned: Truths
+    """Never both: a pinned chunk has no time to live."""
 
 
 def number_of(namespace: NamespaceId) -> int:
@@ -64,7 +80,7 @@ def marks_of(packed: Iterable[bytes]) -> Marks:
 
 
 def are_among(marks: Marks, known: Marks) -> Truths:
-    """Which marks are among those of ``marks_of``."""
+    """True for each mark that is among those of ``marks_of``."""
     if not len(known):
         return np.zeros(len(marks), np.bool_)
     found: Truths = known[np.minimum(np.searchsorted(known, marks), len(known) - 1)] == marks
@@ -76,6 +92,34 @@ def listed(shard: int, shard_bits: int, entries: Iterable[Entry]) -> Iterator[Li
     remaining = iter(entries)
     while batch := list(islice(remaining, BATCH_COUNT)):
         yield _columns(shard, shard_bits, batch)
+
+
+def judge(chunks: Listed, now_s: int, goals: Goals, pinned: Marks) -> Judged:
+    """Judges chunks one by one, without comparing them. ``pinned`` are marks in order (``marks_of``)."""
+    uses = Uses.of(chunks.mtimes_ns, goals.quantum_s)
+    is_pinned = are_among(chunks.marks, pinned)
+    ties = (chunks.marks & _TIE_MASK).astype(np.int64)
+    return Judged(
+        uses,
+        _groups(chunks.namespaces, goals),
+        ranks(uses, ties, now_s, goals.order),
+        expired(uses, now_s, goals.quantum_s, goals.ttl_s) & ~is_pinned,
+        is_pinned,
+    )
+
+
+def tally_of(which: Truths, chunks: Listed) -> Tally:
+    """Count and bytes of the chunks for which ``which`` is true."""
+    return Tally(int(which.sum()), int(chunks.sizes_bytes[which].sum()))
+
+
+def _groups(namespaces: Marks, goals: Goals) -> Column:
+    known = np.array(sorted(number_of(one) for one in goals.groups), np.uint64)
+    if not len(known):
+        return np.zeros(len(namespaces), np.int64)
+    groups = np.array([goals.groups[id_of(number)] for number in known.tolist()], np.int64)
+    at = np.minimum(np.searchsorted(known, namespaces), len(known) - 1)
+    return np.where(known[at] == namespaces, groups[at], 0)
 
 
 def _columns(shard: int, shard_bits: int, batch: list[Entry]) -> Listed:

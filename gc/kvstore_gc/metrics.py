@@ -1,4 +1,4 @@
-"""Prometheus metrics of a collector: over HTTP, at ``/metrics``, or of a single round in a file.
+"""Prometheus metrics of a collector: over HTTP at ``/metrics``, or in a file for a single round.
 
 Their names are part of the interface: kvstore/worker/METRICS.md lists them.
 """
@@ -29,28 +29,32 @@ PHASE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14_400)
 
 
 class Metrics:
-    """The metrics of one collector, in a registry of their own. ``level`` says how full the root is now."""
+    """The metrics of one collector, in a registry of their own. ``level`` gives how full the root is now."""
 
     def __init__(self, level: Callable[[], Level | None], clock: Clock) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        used = self._gauge("used_bytes", "bytes that chunks use, as far as known between surveys")
-        used.set_function(lambda: float(found.used_bytes if (found := level()) else 0))
-        capacity = self._gauge("capacity_bytes", "what the watermarks are shares of; 0: not known")
-        capacity.set_function(lambda: float(found.capacity_bytes if (found := level()) else 0))
+        self._asked(
+            "used_bytes", "bytes that the root's files use", lambda: found.used_bytes if (found := level()) else 0
+        )
+        self._asked(
+            "capacity_bytes",
+            "the watermarks are shares of it; 0: not known",
+            lambda: found.capacity_bytes if (found := level()) else 0,
+        )
         self._high = self._gauge("high_bytes", "rounds begin above this")
         self._low = self._gauge("low_bytes", "rounds delete down to this")
         self._chunks = self._gauge("chunks", "chunks found by the last survey")
-        self._kept = self._gauge("kept_bytes", "of them what stays, by why", "reason")
+        self._kept = self._gauge("kept_bytes", "bytes of chunks that stay, by reason", "reason")
         self._blocked = self._gauge(
             "blocked_sweeps", "sweeps that the last round could not end: a node did not announce"
         )
         self._blocked.set(0)
         self._round = self._gauge(
             "last_round_timestamp_seconds",
-            "when a round last ended, whatever came of it; at first, when the collector started",
+            "when a round last ended, whatever its outcome; at first, when the collector started",
         )
-        self._success = self._gauge("last_success_timestamp_seconds", "when a round last did all it had to")
+        self._success = self._gauge("last_success_timestamp_seconds", "when a round last did everything it had to")
         self._chosen = self._counter("chosen_chunks", "chunks chosen to be deleted", "reason")
         self._chosen_bytes = self._counter("chosen_bytes", "their bytes", "reason")
         self._reaped = self._counter("reaped_chunks", "chunks deleted")
@@ -59,15 +63,18 @@ class Metrics:
         self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
         self._sweeps = self._counter("sweeps", "sweeps of a shard", "outcome")
         self._rounds = self._counter("rounds", "rounds", "outcome")
-        # From the start on at 0, or Prometheus would not see the first one as an increase.
+        # At 0 from the start on, or Prometheus would not see the first one as an increase.
         for outcome in OUTCOMES:
             self._rounds.labels(outcome)
         for outcome in SWEEPS:
             self._sweeps.labels(outcome)
         self._phases = Histogram(
-            "kvstore_gc_phase_seconds", "how long phases of a round took", ("phase",),
-            buckets=PHASE_BUCKETS_S, registry=self.registry,
-        )  # fmt: skip
+            "kvstore_gc_phase_seconds",
+            "how long phases of a round took",
+            ("phase",),
+            buckets=PHASE_BUCKETS_S,
+            registry=self.registry,
+        )
 
     def done(self, summary: Summary) -> None:
         """Adds a round that ended."""
@@ -111,18 +118,20 @@ class Metrics:
         shows_full: Callable[[], bool],
         waiting_s: Callable[[], float],
     ) -> None:
-        """Of a collector that stays: how its watch and its sweeps are, asked when somebody looks."""
+        """Adds the metrics of a collector that stays."""
         ProcessCollector(registry=self.registry)
         self._round.set(self._clock.now_s())  # none is late yet
-        waiting = self._gauge("waiting_seconds", "since sweeps in flight wait for nodes to announce them; 0: none does")
-        waiting.set_function(waiting_s)
         self._gauge("interval_seconds", "between two rounds").set(interval_s)
-        silent = self._gauge("silent_seconds", "since the root and etcd both answered, or refused")
-        silent.set_function(silent_s)
-        failing = self._gauge("etcd_failing", "1 while etcd does not answer")
-        failing.set_function(lambda: float(fails()))
-        full = self._gauge("full", "1 while this collector says that the root is full, and nodes refuse puts")
-        full.set_function(lambda: float(shows_full()))
+        self._asked(
+            "waiting_seconds", "since sweeps in flight wait for nodes to announce them; 0: none waits", waiting_s
+        )
+        self._asked("silent_seconds", "since the root and etcd both answered, or refused", silent_s)
+        self._asked("etcd_failing", "1 while etcd does not answer", fails)
+        self._asked("full", "1 while this collector says that the root is full, and nodes refuse puts", shows_full)
+
+    def _asked(self, name: str, about: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for when somebody reads it."""
+        self._gauge(name, about).set_function(lambda: float(value()))
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(f"kvstore_gc_{name}", about, labels, registry=self.registry)
@@ -132,9 +141,9 @@ class Metrics:
 
 
 def write(metrics: Metrics, path: str) -> None:
-    """Writes them to a file, in one step, as the textfile collector of Prometheus' node exporter reads it.
+    """Writes metrics to a file, in one step, for the textfile collector of Prometheus' node exporter.
 
-    Raises InvalidRequest where it cannot be written.
+    Raises InvalidRequest if it cannot be written.
     """
     try:
         write_to_textfile(path, metrics.registry)
@@ -143,9 +152,9 @@ def write(metrics: Metrics, path: str) -> None:
 
 
 def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves them over HTTP; the port (where 0 was given, the one chosen) and how to stop it.
+    """Serves metrics over HTTP. Returns the port (the chosen one if 0 was given), and a call that stops it.
 
-    Raises InvalidRequest where it cannot listen there.
+    Raises InvalidRequest if it cannot listen there.
     """
     try:
         server, thread = scraping.serve(make_wsgi_app(metrics.registry), host, port)

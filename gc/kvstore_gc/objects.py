@@ -1,8 +1,8 @@
 """Taking chunks on an object store, where nothing can be fenced but deletion can be conditional.
 
-A run that was paused may delete at any later time.  So before the first deletion the list is made final in etcd, every
-run deletes only from that list and only the publication that it names, and the sweep is closed only when all of it is
-gone: a late deletion can then only miss (rule O1).
+A run that was paused may delete at any later time. So the list is made final in etcd before the first deletion. Every
+run deletes only from that list, and only the publication that it names. The sweep closes only when all of it is gone: a
+late deletion can then only miss (rule O1).
 """
 
 from __future__ import annotations
@@ -12,30 +12,25 @@ from dataclasses import replace
 
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import InFlight, Ledger
-from kvstore_gc.taken import Taken
-from kvstore_gc.threads import Each
-from kvstore_gc.victims import Condemnation, read_victims, write_victims
+from kvstore_gc.site import Site
+from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
 
 
 class Deleting:
     """Conditional deletion on one root."""
 
-    def __init__(self, root: Root, ledger: Ledger, shard_bits: int, ids: Ids, clock: Clock, each: Each) -> None:
-        self._root = root
+    def __init__(self, site: Site, ledger: Ledger) -> None:
+        self._site = site
+        self._root = site.root
         self._ledger = ledger
-        self._shard_bits = shard_bits
-        self._ids = ids
-        self._clock = clock
-        self._each = each
+        self._shard_bits = site.identity.shard_bits
 
     def reap(self, sweep: InFlight, victims: Sequence[Condemnation] | None, pinned: Pinned, taken: Taken) -> bool:
         """Makes the list final and deletes what is on it. True when all of it is gone, so that the sweep may close.
 
-        ``victims`` is None where the list cannot be read: a final one keeps its sweep open then, because nobody knows
+        ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because nobody knows
         what a run that was paused may still delete (``kvstore fsck --adopt`` ends it).
         """
         if not sweep.record.is_final:
@@ -45,11 +40,11 @@ class Deleting:
             victims = read_victims(self._root, sweep.sweep, settled.record.plan_checksum)
         if victims is None:
             return False
-        self._each(len(victims), lambda index: self._delete(victims[index], taken))
+        self._site.each(len(victims), lambda index: self._delete(victims[index], taken))
         return self._are_gone(victims)
 
     def _settle(self, sweep: InFlight, spared: Sequence[Condemnation]) -> InFlight | None:
-        checksum = write_victims(self._root, sweep.sweep, spared, self._ids, self._clock)
+        checksum = write_victims(self._root, sweep.sweep, spared, self._site.ids, self._site.clock)
         settled = self._ledger.settle(sweep, replace(sweep.record, plan_checksum=checksum, is_final=True))
         if settled is None or settled.record.plan_checksum != checksum:
             self._root.remove(places.plan(sweep.sweep, checksum))  # another run's list is the final one
@@ -70,5 +65,5 @@ class Deleting:
             if seen is not None and incarnation_at(seen.prefix) == victims[index].incarnation:
                 left.append(victims[index])
 
-        self._each(len(victims), look)
+        self._site.each(len(victims), look)
         return not left

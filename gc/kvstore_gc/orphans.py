@@ -1,7 +1,7 @@
-"""What nobody will ever come back for: files and folders whose owner is gone, apart from chunks.
+"""Leftovers: files and folders other than chunks whose owner is gone.
 
-Separate from sweeps because none of it can be held or pinned: no grace is needed, only certainty that the owner is
-gone.  Each kind says which race it has to survive.  Trash that no sweep names is ``Sweeper.lift_unnamed``'s.
+None of them can be held or pinned, so they need no grace, only certainty that the owner is gone. Each kind says which
+race it has to survive. ``Sweeper.lift_unnamed`` handles trash that no sweep names.
 
 Folders of shards stay, even empty ones: a publish that meets a folder on its way out makes it again only once.
 """
@@ -16,63 +16,46 @@ from collections.abc import Callable
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, parse_id
+from kvstore.meta.keys import parse_id
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.recency import NS_PER_S
-from kvstore.root.identity import RootIdentity
-from kvstore.root.inspect import Inspector
-from kvstore.root.interface import Entry, Root
+from kvstore.root.interface import Entry
 from kvstore.root.twins import list_twins, read_twin
-from kvstore.sources import Clock
 from kvstore_gc.capacity import Watermarks
-from kvstore_gc.quarantine import Quarantine
-from kvstore_gc.safety import Timings
+from kvstore_gc.quarantine import REMEMBERED_MAX, Quarantine
+from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
-
-REMEMBERED_MAX = 100_000
-"""Names remembered from round to round, of each kind; what is beyond is looked at in every round."""
 
 
 class Orphans:
     """The orphans of one root. One thread at a time. Remembers from round to round what it need not look at again."""
 
-    def __init__(
-        self,
-        root: Root,
-        identity: RootIdentity,
-        meta: Meta,
-        *,
-        clock: Clock,
-        timings: Timings,
-        watermarks: Watermarks | None = None,
-    ) -> None:
-        """``watermarks`` say how much quarantine may take; None: as much as there is."""
-        self._root = root
-        self._keys = Keys(identity.root)
-        self._meta = meta
-        self._clock = clock
-        self._timings = timings
-        inspector = Inspector(root, monotonic_s=clock.monotonic_s)
-        self._quarantine = Quarantine(root, identity.shard_bits, inspector, timings, watermarks)
+    def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
+        """``watermarks`` limit the quarantine; None: no limit."""
+        self._root = site.root
+        self._keys = site.keys
+        self._meta = site.meta
+        self._clock = site.clock
+        self._timings = site.timings
+        self._quarantine = Quarantine(site, watermarks)
         self._seen_alive: set[bytes] = set()
         """Sessions of the round before."""
         self._gone_s: dict[bytes, float] = {}
-        """Sessions that have ended and left a folder, with the time (monotonic) at which we saw that."""
+        """Sessions that have ended and left a folder, and when (monotonic) we saw that."""
         self._noticed_before_s: dict[Name, float] = {}
         self._noticed_s: dict[Name, float] = {}
-        """Files without an owner, with the time (monotonic) at which we noticed them; in the round before, and now."""
+        """Files without an owner, and when (monotonic) we noticed them; in the round before, and now."""
         self._empty: set[Name] = set()
         self._ends_s: dict[Name, float] = {}
 
     def remove(self, check: Callable[[], object] = lambda: None) -> Counter[str]:
-        """Removes what there is, counted by kind: staging, restored, quarantine, plans, twins.
+        """Removes orphans, and counts them by kind: staging, restored, quarantine, plans, twins.
 
-        ``check`` is called before each file and may raise to end it.  A root that refuses one kind (no permission, an
-        I/O error) is no reason to leave the others, or chunks, alone: that is logged, and counted under ``failed``.
-        Raises RootMismatch where a sweep's key cannot be understood.
+        ``check`` is called before each file and may raise to end it. If the root refuses one kind (no permission, an
+        I/O error), the others and chunks are still collected: that is logged, and counted under ``failed``. Raises
+        RootMismatch if a sweep's key cannot be understood.
         """
         done: Counter[str] = Counter()
         now_s = self._clock.now_s()
@@ -91,25 +74,24 @@ class Orphans:
         return done
 
     def _staging(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
-        """Staged files, and their folders, of sessions that have ended.
+        """Removes staged files, and their folders, of sessions that have ended.
 
         Folders first, sessions afterwards: a session puts its key before it stages (rule V1) and never comes back
-        (rule W2), so one whose folder was seen and whose key is not there has ended, or there never was one.  A node
+        (rule W2). So if its folder was seen and its key is not there, it has ended, or there never was one. A node
         without a session stages as well, under an id of its own, which etcd never knew.
 
-        Taking a file too early harms nobody's chunks: nothing of it is visible before it is published, and the put of
-        a paused writer that wakes up finds its file gone and fails.  What remains is not to do that to puts that are
-        going on:
+        Taking a file too early harms no chunks: nothing of it is visible before it is published, and the put of a
+        paused writer that wakes up finds its file gone and fails. But it should not happen to puts that are going on:
 
         - A session that we saw alive has ended for its node too, within its ttl (rule V2), and since then its node
-          stages under another id.  So its files belong to puts that began before; ``dead_session_s`` later these have
+          stages under another id. So its files belong to puts that began before; ``dead_session_s`` later these have
           passed their deadline.
-        - Of an id that we never saw alive (we have just begun, or it is that of a node without a session) a file goes
-          once it is older than any put takes to publish it, by its time, or by ours since we noticed it.
-        - What recoding replaced has nothing to do with puts: it stays until the time in its name.
+        - If we never saw an id alive (we have just begun, or its node has no session), a file goes once it is older
+          than any put takes to publish it, by its time, or by ours since we noticed it.
+        - A file that recoding replaced has nothing to do with puts: it stays until the time in its name.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
-        # Read also where there is no folder: who is alive now may be dead, and have one, in the next round.
+        # Read also without a folder: a session that lives now may be dead, and have one, in the next round.
         sessions = self._meta.list(self._keys.sessions, self._timings.meta_timeout_s)
         live = {bytes(id) for kv in sessions.items if (id := self._keys.parse_session(kv.key)) is not None}
         dead = self._dead(live, {parsed for each in folders if (parsed := parse_id(each)) is not None})
@@ -126,8 +108,8 @@ class Orphans:
                 done["staging"] += self._root.remove(Name(f"{folder}/{each.name}"))
             if len(old) < len(files):
                 continue
-            # An empty folder may have been made a moment ago, by somebody who is about to stage in it and would then
-            # not find it. So it must have been empty in the round before, or have held what we have removed.
+            # An empty folder may have been made a moment ago, by a put that is about to stage in it and would not find
+            # it any more. So it must have been empty in the round before, or we have emptied it.
             if old or folder in self._empty:
                 self._root.remove_folder(folder)
             else:
@@ -135,7 +117,7 @@ class Orphans:
         self._empty = empty
 
     def _dead(self, live: set[bytes], staging: set[bytes]) -> set[bytes]:
-        """The sessions with a folder that were alive once and have been gone for long enough."""
+        """Sessions with a folder that were alive once and have been gone for long enough."""
         now_s = self._clock.monotonic_s()
         self._gone_s = {
             session: self._gone_s.get(session, now_s)
@@ -146,7 +128,7 @@ class Orphans:
         return {session for session, gone_s in self._gone_s.items() if now_s - gone_s >= self._timings.dead_session_s}
 
     def _is_left(self, folder: Name, entry: Entry, now_s: float, *, is_dead: bool) -> bool:
-        """Whether nobody will come back for a staged file of a session that is not alive."""
+        """True if nobody will come back for a staged file of a session that is not alive."""
         if entry.stat is None:
             return False
         stays = places.replaced_stays(entry.name, now_s, self._timings.clock_margin_s)
@@ -156,7 +138,7 @@ class Orphans:
         return is_dead or noticed or _is_old(entry, now_s, self._timings.staging_age_s)
 
     def _since_noticed_s(self, name: Name) -> float:
-        """For how long we have known of a file that has no owner."""
+        """Seconds since we noticed a file that has no owner."""
         now_s = self._clock.monotonic_s()
         noticed_s = self._noticed_before_s.get(name, now_s)
         if len(self._noticed_s) < REMEMBERED_MAX:
@@ -164,12 +146,12 @@ class Orphans:
         return now_s - noticed_s
 
     def _plans(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
-        """Plans of sweeps that have closed, or never began.
+        """Removes plans of sweeps that have closed, or never began.
 
-        Plans first, keys afterwards.  A plan is written before its key is put: so it must also be old, by its time, or
-        by ours since we noticed that no key names it.  A collector that took longer than ``condemn_s_max`` in between
-        gives the sweep up.  One that was paused after it had looked at the time puts a key without a plan: whoever
-        adopts that one has nothing to delete, and closes it.
+        Plans first, keys afterwards. A plan is written before its key is put: so it must also be old, by its time, or
+        by ours since we noticed that no key names it. A collector that took longer than ``condemn_s_max`` in between
+        gives the sweep up. One that was paused after it had looked at the time puts a key without a plan: the collector
+        that adopts it has nothing to delete, and closes it.
         """
         plans = list(self._root.list(places.PLANS))
         if not plans:
@@ -186,10 +168,10 @@ class Orphans:
                 done["plans"] += self._root.remove(name)
 
     def _twins(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
-        """Twins of pins that ended without anybody to remove them: their owner died, their lease expired.
+        """Removes twins of pins that ended by themselves: their owner died, their lease expired.
 
-        Only long after the pin's end, and only without a key: none can come any more then, because a pin is put under
-        a lease that lasts no longer than its end says.  The margin is for hosts whose clocks disagree.
+        Only long after the pin's end, and only without a key: no key can come any more then, because a pin is put
+        under a lease that lasts no longer than its end says. The margin is for hosts whose clocks disagree.
         """
         ends_s: dict[Name, float] = {}
         for name in list(list_twins(self._root)):
@@ -208,7 +190,7 @@ class Orphans:
         self._ends_s = ends_s
 
     def _twin(self, name: Name) -> PinRecord | None:
-        """What a twin says; None where it is gone, or damaged: sweeps say so, and reap nothing until it is settled."""
+        """The record of a twin; None if it is gone, or damaged: sweeps then report it and reap nothing."""
         content = read_twin(self._root, name)
         if content is None:
             return None

@@ -1,7 +1,7 @@
-"""What goes and why: from a survey one decision for all shards, and from that the victims of each shard.
+"""Choosing victims: from a survey one decision for all shards, and from that the victims of each shard.
 
-Pure, so that a dry run is a run whose plans are not carried out.  There is one cut-off for all shards: a chunk and its
-ancestors lie in different shards, and as long as they are cut at the same rank no chunk goes while a descendant of it
+Pure, so that a dry run is a run whose plans are not carried out. There is one cut-off for all shards: a chunk and its
+ancestors lie in different shards. As long as they are cut at the same rank, no chunk goes while a descendant of it
 stays (``kvstore_gc.policy``).
 """
 
@@ -24,14 +24,13 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
 from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import EMPTY, Histogram, Tally
-from kvstore_gc.judged import NO_MARKS, Judged, judge, tally_of
-from kvstore_gc.listing import Listed, Marks, listed
+from kvstore_gc.listing import NO_MARKS, Judged, Listed, Marks, judge, listed, tally_of
 from kvstore_gc.policy import Column, weighted_age_s
 from kvstore_gc.survey import Survey
 
 
 class Reason(Enum):
-    """Why a chunk is kept or condemned, as a dry run prints it."""
+    """The reason why a chunk is kept or condemned, as a dry run prints it."""
 
     TTL = "past its time to live"
     QUOTA = "over quota"
@@ -43,7 +42,7 @@ class Reason(Enum):
 
     @property
     def condemns(self) -> bool:
-        """Whether it is a reason to go."""
+        """True for a reason to delete a chunk."""
         return self in (Reason.TTL, Reason.QUOTA, Reason.CAPACITY)
 
 
@@ -61,7 +60,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """One shard: ``victims``, the first to go first, at most VICTIMS_MAX, and what is kept by reason."""
+    """The plan for one shard: at most VICTIMS_MAX ``victims``, in the order in which they go; ``kept`` by reason."""
 
     shard: int
     victims: tuple[Victim, ...]
@@ -70,7 +69,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Below which rank chunks go, in every shard; 0 where none do."""
+    """The ranks below which chunks go, in every shard; 0 if none do."""
 
     now_s: int
     shard_bits: int
@@ -79,34 +78,37 @@ class Decision:
     quota_cutoffs: tuple[int, ...]
     """One for each group of namespaces of the goals."""
     expected: Mapping[Reason, Tally]
-    """What goes by reason, and what stays: as the survey saw it."""
+    """The chunks that go and those that stay, by reason, as the survey saw them."""
     pinned: Marks = field(compare=False, repr=False)
 
     @property
     def condemned(self) -> Tally:
-        """All that goes."""
+        """All chunks that go."""
         return sum((tally for reason, tally in self.expected.items() if reason.condemns), Tally())
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why one chunk is kept or condemned."""
+class Explained:
+    """The reason why one chunk is kept or condemned. Address and namespace are hexadecimal, as printed."""
 
-    reason: Reason
+    address: str
+    namespace: str
+    reason: str
+    goes: bool
     idle_s: float
     """Since its last use."""
     weighted_s: float
-    """The same, weighted by its uses and hints (``kvstore_gc.policy``): what is compared."""
+    """``idle_s`` weighted by its uses and hints (``kvstore_gc.policy``), which is compared with the cut-off."""
     cutoff_s: float | None
-    """From which weighted age on chunks go for quota or capacity; None where none do."""
+    """The weighted age from which on chunks go for quota or capacity; None if none do."""
 
 
 def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS, beside_bytes: int = 0) -> Decision:
-    """Where to cut: what is past its time to live, then quotas, then the capacity, each as far as it is still needed.
+    """Decides where to cut: first expired chunks, then quotas, then the capacity, each as far as it is still needed.
 
     Each cut-off frees what is needed and at most one bin of a histogram more, which holds about a two-thousandth of
-    all bytes (more where surveys were shared).  It frees less only where more than is left to go is pinned.
-    ``beside_bytes`` are of files that are no chunks and take room all the same.
+    all bytes (more if surveys were added). It frees less only if too much is pinned. ``beside_bytes`` is the room
+    that files other than chunks take.
     """
     quota_cutoffs = [0] * len(survey.groups)
     for place, quota in enumerate(goals.quotas):
@@ -138,10 +140,10 @@ def decide(survey: Survey, goals: Goals, pinned: Marks = NO_MARKS, beside_bytes:
 
 
 def plan_shard(shard: int, entries: Iterable[Entry], decision: Decision) -> SweepPlan:
-    """The victims among the entries of a shard's folder.
+    """Chooses the victims among the entries of a shard's folder.
 
-    Where there are more than VICTIMS_MAX, the first to go are taken.  The others MUST be taken by further sweeps of
-    the same round: some of their ancestors go in this one, so nobody finds them any more.
+    It takes at most VICTIMS_MAX, those that go first. The others MUST be taken by further sweeps of the same round:
+    some of their ancestors go in this one, so nobody finds them any more.
     """
     kept: defaultdict[Reason, Tally] = defaultdict(Tally)
     chosen = _Chosen()
@@ -156,14 +158,18 @@ def plan_shard(shard: int, entries: Iterable[Entry], decision: Decision) -> Swee
     return SweepPlan(shard, chosen.victims, {reason: tally for reason, tally in kept.items() if tally.count})
 
 
-def explain(shard: int, entry: Entry, decision: Decision) -> Verdict | None:
-    """Why one entry of a shard's folder is kept or condemned; None where it is no chunk."""
+def explain(shard: int, entry: Entry, decision: Decision) -> Explained | None:
+    """Explains why one entry of a shard's folder is kept or condemned; None if it is not a chunk."""
     for batch, judged in _judged(shard, (entry,), decision):
-        if not batch.names:
+        parsed = parse_chunk(batch.names[0]) if batch.names else None
+        if parsed is None:
             continue
-        cutoff = int(_cutoffs(judged, decision)[0])
-        return Verdict(
-            _reason(judged, 0, decision),
+        cutoff, reason = int(_cutoffs(judged, decision)[0]), _reason(judged, 0, decision)
+        return Explained(
+            parsed[0].hex(),
+            parsed[1].hex(),
+            reason.value,
+            reason.condemns,
             max(0.0, decision.now_s - int(judged.uses.last_use_s[0])),
             weighted_age_s(int(judged.ranks[0])),
             weighted_age_s(cutoff) if cutoff else None,
@@ -172,14 +178,14 @@ def explain(shard: int, entry: Entry, decision: Decision) -> Verdict | None:
 
 
 class _Chosen:
-    """The VICTIMS_MAX lowest of those that are added."""
+    """The VICTIMS_MAX victims with the lowest ranks of all that are added."""
 
     def __init__(self) -> None:
         self._ranks: Column = np.zeros(0, np.int64)
         self.victims: tuple[Victim, ...] = ()
 
     def add(self, ranks: Column, victims: list[Victim]) -> Tally:
-        """Adds some; what falls out."""
+        """Adds victims; returns count and bytes of those that drop out."""
         both, ranks = (*self.victims, *victims), np.concatenate((self._ranks, ranks))
         order = np.argsort(ranks, kind="stable")
         self._ranks = ranks[order[:VICTIMS_MAX]]
@@ -194,7 +200,7 @@ def _judged(shard: int, entries: Iterable[Entry], decision: Decision) -> Iterato
 
 
 def _cutoffs(judged: Judged, decision: Decision) -> Column:
-    """The cut-off that counts for each chunk."""
+    """The cut-off that applies to each chunk."""
     found: Column = np.maximum(np.array(decision.quota_cutoffs, np.int64)[judged.groups], decision.capacity_cutoff)
     return found
 

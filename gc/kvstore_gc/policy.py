@@ -1,16 +1,16 @@
-"""How long a chunk is worth keeping: one number, from nothing but its mtime, where a lower one goes first.
+"""The rank of a chunk: how long it is worth keeping, as one number from its mtime alone. A lower rank goes first.
 
-Pure, and apart from plans, because it is the part that a trace replay judges (``python -m benchmarks.policies``).
+Pure, and separate from plans, because a trace replay judges it (``python -m benchmarks.policies``).
 
-A chunk's *weighted age* is the time since its last use, halved for every second later quantum in which it was used and
-for every ten points of priority above the default, doubled for every ten points below.  So what was used more
-outlasts what was used once in proportion to how long things last here at all, be it minutes or weeks.  Its *rank* is
-that as a number: the older the lower, then the deeper the lower, then by address, so that a cut-off can be put
-anywhere, even where everything was written in one minute.
+A chunk's *weighted age* is the time since its last use. It is halved for every second later quantum in which the chunk
+was used and for every ten points of priority above the default, and doubled for every ten points below. So a chunk that
+was used often outlasts one that was used once by a factor, whether chunks last for minutes here or for weeks. Its
+*rank* orders chunks by weighted age (older is lower), then by depth (deeper is lower), then by address, so that a
+cut-off can be put anywhere, even if everything was written in one minute.
 
-In a chain with the stamps that nodes write (``kvstore.recency``) a parent is used no earlier, no less often, and has
-hints no weaker than its child.  So **a parent ranks above its child**, and expires no earlier: whatever is cut off
-below a rank leaves every chunk its ancestors.  Where a file system rounds mtimes that holds between quanta only.
+In a chain with the stamps that nodes write (``kvstore.recency``) a parent is used no earlier and no less often than its
+child, and has no weaker hints. So **a parent ranks above its child**, and expires no earlier: a cut below any rank
+leaves every chunk its ancestors. On a file system that rounds mtimes this holds between quanta only.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ Truths = npt.NDArray[np.bool_]
 
 OCTAVES_PER_USE = 0.5
 OCTAVES_PER_PRIORITY = 0.1
-"""Priority 100 makes an age count 90 times less, which is nearly last to go; 0 makes it count 11 times more. Twice as
-much would all but reserve the room for whoever asks for more, which finds less in all (``benchmarks/policies.py``)."""
+"""Priority 100 makes an age count 90 times less, so that the chunk goes nearly last; 0 makes it count 11 times more.
+With twice as much, high priorities would nearly reserve the room, and fewer reads would hit in all
+(``benchmarks/policies.py``)."""
 AGE_LEAST_S = 30
 """Added to every age: a last use is known to the quantum."""
 MTIME_MAX_NS = 1 << 62
-"""Times outside of 0 to this, which no clock of ours gives, count as these."""
+"""Times outside of 0 to this, which no clock of ours gives, count as the nearer end."""
 
 TIE_BITS = 20
 _DEPTH_BITS = 19
@@ -47,13 +48,13 @@ _WORTH_SHIFT = _DEPTH_BITS + TIE_BITS
 _DEEPEST = (1 << _DEPTH_BITS) - 1
 _CODE_MAX = stamp_ns(0, 0, Hints(PRIORITY_MAX, None), USES_MAX) - NS_PER_S
 _NEVER_S = 1 << 40
-"""The ttl of what has none; longer than any age."""
+"""Stands for no ttl; longer than any age."""
 
 assert DEPTH_MAX <= _DEEPEST
 
 
 class Order(Enum):
-    """What goes first where room is needed."""
+    """The order in which chunks go when room is needed."""
 
     USES = "uses"
     """The oldest by weighted age."""
@@ -63,7 +64,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What the mtimes of some chunks say: one element of each column for each chunk."""
+    """The decoded mtimes of some chunks: each column has one element for each chunk."""
 
     last_use_s: Column
     """Start of the quantum of the last use."""
@@ -71,11 +72,11 @@ class Uses:
     uses: Column
     priority: Column
     ttl_s: Column
-    """What writers asked for; far longer than any age where they asked for none."""
+    """The time to live that writers asked for; far longer than any age if they asked for none."""
 
     @classmethod
     def of(cls, mtimes_ns: Column, quantum_s: int) -> Uses:
-        """As ``kvstore.recency.decode``, for many at a time. Whatever is no stamp has the default hints, depth 0."""
+        """Does what ``kvstore.recency.decode`` does, for many at a time. Other times get default hints, depth 0."""
         mtimes_ns = np.clip(mtimes_ns, 0, MTIME_MAX_NS)
         starts_s = (mtimes_ns - _CODE_MAX - 1) // NS_PER_S
         below = (starts_s + 1) * NS_PER_S - mtimes_ns + _CODE_MAX
@@ -89,10 +90,10 @@ class Uses:
 
 
 def expired(uses: Uses, now_s: float, quantum_s: int, most_s: float | None) -> Truths:
-    """Which chunks are past their time to live: what their writers asked for, but at most ``most_s``.
+    """True for each chunk past its time to live, as its writer asked for it, but at most ``most_s``.
 
-    It counts from the last use, which is known to the quantum: from its end, so that nothing goes early.  A ttl below
-    one quantum cannot be kept exactly, and is kept from its start.
+    It counts from the last use, which is known to the quantum: from the quantum's end, so that nothing goes early. A
+    ttl below one quantum cannot be kept exactly, and counts from the quantum's start.
     """
     ttl_s = uses.ttl_s if most_s is None else np.minimum(uses.ttl_s, most_s)
     gone: Truths = now_s - uses.last_use_s >= ttl_s + np.minimum(ttl_s, quantum_s)
@@ -116,14 +117,14 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: Order) -> Column:
 
 
 def weighted_age_s(rank: int) -> float:
-    """The weighted age that a rank stands for, in seconds: what a person understands."""
+    """The weighted age that a rank stands for, in seconds, for people."""
     octaves = _OCTAVES_MOST - (rank >> _WORTH_SHIFT) / (1 << _OCTAVE_BITS)
     return max(0.0, math.exp2(octaves) - AGE_LEAST_S)
 
 
 @cache
 def _codes() -> Column:
-    """Uses, priority, ttl and whether it is one, for each code that a stamp can carry, from the deepest place down."""
+    """Uses, priority, ttl and validity (0 or 1) of each code that a stamp can carry, from the deepest place down."""
     found = np.zeros((DEPTH_STEP_NS, 4), np.int64)
     for place in range(DEPTH_STEP_NS):
         read = decode(2 * NS_PER_S + _CODE_MAX - DEPTH_STEP_NS - place, 1)

@@ -1,7 +1,7 @@
-"""What nodes set aside: whole files go back to where they belong, damaged ones are deleted, in time or for their room.
+"""Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or for their room.
 
-Apart from the other orphans because here a file is read before anything is decided, and because damaged files, which
-are worth nothing to engines, must not keep room that chunks need.
+Unlike other leftovers, each file is read before anything is decided. Damaged files are worth nothing to engines, and
+must not keep room that chunks need.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstore.recency import NS_PER_S
 from kvstore.root.inspect import Broken, Inspector, Whole
 from kvstore.root.interface import Root, Stat
 from kvstore_gc.capacity import Level, Watermarks
-from kvstore_gc.safety import Timings
+from kvstore_gc.site import Site
 
 REMEMBERED_MAX = 100_000
-"""Damaged files remembered from round to round; what is beyond is read in every round."""
+"""Names of each kind remembered from round to round; those beyond it are looked at in every round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,11 @@ class _Damaged:
 class Quarantine:
     """The quarantine folder of one root. One thread at a time. Remembers what it need not read again."""
 
-    def __init__(
-        self, root: Root, shard_bits: int, inspector: Inspector, timings: Timings, watermarks: Watermarks | None = None
-    ) -> None:
-        self._root = root
-        self._shard_bits = shard_bits
-        self._inspector = inspector
-        self._timings = timings
+    def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
+        self._root = site.root
+        self._shard_bits = site.identity.shard_bits
+        self._inspector = Inspector(site.root, monotonic_s=site.clock.monotonic_s)
+        self._timings = site.timings
         self._watermarks = watermarks
         self._damaged: set[Name] = set()
         self._unreadable: set[Name] = set()
@@ -54,9 +52,9 @@ class Quarantine:
 
         Over its high watermark the root has no room for them at all, else ``quarantine_share`` of its capacity.
 
-        Whoever set a file aside looks at it there and puts a whole one back itself; we come in where it died between,
-        or look at the same moment.  Both publish, which never replaces: one of them finds the name taken or the source
-        gone, and either is fine.  Where a newer chunk has the name it stays, and ours is deleted.
+        The node that set a file aside looks at it there and puts a whole one back itself. We do it if that node died in
+        between, or at the same moment. Both publish, which never replaces: one of them finds the name taken or the
+        source gone, and either is fine. If a newer chunk has the name, it stays, and ours is deleted.
 
         Age is that of the mtime, the last use of the chunk: nothing is written to a file when it is set aside.
         """
@@ -72,7 +70,7 @@ class Quarantine:
                 left_bytes -= each.stat.size_bytes
 
     def _looked_at(self, done: Counter[str], check: Callable[[], object]) -> list[_Damaged]:
-        """The files that are not whole, after the whole ones were put back."""
+        """Puts whole files back; returns the others."""
         left: list[_Damaged] = []
         unreadable: set[Name] = set()
         for entry in list(self._root.list(places.QUARANTINE)):
@@ -90,7 +88,7 @@ class Quarantine:
                     if not isinstance(verdict, Broken):
                         continue
                 except (Unavailable, PermissionDenied):
-                    # A node found that it cannot be read, or the root fails for a moment: a second round tells.
+                    # Either the file cannot be read, or the root fails for a moment: a second round tells.
                     may_go = name in self._unreadable
                     unreadable.add(name)
             left.append(_Damaged(name, entry.stat, may_go))
@@ -103,7 +101,7 @@ class Quarantine:
         self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
 
     def _allowed_bytes(self) -> float | None:
-        """What damaged files may take; None where nobody knows the capacity. Raises the root's errors."""
+        """The bytes that damaged files may take; None if the capacity is unknown. Raises the root's errors."""
         marks = self._watermarks
         level = None if marks is None else marks.level or _level_before_survey(self._root, marks)
         if marks is None or level is None:
@@ -112,19 +110,19 @@ class Quarantine:
 
 
 def _level_before_survey(root: Root, marks: Watermarks) -> Level | None:
-    """How full the root is as its file system says; None where nobody knows. Raises the root's errors."""
+    """How full the root is as its file system says; None if it does not say. Raises the root's errors."""
     space, limit_bytes = root.space(), marks.limit_bytes
     if space.total_bytes is None or space.free_bytes is None:
         return None if limit_bytes is None else Level(0, limit_bytes)
     used_bytes = space.total_bytes - space.free_bytes
     if limit_bytes is None or limit_bytes >= space.total_bytes:
         return Level(used_bytes, space.total_bytes)
-    # What chunks take nobody has counted yet, unless the file system itself is nearly full.
+    # Nobody has counted the chunks yet, so only the file system can tell that there is no room.
     return Level(limit_bytes if used_bytes > marks.high * space.total_bytes else 0, limit_bytes)
 
 
 def _is_set_aside(file_name: str) -> bool:
-    """Whether a name in quarantine is one that ``places.quarantined`` makes. Others were put there by people."""
+    """True if ``places.quarantined`` makes such a name. People put other files there."""
     address, dot, rest = file_name.partition(".")
     session, other_dot, number = rest.partition(".")
     return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())

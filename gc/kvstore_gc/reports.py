@@ -1,7 +1,7 @@
 """The reports of nodes and collectors under ``usage/``, followed by one watch, and this collector's own.
 
-Apart from the arithmetic (``growth.py``).  Nothing here is needed for safety: a report that is lost or late makes the
-level too high or too low until the next survey, and nodes stop by themselves where theirs are not counted.
+``capacity.py`` does the arithmetic. Safety does not depend on reports: one that is lost or late makes the level too
+high or too low until the next survey, and nodes stop by themselves if theirs are not counted.
 """
 
 from __future__ import annotations
@@ -9,38 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.interface import KeyValue, LeaseGone, Meta, Watch, WatchLost
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.interface import KeyValue, LeaseGone, Watch, WatchLost
+from kvstore.meta.keys import SessionId
 from kvstore.meta.usage import Usage
-from kvstore.sources import Clock
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
+from kvstore_gc.site import Site
 
 ANSWER_S = 3.0
-"""How long nodes have to answer before a survey. One that does not is waited for once."""
+"""Time for nodes to answer before a survey. A node that does not answer is waited for once."""
 POLL_S = 0.02
 BATCHES_MAX = 1000
-"""Read in one go, so that whoever follows does something else as well."""
+"""Batches read in one go, so that the thread gets to its other work."""
 
 
 class Reports:
     """One thread calls ``follow``, ``tell`` and ``wait``, another one ``unheard``."""
 
-    def __init__(
-        self,
-        meta: Meta,
-        keys: Keys,
-        collectors: Collectors,
-        watermarks: Watermarks,
-        clock: Clock,
-        timeout_s: float = 5.0,
-    ) -> None:
-        self._meta = meta
-        self._keys = keys
+    def __init__(self, site: Site, collectors: Collectors, watermarks: Watermarks) -> None:
+        self._meta = site.meta
+        self._keys = site.keys
+        self._clock = site.clock
+        self._timeout_s = site.timeout_s
         self._collectors = collectors
         self._watermarks = watermarks
-        self._clock = clock
-        self._timeout_s = timeout_s
         self._watch: Watch | None = None
         self._written_at: dict[SessionId, int] = {}
         self._asked_at = 0
@@ -52,7 +44,7 @@ class Reports:
         """All reports up to this revision were read."""
 
     def follow(self, wait_s: float = 0.0) -> None:
-        """Reads what was reported, waiting up to ``wait_s`` for the first. Raises Unavailable, PermissionDenied."""
+        """Reads new reports, waiting up to ``wait_s`` for the first. Raises Unavailable, PermissionDenied."""
         if self._watch is None:
             self._read()
             return
@@ -71,12 +63,12 @@ class Reports:
             self._read()
 
     def tell(self) -> None:
-        """Reports what this collector has deleted, where that changed. Raises Unavailable, PermissionDenied."""
+        """Reports the bytes that this collector has deleted, if they changed. Raises Unavailable, PermissionDenied."""
         mine, reaped_bytes = self._collectors.me, self._watermarks.reaped_bytes
         if mine is None:
             return
         if mine[0] != self._me:
-            # What the report before this one lacked is left to the next surveys of the others: it may have arrived.
+            # Bytes that the report before this one lacked are left to the others' next surveys: it may have arrived.
             self._me, self._base_bytes, self._told_bytes = mine[0], reaped_bytes, reaped_bytes
             self._mine.add(mine[0])
         if reaped_bytes == self._told_bytes:
@@ -89,9 +81,9 @@ class Reports:
         self._told_bytes = reaped_bytes
 
     def unheard(self, pause: Callable[[float], object]) -> frozenset[SessionId]:
-        """Nodes that have not reported since a collector asked for it, after waiting for them a little.
+        """The nodes that have not reported since a collector asked for it, after waiting for them a little.
 
-        From another thread than the one that follows. Raises Unavailable, PermissionDenied, and what ``pause`` raises.
+        From another thread than ``follow``. Raises Unavailable, PermissionDenied, and what ``pause`` raises.
         """
         until_s = self._clock.monotonic_s() + ANSWER_S
         while True:
@@ -134,7 +126,6 @@ class Reports:
         try:
             usage = Usage.from_json(kv.value)
         except InvalidRequest:
-            return  # of another version, or nonsense: its node is not followed, and stops when it is not counted
+            return  # nonsense: its node is not followed, and stops when it is not counted
         self._written_at[reporter] = kv.mod_revision
-        is_answer = 0 < self._asked_at < kv.mod_revision
-        self._watermarks.reported(reporter, usage, is_answer=is_answer)
+        self._watermarks.reported(reporter, usage, is_answer=0 < self._asked_at < kv.mod_revision)

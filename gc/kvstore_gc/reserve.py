@@ -1,14 +1,13 @@
 """A little room that a collector keeps on the root, so that it can still make room when nobody else can write.
 
-A sweep needs a plan and a folder before it may delete anything; on a full disk that would be the end of it.
+A sweep needs a plan and a folder before it may delete anything. On a full disk it could never begin.
 """
 
 from __future__ import annotations
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.root.interface import Root
-from kvstore.sources import Ids
+from kvstore_gc.site import Site
 
 RESERVE_BYTES = 1 << 20
 
@@ -16,12 +15,12 @@ RESERVE_BYTES = 1 << 20
 class Reserve:
     """One file, shared by all collectors of a root that is a file system."""
 
-    def __init__(self, root: Root, ids: Ids) -> None:
-        self._root = root
-        self._ids = ids
+    def __init__(self, site: Site) -> None:
+        self._root = site.root
+        self._ids = site.ids
 
     def keep(self) -> None:
-        """Makes it where it is missing and there is room. Raises nothing: a round goes on without."""
+        """Makes the file if it is missing and there is room. Raises nothing: a round goes on without it."""
         if not self._root.traits.fenced:
             return
         session = self._ids.fresh()
@@ -40,5 +39,5 @@ class Reserve:
                 pass  # the orphans of a later round
 
     def spend(self) -> bool:
-        """Gives its room back to the root; False where it was spent before. Raises the root's errors."""
+        """Gives its room back to the root; False if it was spent before. Raises the root's errors."""
         return self._root.remove(places.RESERVE)

@@ -1,6 +1,6 @@
-"""One round: who may run, leftovers, sweeps left open, survey, decision, then the sweeps of the shards that are ours.
+"""One round: check, leftovers, sweeps left open, survey, decision, then the sweeps of this collector's shards.
 
-Stops after any step without harm: what is open then is adopted by whoever comes next.
+It may stop after any step without harm: the next collector adopts whatever is open then.
 """
 
 from __future__ import annotations
@@ -16,97 +16,74 @@ from functools import partial
 from kvstore.address import Address
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.meta.generation import Foreign, join_generation, read_generation
-from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.generation import ADVICE, Foreign, difference, join_generation, read_generation
+from kvstore.meta.keys import SessionId
 from kvstore.meta.namespaces import Namespaces
 from kvstore.recency import NS_PER_S
 from kvstore.root.generations import publish, read_newest
-from kvstore.root.identity import RootIdentity
-from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids
-from kvstore_gc.beside import beside
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.goals import Goals
-from kvstore_gc.judged import NO_MARKS
-from kvstore_gc.listing import Marks
+from kvstore_gc.listing import NO_MARKS, Marks
 from kvstore_gc.orphans import Orphans
-from kvstore_gc.plan import Decision, Reason, SweepPlan, Victim, decide, explain, plan_shard
-from kvstore_gc.safety import Timings
-from kvstore_gc.summary import Example, Explained, Summary
-from kvstore_gc.survey import Survey, survey
-from kvstore_gc.threads import Each
+from kvstore_gc.plan import Decision, Explained, Reason, SweepPlan, Victim, decide, explain, plan_shard
+from kvstore_gc.site import Site
+from kvstore_gc.summary import Example, Summary
+from kvstore_gc.survey import Survey, beside, survey
 
 log = logging.getLogger(__name__)
 
 PLANNED_AT_ONCE = 16
 BATCH_VICTIMS_MAX = 131_072
-"""Of one batch of sweeps, which share one grace: their plans are in memory until it is over."""
+"""Victims in one batch of sweeps, which share one grace: their plans are in memory until it is over."""
 BATCH_SHARDS_MAX = 256
 EXAMPLES_MAX = 10
 SHARE_CHUNKS_MIN = 100_000
-"""In its own shards, for a collector among others to look only at those, and to want only their share of the room.
-Addresses are hashes, so every shard has its share of everything; the cut-offs of two collectors then differ by chance
-alone, and by that little a chunk may outlive its parent."""
+"""With this many chunks in its own shards, a collector among others looks only at those, and wants only their share of
+the room. Addresses are hashes, so every shard has its share of everything. The cut-offs of two collectors then differ
+by chance alone, and by that little a chunk may outlive its parent."""
 
 
 class Rounds:
     """The rounds of one collector. One thread at a time.
 
-    ``shards`` says which of the given number of shards are this collector's now. ``pause`` waits and raises Stopped
-    when the end is near, ``listed`` is called after each shard that was listed for the survey.  ``unheard`` has nodes
-    say what they wrote before a survey begins, and names those that did not; None: nodes are told nothing.
+    ``shards`` says which of the given number of shards are this collector's now. ``listed`` is called after each shard
+    that was listed for the survey. ``unheard`` has nodes report their writes before a survey begins, and names those
+    that did not; None: nodes are told nothing.
     """
 
     def __init__(
         self,
-        root: Root,
-        identity: RootIdentity,
-        meta: Meta,
+        site: Site,
         config: Config,
         watermarks: Watermarks,
         *,
         shards: Callable[[int], Sequence[int]],
-        each: Each,
-        pause: Callable[[float], object],
-        clock: Clock,
-        ids: Ids,
-        timings: Timings,
         listed: Callable[[int], object] = lambda shard: None,
         unheard: Callable[[], frozenset[SessionId]] | None = None,
     ) -> None:
-        self._root = root
-        self._identity = identity
-        self._meta = meta
-        self._keys = Keys(identity.root)
+        self._site = site
+        self._root = site.root
+        self._timeout_s = site.timeout_s
         self._config = config
         self._watermarks = watermarks
         self._shards = shards
-        self._each = each
-        self._pause = pause
-        self._clock = clock
-        self._ids = ids
-        self._timings = timings
         self._listed = listed
         self._unheard = unheard
-        self._orphans = Orphans(root, identity, meta, clock=clock, timings=timings, watermarks=watermarks)
-        self._sweeper = Sweeper(
-            root, identity, meta, clock=clock, ids=ids, timings=timings, each=each, pause=pause, check=self._join,
-            deleted=watermarks.reaped,
-        )  # fmt: skip
+        self._orphans = Orphans(site, watermarks)
+        self._sweeper = Sweeper(site, check=self._join, deleted=watermarks.reaped)
         self._warned = False
 
     @property
     def waiting_s(self) -> float:
-        """Seconds that sweeps in flight have waited for nodes to announce them; 0 while none does. From any thread."""
+        """Seconds that sweeps in flight have waited for nodes to announce them; 0 if none waits. From any thread."""
         return self._sweeper.waiting_s
 
     def run(self) -> Summary:
-        """A whole round. Raises the errors of the root and of the metadata store, and Stopped.
+        """Does a whole round. Raises the errors of the root and of the metadata store, and Stopped.
 
-        Raises RootMismatch where the metadata store and the root do not belong together.
+        Raises RootMismatch if the metadata store and the root do not belong together.
         """
         summary = self._summary(dry_run=False)
         with self._timed(summary, "check"):
@@ -114,10 +91,10 @@ class Rounds:
             mine = self._shards(summary.shards_count)
         summary.shards_mine_count = len(mine)
         if self._unheard is not None and not self._watermarks.is_surveyed:
-            # Until then no node is told what it may write, and what follows may wait for a grace.
+            # No node is told how much it may write before the first survey, and the next steps may wait for a grace.
             self._surveyed(summary, mine, self._config.goals([], None))
         with self._timed(summary, "orphans"):
-            summary.orphans += self._orphans.remove(lambda: self._pause(0))
+            summary.orphans += self._orphans.remove(lambda: self._site.pause(0))
         summary.swept(self._sweeper.adopt(mine))
         with self._timed(summary, "orphans"):
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
@@ -130,9 +107,9 @@ class Rounds:
         return summary
 
     def dry_run(self, *, examples_max: int = EXAMPLES_MAX, explain: Sequence[Address] = ()) -> Summary:
-        """What a round would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
+        """Finds what a round would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
 
-        Gives the longest unused as examples, and explains the chunks of these addresses.
+        Gives the longest unused chunks as examples, and explains the chunks of the addresses ``explain``.
         """
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
@@ -151,35 +128,30 @@ class Rounds:
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
-        return Summary(dry_run, self._clock.now_s(), 1 << self._identity.shard_bits)
+        return Summary(dry_run, self._site.clock.now_s(), self._site.shards_count)
 
     def _join(self) -> None:
         standing = join_generation(
-            self._meta,
-            self._keys,
-            self._ids,
+            self._site.meta,
+            self._site.keys,
+            self._site.ids,
             read_root=partial(read_newest, self._root),
-            publish_root=partial(publish, self._root, ids=self._ids, clock=self._clock),
-            timeout_s=self._timings.meta_timeout_s,
+            publish_root=partial(publish, self._root, ids=self._site.ids, clock=self._site.clock),
+            timeout_s=self._timeout_s,
         )
         if isinstance(standing, Foreign):
             raise RootMismatch(standing.why)
 
     def _compare(self) -> None:
-        """As ``_join``, without writing the first generation."""
+        """Does what ``_join`` does, without writing the first generation."""
         on_root = read_newest(self._root)
-        in_meta = read_generation(self._meta, self._keys, self._timings.meta_timeout_s)
+        in_meta = read_generation(self._site.meta, self._site.keys, self._timeout_s)
         if on_root is not None and on_root != in_meta:
-            raise RootMismatch(
-                f"the root is of generation {on_root}, etcd "
-                + (f"of {in_meta}" if in_meta else "has none")
-                + ": etcd was wiped, restored, or is another cluster's. Nothing can be said until "
-                "`kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
-            )
+            raise RootMismatch(f"{difference(on_root, in_meta)}: {ADVICE}")
 
     def _decided(self, summary: Summary, mine: Sequence[int]) -> Decision:
-        """Lists the shards, only its own ones where they are many chunks, and decides where to cut."""
-        namespaces = Namespaces(self._meta, self._keys).list(self._timings.meta_timeout_s)
+        """Lists the shards, only its own ones if they hold many chunks, and decides where to cut."""
+        namespaces = Namespaces(self._site.meta, self._site.keys).list(self._timeout_s)
         goals = self._config.goals(namespaces, None)
         pinned = self._sweeper.pinned().marks
         found = self._surveyed(summary, mine, goals, pinned)
@@ -197,7 +169,7 @@ class Rounds:
         return decision
 
     def _surveyed(self, summary: Summary, mine: Sequence[int], goals: Goals, pinned: Marks = NO_MARKS) -> Survey:
-        """Lists these shards, or all where they are few chunks: from then on the level is known."""
+        """Lists these shards, or all if they hold few chunks. From then on the level is known."""
         with self._timed(summary, "survey"):
             self._watermarks.followed(self._root.space())
             mark = self._watermarks.mark(frozenset() if self._unheard is None else self._unheard())
@@ -205,9 +177,9 @@ class Rounds:
             look = partial(
                 survey,
                 self._root,
-                self._identity.shard_bits,
+                self._site.identity.shard_bits,
                 each=self._listing,
-                now_s=self._clock.now_s(),
+                now_s=self._site.clock.now_s(),
                 goals=goals,
                 pinned=pinned,
             )
@@ -223,19 +195,19 @@ class Rounds:
             work(number)
             self._listed(number)
 
-        self._each(count, look)
+        self._site.each(count, look)
 
     def _warn(self, goals: Goals) -> None:
         if self._warned or goals.ttl_s is not None or goals.max_bytes is not None or goals.quotas:
             return
         self._warned = True
         log.warning(
-            "gc.no_limit the root does not know its size: only what its writers gave a time to live is deleted; "
+            "gc.no_limit the root does not know its size: only chunks whose writers gave a time to live are deleted; "
             "give --max-bytes or --ttl"
         )
 
     def _sweep(self, shards: list[int], decision: Decision, summary: Summary) -> list[int]:
-        """Sweeps the first of these shards; those that are left, or have more to take than one sweep can."""
+        """Sweeps the first of these shards. Returns the others, and those with more victims than one sweep can take."""
         batch: list[SweepPlan] = []
         victims_count = taken = 0
         with self._timed(summary, "plan"):
@@ -246,13 +218,13 @@ class Rounds:
                 victims_count += sum(len(plan.victims) for plan in plans)
         report = self._sweeper.sweep(batch)
         summary.swept(report)
-        summary.used_after_bytes = max(0, summary.used_after_bytes - report.reaped_bytes)
-        # Only where something was taken: what could not be taken now would be chosen again and again.
-        again = [plan.shard for plan in batch if Reason.LATER in plan.kept] if report.reaped_count else []
+        summary.used_after_bytes = max(0, summary.used_after_bytes - report.reaped.bytes)
+        # Only if something was taken: chunks that cannot be taken now would be chosen again and again.
+        again = [plan.shard for plan in batch if Reason.LATER in plan.kept] if report.reaped.count else []
         return shards[taken:] + again
 
     def _plans(self, shards: Sequence[int], decision: Decision, summary: Summary) -> list[SweepPlan]:
-        """The plans of some shards, counted."""
+        """Makes the plans of some shards, and counts them."""
         plans = [SweepPlan(shard, ()) for shard in shards]
 
         def plan(at: int) -> None:
@@ -261,30 +233,20 @@ class Rounds:
             except (Unavailable, PermissionDenied) as error:
                 log.warning("gc.shard_failed shard=%04x %s", shards[at], error)  # the others can be swept
 
-        self._each(len(shards), plan)
+        self._site.each(len(shards), plan)
         for each in plans:
             summary.planned(each)
         return plans
 
     def _explained(self, address: Address, decision: Decision) -> Iterator[Explained]:
-        """Why the chunks of an address are kept or condemned."""
-        shard = places.shard(address, self._identity.shard_bits)
+        """Explains why the chunks of an address are kept or condemned."""
+        shard = places.shard(address, self._site.identity.shard_bits)
         for entry in self._root.list(places.shard_folder(shard)):
-            parsed = places.parse_chunk(entry.name)
-            verdict = explain(shard, entry, decision) if parsed and parsed[0] == address else None
-            if parsed and verdict:
-                yield Explained(
-                    address.hex(),
-                    parsed[1].hex(),
-                    verdict.reason.value,
-                    verdict.reason.condemns,
-                    verdict.idle_s,
-                    verdict.weighted_s,
-                    verdict.cutoff_s,
-                )
+            if entry.name.startswith(address.hex()) and (found := explain(shard, entry, decision)) is not None:
+                yield found
 
     def _judge(self, summary: Summary) -> None:
-        """Says what the round had to do and could not."""
+        """Notes everything that the round had to do and could not."""
         abandoned, left = summary.sweeps["abandoned"], summary.sweeps["left"]
         if abandoned:
             summary.unfinished.append(f"{abandoned} sweeps were abandoned: nodes did not announce them in time")
@@ -292,7 +254,7 @@ class Rounds:
             summary.unfinished.append(f"{left} sweeps are still in flight")
         if summary.orphans["failed"]:
             summary.unfinished.append("some leftovers could not be removed")
-        # Where others sweep at the same moment, what is left is for them to judge.
+        # If others sweep at the same moment, they judge the rest.
         others = summary.spared["swept by another collector"] + summary.spared["gone already"]
         is_alone = summary.shards_mine_count == summary.shards_count and not others
         left_bytes = summary.used_after_bytes + summary.beside.bytes
@@ -304,11 +266,11 @@ class Rounds:
 
     @contextmanager
     def _timed(self, summary: Summary, phase: str) -> Iterator[None]:
-        began_s = self._clock.monotonic_s()
+        began_s = self._site.clock.monotonic_s()
         try:
             yield
         finally:
-            summary.spent(phase, self._clock.monotonic_s() - began_s)
+            summary.spent(phase, self._site.clock.monotonic_s() - began_s)
 
 
 def _last_use(victim: Victim) -> int:

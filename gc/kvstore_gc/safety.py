@@ -1,8 +1,8 @@
 """Every timing of garbage collection in one place, with the relations between them checked once.
 
-None of them is needed for safety, which rests on revisions and on the fence: they bound waiting and leftovers.  Ages of
-leftovers are no exception: a put whose staged file is gone fails before anybody sees anything of it, and a sweep whose
-plan is gone takes nothing.  They only have to be long enough that this happens to nobody who is still at work.
+Safety rests on revisions and on the fence, and needs none of them: they limit waiting and leftovers. That holds for the
+ages of leftovers too: a put whose staged file is gone fails before anybody sees anything of it, and a sweep whose plan
+is gone takes nothing. The ages only have to be long enough that this does not happen to work in progress.
 """
 
 from __future__ import annotations
@@ -12,52 +12,50 @@ from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
 
-NODE_LEASE_MAX_S = 3600.0
-
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What a collector allows itself. Raises InvalidRequest where a value or a relation makes no sense."""
+    """The timings of a collector. Raises InvalidRequest if a value or a relation makes no sense."""
 
     meta_timeout_s: float = 5.0
     """A call to etcd."""
     refs_timeout_s: float = 120.0
     """The read of all keys with all pins, which may be a gigabyte."""
     poll_s_min: float = 0.05
-    """Between two looks at what nodes have announced, at first."""
+    """The first pause between two looks at the announcements of nodes."""
     poll_s_max: float = 1.0
-    """The same after a while."""
+    """The longest such pause; each is twice the one before."""
     announce_lag_max_s: float = 375.0
-    """A session that has not announced a sweep for this long is revoked (rule H4): its node has given up before, 330 s
-    and one ttl after it heard of the sweep, which it does within two looks for a gap."""
+    """A session that has not announced a sweep for this long is revoked (rule H4). Its node has given up before: 330 s
+    and one ttl after it heard of the sweep, which takes at most two looks for a gap."""
     grace_max_s: float = 450.0
     """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
     clock_margin_s: float = 60.0
-    """Clocks of hosts may disagree by this."""
+    """The difference of clocks that hosts may have."""
     dead_session_s: float = 30.0
-    """Staged files of a session that this collector saw alive are deleted this long after it saw it gone: what the
-    session had begun to put has passed its deadline by then (30 s by default), or has failed."""
+    """Staged files of a session that this collector saw alive are deleted this long after it saw it gone: by then the
+    puts that the session had begun have passed their deadline (30 s by default), or failed."""
     put_s_max: float = 120.0
-    """From the time that a staged file carries to its publication a put takes no longer: the file carries the start of
-    its quantum, 60 s before it was written at most, and a put has 30 s by default. One that takes longer, without a
-    session that is alive, finds its file gone and fails."""
+    """The longest that a put takes from the time that its staged file carries to its publication. The file carries the
+    start of its quantum, at most 60 s before it was written, and a put has 30 s by default. A put that takes longer,
+    without a live session, finds its file gone and fails."""
     staging_age_s: float = 180.0
     """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""
     noticed_s: float = 60.0
-    """They are deleted also this long after this collector noticed them: its own clock needs no margin, and a put has
+    """They are also deleted this long after this collector noticed them: its own clock needs no margin, and a put has
     30 s by default from staging a file to publishing it."""
     condemn_s_max: float = 60.0
-    """From writing the first plan of a transaction to sending that transaction; a collector that took longer gives the
-    sweeps up, because others may take the plans for left behind."""
+    """The longest time from writing the first plan of a transaction to sending it. A collector that took longer gives
+    the sweeps up, because others may take the plans for leftovers."""
     plan_age_s: float = 150.0
     """Plans that no sweep names are deleted at this age, by their time; or once this collector noticed them
     ``condemn_s_max`` and a call to etcd ago."""
     quarantine_age_s: float = 86_400.0
     """Damaged files whose chunk was last used longer ago are deleted."""
     quarantine_share: float = 0.01
-    """Of the capacity, damaged files take no more than this after a round: the oldest are deleted."""
+    """The share of the capacity that damaged files may take after a round; the oldest are deleted first."""
     twin_margin_s: float = 3600.0
-    """A pin's twin is deleted this long after the pin's end, by which clocks of hosts may disagree."""
+    """A pin's twin is deleted this long after the pin's end: more than the clocks of hosts disagree by."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

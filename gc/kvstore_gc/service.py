@@ -1,17 +1,16 @@
-"""Rounds one after another: every so often, at once when the root fills up, and again after a failure.
-
-Knows nothing of what a round does.
-"""
+"""Rounds one after another: every so often, at once when the root fills up, and again after a failure."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.sources import Clock
 from kvstore_gc.threads import Stopped
-from kvstore_gc.troubles import Trouble
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -21,8 +20,42 @@ BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
 
 
+class Trouble:
+    """Logs something that fails again and again, such as etcd: once when it begins, and once when it is over.
+
+    One thread at a time.
+    """
+
+    def __init__(self, what: str, clock: Clock) -> None:
+        self._what = what
+        self._clock = clock
+        self._since_s: float | None = None
+        self._kind = ""
+
+    @property
+    def lasts(self) -> bool:
+        """True if it failed the last time."""
+        return self._since_s is not None
+
+    def failed(self, error: Exception | str) -> None:
+        """Logs a failure, unless it failed in the same way the last time."""
+        # One outage is worded in many ways; other errors name what has to be mended, such as a file.
+        kind = type(error).__name__ if isinstance(error, Unavailable) else str(error)
+        if self._since_s is None:
+            self._since_s = self._clock.monotonic_s()
+        if kind != self._kind:
+            self._kind = kind
+            log.error("gc.%s_failed %s", self._what, error)
+
+    def went_well(self) -> None:
+        """Logs that it is over, if it failed the last time."""
+        if self._since_s is not None:
+            log.info("gc.%s_recovered after_s=%.0f", self._what, self._clock.monotonic_s() - self._since_s)
+        self._since_s, self._kind = None, ""
+
+
 class Service(Generic[R]):
-    """Calls ``round`` and tells ``done`` what came of it. ``pause`` waits, and raises Stopped when the end is near."""
+    """Calls ``round`` and gives ``done`` its outcome. ``pause`` waits, and raises Stopped when the end is near."""
 
     def __init__(
         self,
@@ -46,7 +79,7 @@ class Service(Generic[R]):
         self._backoff_s = BACKOFF_S_MIN
 
     def run(self) -> None:
-        """Until the end is asked for. A round that fails is said once and repeated; bugs of ours come out."""
+        """Runs until a stop is requested. A round that fails is logged once and repeated; bugs of ours are raised."""
         try:
             while True:
                 began_s = self._clock.monotonic_s()
@@ -62,7 +95,7 @@ class Service(Generic[R]):
         try:
             outcome = self._round()
         except KVStoreError as error:
-            # Whatever it was has harmed nothing: what is left open is adopted by the next round, ours or another's.
+            # It has harmed nothing: whatever is left open is adopted by the next round, ours or another's.
             self._trouble.failed(error)
             self._failed(error)
             return False

@@ -1,6 +1,6 @@
 """A collector put together and running: a single round, or rounds until a signal comes.
 
-The work is done on a thread of its own: the main thread hears signals, and notices a root that hangs.
+The work runs on a thread of its own. The main thread hears signals, and notices a root that hangs.
 """
 
 from __future__ import annotations
@@ -8,35 +8,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import bound_root
-from kvstore.root.identity import RootIdentity, read_identity
-from kvstore.root.interface import Root
+from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
-from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.metrics import Metrics, serve, write
-from kvstore_gc.pace import Pace
-from kvstore_gc.reports import Reports
 from kvstore_gc.rounds import Rounds
-from kvstore_gc.safety import Timings
-from kvstore_gc.service import Service
-from kvstore_gc.signs import FullSign, RoomSign
+from kvstore_gc.service import Service, Trouble
+from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
-from kvstore_gc.threads import THREADS_COUNT, Each, Stop, Stopped, Threads, within
-from kvstore_gc.troubles import Trouble
+from kvstore_gc.threads import THREADS_COUNT, Pace, Stop, Stopped, Task, Threads, within
 from kvstore_gc.watch import Duties, Watch
 
 log = logging.getLogger(__name__)
@@ -48,20 +40,11 @@ HUNG_S = 60.0
 """A root that has not told its free space for so long hangs."""
 LISTEN_S = 0.2
 LEAVE_S = 5.0
-"""How long a round may take to leave what it is doing when a signal came."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A root and its metadata store."""
-
-    root: Root
-    identity: RootIdentity
-    meta: Meta
+"""Time for a round to leave its work when a signal came."""
 
 
 @contextmanager
-def opened(url: str, options: Mapping[str, Any], meta: Meta) -> Iterator[Opened]:
+def opened(url: str, options: Mapping[str, Any], meta: Meta) -> Iterator[Site]:
     """The root at ``url``, which must be one, and which ``meta`` must not know as another. Closes both afterwards.
 
     Raises RootMismatch, Unavailable, and what opening a root raises.
@@ -79,30 +62,26 @@ def opened(url: str, options: Mapping[str, Any], meta: Meta) -> Iterator[Opened]
                 f"{root.url} is root {identity.root.hex()}, but this etcd knows another root there: is the right file "
                 "system mounted, and is it this cluster's etcd?"
             )
-        yield Opened(root, identity, meta)
+        yield Site(root, identity, meta)
 
 
 class Collector:
-    """One collector of an opened root. ``signalled`` waits so many seconds and says whether a signal came."""
+    """One collector on a site. ``signalled`` waits so many seconds and says whether a signal came."""
 
-    def __init__(self, on: Opened, config: Config, signalled: Callable[[float], bool]) -> None:
-        self._on = on
+    def __init__(self, site: Site, config: Config, signalled: Callable[[float], bool]) -> None:
+        self._stop = Stop()
+        self._site = replace(site, each=Threads(THREADS_COUNT, self._stop).each, pause=self._stop.pause)
         self._config = config
         self._signalled = signalled
-        self._stop = Stop()
-        self._clock = SystemClock()
-        self._ids = RandomIds()
-        self._watermarks = Watermarks(config.max_bytes, config.high, self._clock)
-        self._each = Threads(THREADS_COUNT, self._stop).each
+        self._watermarks = Watermarks(config.max_bytes, config.high, site.clock)
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
-        """One round over all shards, beside whatever other collectors do; None where a signal came first.
+        """Does one round over all shards, beside any other collectors; None if a signal came first.
 
-        Where one that stays has a smaller limit, that holds.
-
-        What it did is written to ``metrics_file`` as well. A round that fails leaves that file as it was.
+        The smallest limit of all collectors holds. The outcome is written to ``metrics_file`` as well. A round that
+        fails leaves that file as it was.
         """
-        summary = self._alone(self._rounds(_all, self._each, listed).run)
+        summary = self._alone(self._round_of_all(listed).run)
         if summary is not None and metrics_file is not None:
             measured = self._metrics()
             measured.done(summary)
@@ -110,27 +89,30 @@ class Collector:
         return summary
 
     def dry_run(self, listed: Callable[[int], object], examples_max: int, explain: Sequence[Address]) -> Summary | None:
-        """What a round would do; None where a signal came first."""
-        rounds = self._rounds(_all, self._each, listed)
+        """Finds what a round would do; None if a signal came first."""
+        rounds = self._round_of_all(listed)
         return self._alone(lambda: rounds.dry_run(examples_max=examples_max, explain=explain))
 
     def serve(self, interval_s: float, metrics_at: tuple[str, int] | None, told: Callable[[Summary], object]) -> None:
-        """Rounds until a signal comes; ``told`` hears of each that ended."""
-        on, clock = self._on, self._clock
-        keys = Keys(on.identity.root)
-        collectors = Collectors(on.meta, keys, clock=clock, ids=self._ids, max_bytes=self._config.max_bytes)
-        sign = FullSign(on.meta, keys, collectors, clock)
-        reports = Reports(on.meta, keys, collectors, self._watermarks, clock)
-        room = RoomSign(on.meta, keys, collectors, reports, clock)
-        pace = Pace(self._each, is_urgent=lambda: self._watermarks.is_urgent, pause=self._stop.pause, clock=clock)
-        rounds = self._rounds(collectors.shards, pace.each, unheard=partial(self._unheard, reports))
-        watch = Watch(on.root, self._watermarks, clock, Duties(collectors, reports, sign, room))
+        """Does rounds until a signal comes; ``told`` hears of each that ended."""
+        site, watermarks = self._site, self._watermarks
+        duties = Duties.of(site, watermarks, self._config.max_bytes)
+        pace = Pace(site.each, is_urgent=lambda: watermarks.is_urgent, pause=site.pause, clock=site.clock)
+
+        def unheard() -> frozenset[SessionId]:
+            # Without a limit there is nothing to compare the nodes' writes with.
+            return duties.reports.unheard(site.pause) if watermarks.is_known else frozenset()
+
+        rounds = Rounds(
+            replace(site, each=pace.each), self._config, watermarks, shards=duties.collectors.shards, unheard=unheard
+        )
+        watch = Watch(site, watermarks, duties)
         measured = self._metrics()
         measured.follow(
             interval_s,
             silent_s=lambda: watch.silent_s,
             fails=lambda: watch.meta_fails,
-            shows_full=lambda: sign.is_shown,
+            shows_full=lambda: duties.sign.is_shown,
             waiting_s=lambda: rounds.waiting_s,
         )
 
@@ -142,11 +124,11 @@ class Collector:
         service = Service(
             rounds.run,
             interval_s=interval_s,
-            is_urgent=lambda: self._watermarks.is_urgent,
+            is_urgent=lambda: watermarks.is_urgent,
             done=done,
             failed=lambda error: measured.failed(),
-            pause=self._stop.pause,
-            clock=clock,
+            pause=site.pause,
+            clock=site.clock,
         )
         with ExitStack() as undo:
             where = "none"
@@ -154,25 +136,26 @@ class Collector:
                 port, close = serve(measured, *metrics_at)
                 undo.callback(close)
                 where = f"{metrics_at[0]}:{port}"
-            collectors.beat()
-            undo.callback(collectors.close)
+            duties.collectors.beat()
+            undo.callback(duties.collectors.close)
             watch.start(self._stop)
-            log.info("gc.ready root=%s interval_s=%g metrics=%s", on.root.url, interval_s, where)
+            log.info("gc.ready root=%s interval_s=%g metrics=%s", site.root.url, interval_s, where)
             self._attend(service.run, watch, until_hung=False)
             watch.join(LEAVE_S)
         log.info("gc.stopped")
 
     def _metrics(self) -> Metrics:
-        return Metrics(lambda: self._watermarks.level, self._clock)
+        return Metrics(lambda: self._watermarks.level, self._site.clock)
+
+    def _round_of_all(self, listed: Callable[[int], object]) -> Rounds:
+        """A single round shares its shards with nobody."""
+        return Rounds(self._site, self._config, self._watermarks, shards=range, listed=listed)
 
     def _alone(self, work: Callable[[], Summary]) -> Summary | None:
-        keys = Keys(self._on.identity.root)
-        others = Collectors(
-            self._on.meta, keys, clock=self._clock, ids=self._ids, max_bytes=self._config.max_bytes
-        )  # does not join: it takes no shards
+        others = Collectors(self._site, self._config.max_bytes)  # does not join: it takes no shards
         others.look()
         self._watermarks.limited(others.smallest_bytes)
-        watch = Watch(self._on.root, self._watermarks, self._clock)
+        watch = Watch(self._site, self._watermarks)
         watch.start(self._stop)
         try:
             return self._attend(work, watch, until_hung=True)
@@ -180,53 +163,14 @@ class Collector:
             self._stop.ask()
             watch.join(LISTEN_S)
 
-    def _rounds(
-        self,
-        shards: Callable[[int], Sequence[int]],
-        each: Each,
-        listed: Callable[[int], object] = lambda shard: None,
-        unheard: Callable[[], frozenset[SessionId]] | None = None,
-    ) -> Rounds:
-        return Rounds(
-            self._on.root,
-            self._on.identity,
-            self._on.meta,
-            self._config,
-            self._watermarks,
-            shards=shards,
-            each=each,
-            pause=self._stop.pause,
-            clock=self._clock,
-            ids=self._ids,
-            timings=Timings(),
-            listed=listed,
-            unheard=unheard,
-        )
-
-    def _unheard(self, reports: Reports) -> frozenset[SessionId]:
-        """Nodes are asked only where what they wrote is compared with something."""
-        return reports.unheard(self._stop.pause) if self._watermarks.is_known else frozenset()
-
     def _attend(self, work: Callable[[], T], watch: Watch, *, until_hung: bool) -> T | None:
-        """The work's result; None where a signal came first. Raises what the work raises.
+        """The work's result; None if a signal came first. Raises what the work raises.
 
-        With ``until_hung`` raises Unavailable when the root has not answered for HUNG_S; without it is only said.
+        If the root has not answered for HUNG_S, it raises Unavailable with ``until_hung``, else it only logs that.
         """
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def only() -> None:
-            try:
-                results.append(work())
-            except Stopped:
-                pass
-            except BaseException as raised:  # noqa: BLE001 - carried to the main thread, which raises it
-                errors.append(raised)
-
-        trouble = Trouble("root", self._clock)
-        thread = threading.Thread(target=only, name="kvstore-gc round", daemon=True)
-        thread.start()
-        while thread.is_alive() and not self._signalled(LISTEN_S):
+        trouble = Trouble("root", self._site.clock)
+        task = Task(work, "round")
+        while not task.has_ended(0) and not self._signalled(LISTEN_S):
             if watch.silent_s <= HUNG_S:
                 trouble.went_well()
                 continue
@@ -235,18 +179,13 @@ class Collector:
                 raise Unavailable(hung)
             trouble.failed(hung)
         self._stop.ask()
-        thread.join(LEAVE_S)
-        if thread.is_alive():
-            # It is in a call to the root that may never return, and so may closing be. Whatever is half done is found
-            # by the next round.
-            log.warning("gc.left_hanging the root did not answer; what is open is left to the next round")
+        if not task.has_ended(LEAVE_S):
+            # It is in a call to the root that may never return, and closing may not return either. The next round
+            # finds everything that is half done.
+            log.warning("gc.left_hanging the root did not answer; whatever is open is left to the next round")
             sys.stdout.flush()
             os._exit(0)
-        if errors:
-            raise errors[0]
-        return results[0] if results else None
-
-
-def _all(count: int) -> range:
-    """All shards: a single round does not share."""
-    return range(count)
+        try:
+            return task.result()
+        except Stopped:
+            return None

@@ -1,4 +1,4 @@
-"""What one round did, in numbers: for the log, for ``--json``, for metrics and for the exit code."""
+"""The outcome of one round, in numbers: for the log, for ``--json``, for metrics and for the exit code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from kvstore.namespace import Namespace
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.histogram import Tally
-from kvstore_gc.plan import SweepPlan
+from kvstore_gc.plan import Explained, SweepPlan
 from kvstore_gc.survey import Survey
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One chunk that would be condemned, and why."""
+    """One chunk that would be condemned, and the reason."""
 
     address: str
     namespace: str
@@ -25,22 +25,9 @@ class Example:
     idle_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """Why one chunk is kept or condemned; times as ``plan.Verdict`` has them."""
-
-    address: str
-    namespace: str
-    reason: str
-    goes: bool
-    idle_s: float
-    weighted_s: float
-    cutoff_s: float | None
-
-
 @dataclass(slots=True)
 class NamespaceSummary:
-    """What a namespace had, and what of it was chosen, by reason."""
+    """The chunks of a namespace, and those of them that were chosen, by reason."""
 
     id: str
     tenant: str | None = None
@@ -49,7 +36,7 @@ class NamespaceSummary:
     chosen: dict[str, Tally] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As printed."""
+        """The namespace as ``--json`` prints it."""
         return {
             "id": self.id,
             "tenant": self.tenant,
@@ -61,9 +48,8 @@ class NamespaceSummary:
 
 @dataclass(slots=True)
 class Summary:
-    """One round. ``chosen`` is what the plan took, ``condemned`` what was still so when it was looked at again,
-
-    ``reaped`` what is deleted; ``spared`` counts the chunks in between by why.
+    """One round. The plan chose ``chosen``. Those still unused when looked at again were ``condemned``, and those
+    deleted are ``reaped``. ``spared`` counts the others by why.
     """
 
     dry_run: bool
@@ -78,27 +64,27 @@ class Summary:
     reaped: Tally = field(default_factory=Tally)
     spared: Counter[str] = field(default_factory=Counter)
     sweeps: Counter[str] = field(default_factory=Counter)
-    """begun, adopted, abandoned (closed without taking anything), left (in flight, for the next round)."""
+    """Sweeps by outcome; see ``SweepReport``."""
     orphans: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
     beside: Tally = field(default_factory=Tally)
-    """Files that are no chunks and take room of the capacity as well: staged, in trash, set aside."""
+    """Files other than chunks that take room of the capacity as well: staged, in trash, set aside."""
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
-    """The smallest ``--max-bytes`` of all collectors that are there; None where none has one."""
+    """The smallest ``--max-bytes`` of all live collectors; None if none has one."""
     high_bytes: int | None = None
     low_bytes: int | None = None
     unfinished: list[str] = field(default_factory=list)
-    """What the round had to do and could not, in words."""
+    """The things that the round had to do and could not, in words."""
     examples: list[Example] = field(default_factory=list)
-    """Of a dry run: the longest unused of what it would condemn."""
+    """In a dry run: of the chunks that would be condemned, the longest unused."""
     explained: list[Explained] = field(default_factory=list)
-    """Of a dry run: what was asked for by address."""
+    """In a dry run: the chunks that were asked for by address."""
 
     def surveyed(self, found: Survey, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
-        """Notes what was found, and all that is used; ``namespaces`` are those whose names are known."""
+        """Adds a survey, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
         self.scanned = found.used
         self.used_before_bytes = self.used_after_bytes = used_bytes
         known = {each.id: each for each in namespaces}
@@ -108,7 +94,7 @@ class Summary:
             self.namespaces[namespace.hex()] = NamespaceSummary(namespace.hex(), tenant, name, tally)
 
     def planned(self, plan: SweepPlan) -> None:
-        """Counts what a plan takes."""
+        """Adds the victims of a plan."""
         for victim in plan.victims:
             one, reason, id_ = Tally(1, victim.size_bytes), victim.reason.value, victim.namespace.hex()
             namespace = self.namespaces.setdefault(id_, NamespaceSummary(id_))
@@ -116,14 +102,11 @@ class Summary:
                 counts[reason] = counts.get(reason, Tally()) + one
 
     def swept(self, report: SweepReport) -> None:
-        """Adds what came of some sweeps."""
-        self.condemned += Tally(report.condemned_count, report.condemned_bytes)
-        self.reaped += Tally(report.reaped_count, report.reaped_bytes)
-        self.spared += report.kept
-        self.sweeps["begun"] += report.sweeps_count
-        self.sweeps["adopted"] += report.adopted_count
-        self.sweeps["abandoned"] += report.abandoned_count
-        self.sweeps["left"] += report.left_count
+        """Adds the outcome of some sweeps."""
+        self.condemned += report.condemned
+        self.reaped += report.reaped
+        self.spared += report.spared
+        self.sweeps += report.sweeps
         for phase, seconds in report.seconds.items():
             self.spent(phase, seconds)
 
@@ -132,7 +115,7 @@ class Summary:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def to_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """The round as ``--json`` prints it."""
         return {
             "dry_run": self.dry_run,
             "started_s": round(self.started_s, 3),
@@ -155,17 +138,15 @@ class Summary:
             "low_bytes": self.low_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
-            **(self._said_by_dry_run() if self.dry_run else {}),
-        }
-
-    def _said_by_dry_run(self) -> dict[str, Any]:
-        return {
-            "examples": [asdict(each) for each in self.examples],
-            "explained": [asdict(each) for each in self.explained],
+            **(
+                {"examples": list(map(asdict, self.examples)), "explained": list(map(asdict, self.explained))}
+                if self.dry_run
+                else {}
+            ),
         }
 
     def to_line(self) -> str:
-        """As logged: one event, key=value."""
+        """The round as one event of the log, key=value."""
         pairs: list[tuple[str, object]] = [
             ("scanned", self.scanned.count),
             ("scanned_bytes", self.scanned.bytes),

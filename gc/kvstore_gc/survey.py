@@ -1,6 +1,6 @@
-"""What lies on a root, seen in one streaming pass: enough to say where to cut, and small enough to be shared.
+"""A survey of a root in one streaming pass: enough to say where to cut.
 
-Its size depends on limits alone, not on how many chunks there are.
+Its size depends on limits alone, not on the number of chunks.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
+from kvstore.format.places import Name
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Root
 from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import EMPTY, Histogram, Tally
-from kvstore_gc.judged import NO_MARKS, judge, tally_of
-from kvstore_gc.listing import Listed, Marks, id_of, listed
+from kvstore_gc.listing import NO_MARKS, Listed, Marks, id_of, judge, listed, tally_of
 from kvstore_gc.policy import Column
 from kvstore_gc.threads import Each
 
 log = logging.getLogger(__name__)
 
 NAMESPACES_MAX = 512
-"""Named in a survey, the largest ones; beyond that they are counted together."""
+"""A survey names the largest namespaces, and counts all others together."""
 _FOLD_COUNT = 65_536
-"""Chunks to gather before they go into histograms: folding costs by the histogram."""
+"""Chunks to gather before they go into histograms: the cost of folding is per histogram."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What lies in some shards, as of ``now_s``, for one set of goals. Bytes and counts are exact."""
+    """The chunks of some shards, as of ``now_s``, for one set of goals. Bytes and counts are exact."""
 
     now_s: int
     shard_bits: int
     shards_count: int
-    """Those it saw."""
+    """The number of shards that it saw."""
     expired: Tally
-    """Past their time to live; in no histogram."""
+    """Chunks past their time to live; in no histogram."""
     foreign: Tally
-    """Beside the chunks: not ours, left alone, and in no other figure."""
+    """Entries that are not chunks: left alone, and in no other figure."""
     groups: tuple[Histogram, ...]
-    """By rank, one for each group of namespaces of the goals; neither expired nor pinned chunks."""
+    """Ranks of the chunks that are neither expired nor pinned, for each group of namespaces of the goals."""
     pinned: tuple[Tally, ...]
     """Pinned chunks of each group."""
     namespaces: Mapping[NamespaceId, Tally]
-    """The largest ones, expired chunks too."""
+    """The largest namespaces, with their expired chunks."""
     unnamed: Tally
     """All other namespaces."""
 
@@ -92,11 +92,10 @@ def survey(
     goals: Goals,
     pinned: Marks = NO_MARKS,
 ) -> Survey:
-    """Lists these shards once. One that cannot be listed is said and left out.
+    """Lists these shards once. A shard that cannot be listed is logged and left out.
 
-    Raises the root's errors where none can be, and what ``each`` raises.
-
-    ``pinned`` is advice: it keeps chunks out of the plan that the sweep would spare, so that others go instead.
+    Raises the root's errors if no shard can be listed, and what ``each`` raises. ``pinned`` is advice: it keeps chunks
+    out of the plan that the sweep would spare, so that others go instead.
     """
     idle: deque[_Surveyor] = deque()
     failed: list[KVStoreError] = []
@@ -120,6 +119,26 @@ def survey(
         raise failed[0]
     nothing = _Surveyor(int(now_s), goals, pinned).done(shard_bits, len(shards))
     return reduce(add, (surveyor.done(shard_bits, 0) for surveyor in idle), nothing)
+
+
+def beside(root: Root) -> Tally:
+    """Files of ours that take room beside the chunks: staged, in a sweep's trash, set aside. Raises the root's errors.
+
+    Call it before the chunks are listed: a file published or put back meanwhile then counts twice, never not at all.
+    """
+    found = _files(root, places.QUARANTINE)
+    for above in (places.STAGING, places.TRASH):
+        for entry in list(root.list(above)):
+            if entry.stat is None:
+                found += _files(root, Name(f"{above}/{entry.name}"))
+            else:
+                found += Tally(1, entry.stat.size_bytes)
+    return found
+
+
+def _files(root: Root, folder: Name) -> Tally:
+    sizes = [entry.stat.size_bytes for entry in root.list(folder) if entry.stat is not None]
+    return Tally(len(sizes), sum(sizes))
 
 
 class _Surveyor:
@@ -152,7 +171,7 @@ class _Surveyor:
             self._fold()
 
     def done(self, shard_bits: int, shards_count: int) -> Survey:
-        """What it saw."""
+        """The survey of all that it saw."""
         self._fold()
         kept, beyond = _largest(self._namespaces)
         return Survey(
@@ -190,7 +209,7 @@ class _Surveyor:
 
 
 def _largest(namespaces: Mapping[NamespaceId, Tally]) -> tuple[dict[NamespaceId, Tally], Tally]:
-    """The NAMESPACES_MAX largest, and all others together."""
+    """The NAMESPACES_MAX largest namespaces, and the tally of all others together."""
     order = sorted(namespaces, key=lambda one: (-namespaces[one].bytes, one))
     beyond = sum((namespaces[one] for one in order[NAMESPACES_MAX:]), Tally())
     return {one: namespaces[one] for one in order[:NAMESPACES_MAX]}, beyond

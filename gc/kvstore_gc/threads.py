@@ -1,67 +1,116 @@
-"""Threads for calls to the root, which may never return, and the wish to end, which must be heard all the same.
+"""Threads for calls to the root, which may never return, and the request to stop, which must be heard all the same.
 
-A call into a dead mount cannot be interrupted; so it is made on a daemon thread, and whoever waits for it waits no
-longer than until the end is asked for or a deadline has passed.
+A call into a dead mount cannot be interrupted. So it runs on a daemon thread, and its caller waits no longer than until
+a stop is requested or a deadline has passed.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvstore.errors import Unavailable
+from kvstore.sources import Clock
 
 T = TypeVar("T")
 
 Each = Callable[[int, Callable[[int], object]], None]
-"""Calls ``work(0) ... work(count - 1)``, perhaps several at once; raises the first error, then begins no more."""
+"""Calls ``work(0) ... work(count - 1)``, perhaps several at once. On an error it begins no more, and raises it."""
 
 THREADS_COUNT = 8
-"""Listing and deleting wait for the root most of the time, so more of them than cores."""
+"""More than cores, because listing and deleting mostly wait for the root."""
 LISTEN_S = 0.1
+
+SHARE = 0.2
+"""Share of one core that a collector uses while nothing presses."""
+BURST_S = 0.5
+"""Processor time that may be used at once after a rest, so that a small root is not slowed down at all."""
+PAUSE_S_MIN, PAUSE_S_MAX = 0.001, 0.25
+"""Length of one rest. The longest is also how late the collector notices that the root has filled up."""
 
 
 class Stopped(Exception):
-    """The collector was asked to end. What is open is left open: the next one adopts it."""
+    """The collector was asked to stop. Whatever is open stays open: the next collector adopts it."""
 
 
 class Stop:
-    """The wish to end: asked for once, heard wherever somebody waits."""
+    """The request to stop: made once, heard wherever somebody waits."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
 
     @property
     def asked(self) -> bool:
-        """Whether to end."""
+        """True once a stop was requested."""
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Asks for the end; idempotent."""
+        """Requests a stop; idempotent."""
         self._asked.set()
 
     def check(self) -> None:
-        """Raises Stopped once the end was asked for."""
+        """Raises Stopped once a stop was requested."""
         if self.asked:
             raise Stopped
 
     def pause(self, pause_s: float) -> None:
-        """Waits. Raises Stopped as soon as the end is asked for."""
+        """Waits. Raises Stopped as soon as a stop is requested."""
         if self._asked.wait(pause_s):
             raise Stopped
 
 
+class Task(Generic[T]):
+    """One call, begun at once on a daemon thread of its own."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-gc {name}", daemon=True)
+        self._thread.start()
+
+    def has_ended(self, wait_s: float) -> bool:
+        """Waits up to ``wait_s`` for the end of the call; True if it has ended."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """The result of a call that has ended. Raises what the call raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as raised:  # noqa: BLE001 - carried to the caller, who raises it
+            self._error = raised
+
+
+def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
+    """The result of one call, made on a thread of its own. Raises what it raises.
+
+    Raises Unavailable if it has not ended within ``timeout_s``: it may still be running, but nobody waits for it.
+    """
+    task = Task(work, what)
+    if not task.has_ended(timeout_s):
+        raise Unavailable(f"{what} did not answer within {timeout_s:g} s; check the mount (kvstore check-root)")
+    return task.result()
+
+
 def inline(count: int, work: Callable[[int], object]) -> None:
-    """An ``Each`` on the caller's own thread, in order: for tests."""
+    """An ``Each`` on the caller's own thread, in order."""
     for number in range(count):
         work(number)
 
 
 class Threads:
-    """An ``Each`` on ``count`` daemon threads, which live for one call of ``each`` and so need no closing.
+    """An ``Each`` on up to ``count`` daemon threads, which live for one call of ``each`` and so need no closing.
 
-    A caller that hears the wish to end leaves at once; work that has begun ends by itself, or with the program.
+    A caller that hears the request to stop leaves at once. Work that has begun ends by itself, or with the program.
     """
 
     def __init__(self, count: int, stop: Stop) -> None:
@@ -69,78 +118,72 @@ class Threads:
         self._stop = stop
 
     def each(self, count: int, work: Callable[[int], object]) -> None:
-        """See ``Each``. Raises Stopped when the end is asked for, without waiting for work that has begun."""
+        """See ``Each``. Raises Stopped when a stop is requested, without waiting for work that has begun."""
         self._stop.check()
-        batch = _Batch(count, work, self._stop)
-        for number in range(min(count, self._count)):
-            threading.Thread(target=batch.run, name=f"kvstore-gc {number}", daemon=True).start()
-        while not batch.ended.wait(LISTEN_S):
-            self._stop.check()
-        if batch.error is not None:
-            raise batch.error
+        numbers = itertools.count()  # ``next`` on it is one step, so no two threads get the same number
+        failed: list[BaseException] = []
+
+        def share() -> None:
+            while not failed and not self._stop.asked and (number := next(numbers)) < count:
+                try:
+                    work(number)
+                except BaseException as error:
+                    failed.append(error)
+                    raise
+
+        tasks = [Task(share, str(number)) for number in range(min(count, self._count))]
+        for task in tasks:
+            while not task.has_ended(LISTEN_S):
+                self._stop.check()
+        if failed:
+            raise failed[0]
+        if next(numbers) < count:
+            raise Stopped  # every thread heard of it before all of the work was begun
 
 
-class _Batch:
-    """Work on the numbers 0 to count - 1, shared by several threads."""
+class Pace:
+    """Makes an ``Each`` rest between its pieces of work, so that the program's processor time stays within SHARE.
 
-    def __init__(self, count: int, work: Callable[[int], object], stop: Stop) -> None:
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-        self._work = work
-        self._stop = stop
-        self._lock = threading.Lock()
-        self._next = 0
-        self._left = count
-        self._count = count
-        if not count:
-            self.ended.set()
-
-    def run(self) -> None:
-        """One thread's share."""
-        while (number := self._take()) is not None:
-            error: BaseException | None = None
-            try:
-                self._work(number)
-            except BaseException as raised:  # noqa: BLE001 - carried to the caller, who raises it
-                error = raised
-            self._done(error)
-
-    def _take(self) -> int | None:
-        with self._lock:
-            if self.error is not None or self._stop.asked or self._next >= self._count:
-                return None
-            self._next += 1
-            return self._next - 1
-
-    def _done(self, error: BaseException | None) -> None:
-        with self._lock:
-            self.error = self.error or error
-            self._left -= 1
-            # After an error only what has begun is waited for.
-            begun_all_done = self._count - self._left == self._next
-            if not self._left or (self.error is not None and begun_all_done):
-                self.ended.set()
-
-
-def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
-    """The result of one call, made on a thread of its own. Raises what it raises.
-
-    Raises Unavailable when it has not ended within ``timeout_s``: it may still be running, but nobody waits for it.
+    It counts processor time: waiting for a file system costs this host nothing. ``is_urgent`` lifts the limit.
+    ``pause`` waits, and raises Stopped when the end is near.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
 
-    def only() -> None:
-        try:
-            results.append(work())
-        except BaseException as raised:  # noqa: BLE001 - carried to the caller, who raises it
-            errors.append(raised)
+    def __init__(
+        self,
+        each: Each,
+        *,
+        is_urgent: Callable[[], bool],
+        pause: Callable[[float], object],
+        clock: Clock,
+        used_s: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._each = each
+        self._is_urgent = is_urgent
+        self._pause = pause
+        self._clock = clock
+        self._used_s = used_s
+        self._lock = threading.Lock()
+        self._seen_s = (clock.monotonic_s(), used_s())
+        self._credit_s = BURST_S
 
-    thread = threading.Thread(target=only, name=f"kvstore-gc {what}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise Unavailable(f"{what} did not answer within {timeout_s:g} s; check the mount (kvstore check-root)")
-    return results[0]
+    def each(self, count: int, work: Callable[[int], object]) -> None:
+        """See ``Each``."""
+
+        def paced(number: int) -> None:
+            work(number)
+            self._rest()
+
+        self._each(count, paced)
+
+    def _rest(self) -> None:
+        while (lacking_s := -self._credit()) > 0 and not self._is_urgent():
+            self._pause(min(max(lacking_s / SHARE, PAUSE_S_MIN), PAUSE_S_MAX))
+
+    def _credit(self) -> float:
+        """Seconds of processor time that may still be used now."""
+        with self._lock:
+            now_s, used_s = self._clock.monotonic_s(), self._used_s()
+            then_s, used_then_s = self._seen_s
+            self._seen_s = now_s, used_s
+            self._credit_s = min(BURST_S, self._credit_s + (now_s - then_s) * SHARE - (used_s - used_then_s))
+            return self._credit_s

@@ -1,8 +1,8 @@
-"""Taking chunks on a root that can be fenced: rename into the sweep's folder, look at it there, delete or put back.
+"""Taking chunks on a root that can be fenced: rename into the sweep's folder, look there, then delete or put back.
 
-The rename is the only destructive step, and it succeeds only while the folder exists; nobody makes that folder again
-(rules F1, F2).  What it took may be a newer publication than the one condemned, so each entry is looked at where nobody
-can change it any more (rule G5).
+The rename is the only destructive step. It succeeds only while the folder exists, and nobody makes that folder again
+(rules F1, F2). It may take a newer publication than the condemned one, so each entry is looked at in the folder, where
+nobody can change it any more (rule G5).
 """
 
 from __future__ import annotations
@@ -15,44 +15,40 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
 from kvstore.root.fence import put_aside, restore
-from kvstore.root.interface import Root
-from kvstore.sources import Ids
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import InFlight
-from kvstore_gc.taken import Taken
-from kvstore_gc.threads import Each
-from kvstore_gc.victims import Condemnation
+from kvstore_gc.site import Site
+from kvstore_gc.victims import Condemnation, Taken
 
 log = logging.getLogger(__name__)
 
 ROUNDS_MAX = 100
-"""Of emptying the folder: runs that were paused fill it again, each once."""
+"""Attempts to empty the folder: each run that was paused may fill it once more."""
 
 
 class Trash:
     """The trash folders of one root."""
 
-    def __init__(self, root: Root, shard_bits: int, ids: Ids, each: Each) -> None:
-        self._root = root
-        self._shard_bits = shard_bits
-        self._ids = ids
-        self._each = each
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._root = site.root
+        self._shard_bits = site.identity.shard_bits
 
     def open(self, sweep: bytes) -> None:
         """Makes the folder of a sweep that nobody else knows yet (rule F2)."""
         self._root.make_folder(places.trash_folder(sweep))
 
     def reap(self, sweep: InFlight, victims: Sequence[Condemnation], pinned: Pinned, taken: Taken) -> bool:
-        """Takes each victim that is not pinned, then lifts the fence; False where that did not work.
+        """Takes each victim that is not pinned, then lifts the fence; False if the fence could not be lifted.
 
-        Only after the sweep's grace (``Grace.decide``), of which ``pinned`` is the proof.
+        Only after the sweep's grace (``Grace.decide``): ``pinned`` is the proof of it.
         """
         self._take(sweep, [one for one in victims if one.address not in pinned], taken)
         return self._fence(sweep, victims, taken)
 
     def _take(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> None:
         # A name of its own in each run: a name used twice could be replaced between another run's look and its unlink.
-        run = self._ids.fresh()[: places.RUN_ID_BYTES]
+        run = self._site.ids.fresh()[: places.RUN_ID_BYTES]
 
         def take(index: int) -> None:
             name = victims[index].name(self._shard_bits)
@@ -63,10 +59,10 @@ class Trash:
             except KVStoreError as error:
                 taken.fail(error)
 
-        self._each(len(victims), take)
+        self._site.each(len(victims), take)
 
     def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> bool:
-        """Empties the folder and removes it, synced: after that nothing can be taken any more. False where it fills.
+        """Empties the folder and removes it, synced: after that nothing can be taken. False if it keeps filling.
 
         ``victims`` are all the condemned ones, also those spared: what other runs took is judged by them.
         """
@@ -93,7 +89,7 @@ class Trash:
     def _settle(self, entry: Name, victim: Condemnation | None, taken: Taken) -> bool:
         """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name.
 
-        False where there is no such file.
+        False if there is no such file.
         """
         seen = self._root.look(entry, FIXED_BYTES)
         if seen is None:
@@ -106,10 +102,10 @@ class Trash:
         return True
 
     def _remove(self, entry: Name, victim: Condemnation) -> bool:
-        """Deletes a condemned entry; one that cannot be deleted is set aside, so that its sweep can end."""
+        """Deletes a condemned entry. Sets it aside if it cannot be deleted, so that its sweep can end."""
         try:
             return self._root.remove(entry)
         except KVStoreError as error:
             log.warning("sweep.undeletable %s: %s", entry, error)
-            aside = places.quarantined(victim.address, self._ids.fresh(), 0)
+            aside = places.quarantined(victim.address, self._site.ids.fresh(), 0)
             return self._root.move(entry, aside)

@@ -1,12 +1,14 @@
-"""The exact list of what one sweep takes, as a small file on the root that every collector can read.
+"""The exact list of what one sweep takes, and what one run took of it.
 
-etcd holds only what nodes need, so whoever adopts a sweep finds here whom it may take, and which publication of it.
+The list is a small file on the root. etcd holds only what nodes need, so any collector that adopts a sweep finds here
+which publications of which chunks it may take.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -30,7 +32,7 @@ _BYTES_MAX = len(_MAGIC) + VICTIMS_MAX * _ENTRY.size
 
 @dataclass(frozen=True, slots=True)
 class Condemnation:
-    """One publication of one address. ``incarnation`` is shorter than 16 bytes where the file is, which is damaged."""
+    """One publication of one address. ``incarnation`` is shorter than 16 bytes if the file is (it is damaged then)."""
 
     address: Address
     namespace: NamespaceId
@@ -38,8 +40,40 @@ class Condemnation:
     size_bytes: int
 
     def name(self, shard_bits: int) -> Name:
-        """Where it lies."""
+        """The name of its file on the root."""
         return places.chunk(self.address, self.namespace, shard_bits)
+
+
+class Taken:
+    """The fate of the victims of one sweep in one run. Thread-safe.
+
+    ``deleted`` hears the bytes of each chunk at once: the root's level must not be late by a whole sweep.
+    """
+
+    def __init__(self, deleted: Callable[[int], object] = lambda size_bytes: None) -> None:
+        self._deleted = deleted
+        self._lock = threading.Lock()
+        self.reaped: list[Condemnation] = []
+        self.restored_count = 0
+        self.failed_count = 0
+        self.failure = ""
+
+    def reap(self, victim: Condemnation) -> None:
+        """Counts a victim that was deleted."""
+        with self._lock:
+            self.reaped.append(victim)
+        self._deleted(victim.size_bytes)
+
+    def put_back(self) -> None:
+        """Counts a file that was another publication than the condemned one, and went back."""
+        with self._lock:
+            self.restored_count += 1
+
+    def fail(self, error: Exception) -> None:
+        """Counts a victim that could not be taken or deleted; the others can."""
+        with self._lock:
+            self.failed_count += 1
+            self.failure = str(error)
 
 
 def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], ids: Ids, clock: Clock) -> bytes:
@@ -63,7 +97,7 @@ def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], ids
 
 
 def read_victims(root: Root, sweep: bytes, checksum: bytes) -> tuple[Condemnation, ...] | None:
-    """The list of a sweep; None where it is gone or damaged: then nothing may be taken. Raises the root's errors."""
+    """The list of a sweep; None if it is gone or damaged: then nothing may be taken. Raises the root's errors."""
     content = read_small(root, places.plan(sweep, checksum), _BYTES_MAX)
     if content is None or not content.startswith(_MAGIC) or _checksum(content) != checksum:
         return None

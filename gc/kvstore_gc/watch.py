@@ -1,6 +1,6 @@
-"""What a collector does all the time, beside its rounds: keep its place, follow reports and free space, show signs.
+"""The thread beside the rounds: keeps the collector's place, follows reports and free space, shows signs.
 
-On a thread of its own, because a round takes minutes and either of them may hang.  Where the root hangs, this hangs as
+A thread of its own, because a round takes minutes and either of them may hang. If the root hangs, this thread hangs as
 well: then the collector's lease ends, others take its shards, and its sign is gone.
 """
 
@@ -11,44 +11,54 @@ import threading
 from dataclasses import dataclass
 
 from kvstore.errors import KVStoreError
-from kvstore.root.interface import Root
-from kvstore.sources import Clock
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.reports import Reports
+from kvstore_gc.service import Trouble
 from kvstore_gc.signs import FullSign, RoomSign
+from kvstore_gc.site import Site
 from kvstore_gc.threads import Stop, Stopped
-from kvstore_gc.troubles import Trouble
 
 TICK_S = 0.25
-"""Between two looks at the free space, and between two ticks where nobody reports; a report begins one at once."""
+"""Time between two looks at the free space, and between two ticks without a report; a report begins one at once."""
 REST_S = 0.02
-"""Between two ticks at least."""
+"""Least time between two ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duties:
-    """What a collector that stays does with the metadata store at each tick."""
+    """The work of a collector that stays with the metadata store, at each tick."""
 
     collectors: Collectors
     reports: Reports
     sign: FullSign
     room: RoomSign
 
+    @classmethod
+    def of(cls, site: Site, watermarks: Watermarks, max_bytes: int | None = None) -> Duties:
+        """The duties of a new collector with a limit of ``max_bytes``."""
+        collectors = Collectors(site, max_bytes)
+        reports = Reports(site, collectors, watermarks)
+        return cls(collectors, reports, FullSign(site, collectors), RoomSign(site, collectors, reports))
+
+    def do(self, watermarks: Watermarks) -> None:
+        """Does them once. Raises the metadata store's errors."""
+        self.collectors.beat()
+        watermarks.limited(self.collectors.smallest_bytes)
+        self.reports.follow()
+        self.reports.tell()
+        # The room before the sign: it stops nodes as well, and lets others go on.
+        self.room.follow(watermarks)
+        self.sign.follow(watermarks)
+
 
 class Watch:
-    """``start`` ticks until the end is asked for. ``duties`` are None for a single round."""
+    """``start`` ticks until a stop is requested. ``duties`` are None for a single round."""
 
-    def __init__(
-        self,
-        root: Root,
-        watermarks: Watermarks,
-        clock: Clock,
-        duties: Duties | None = None,
-    ) -> None:
-        self._root = root
+    def __init__(self, site: Site, watermarks: Watermarks, duties: Duties | None = None) -> None:
+        self._root = site.root
         self._watermarks = watermarks
-        self._clock = clock
+        self._clock = clock = site.clock
         self._duties = duties
         self._ticked_s = clock.monotonic_s()
         self._looked_s = -math.inf
@@ -58,33 +68,33 @@ class Watch:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last tick ended: much, and the root or the metadata store hangs."""
+        """Seconds since the last tick ended. If it is long, the root or the metadata store hangs."""
         return self._clock.monotonic_s() - self._ticked_s
 
     @property
     def meta_fails(self) -> bool:
-        """Whether the metadata store did not answer the last time."""
+        """True if the metadata store did not answer the last time."""
         return self._meta_trouble.lasts
 
     def tick(self) -> None:
-        """Once. What fails is said once, and tried again at the next tick."""
+        """One tick. A failure is logged once; the next tick tries again."""
         if self._clock.monotonic_s() - self._looked_s >= TICK_S:
             self._look()
         try:
             if self._duties is not None:
-                self._do(self._duties)
+                self._duties.do(self._watermarks)
             self._meta_trouble.went_well()
         except KVStoreError as error:
             self._meta_trouble.failed(error)
         self._ticked_s = self._clock.monotonic_s()
 
     def start(self, stop: Stop) -> None:
-        """Ticks from now on, in a daemon thread."""
+        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, args=(stop,), name="kvstore-gc watch", daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread after the end was asked for; one that hangs ends with the program."""
+        """Waits for the thread after a stop was requested; if it hangs, it ends with the program."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -101,7 +111,7 @@ class Watch:
                 self._duties.reports.close()
 
     def _wait(self, stop: Stop, wait_s: float) -> None:
-        """Until somebody reports, or not so long."""
+        """Waits until somebody reports, or for ``wait_s``."""
         if self._duties is None or self._meta_trouble.lasts:
             stop.pause(wait_s)
             return
@@ -117,12 +127,3 @@ class Watch:
         except KVStoreError as error:
             self._root_trouble.failed(error)
         self._looked_s = self._clock.monotonic_s()
-
-    def _do(self, duties: Duties) -> None:
-        duties.collectors.beat()
-        self._watermarks.limited(duties.collectors.smallest_bytes)
-        duties.reports.follow()
-        duties.reports.tell()
-        # The word before the sign: it stops nodes as well, and lets others go on.
-        duties.room.follow(self._watermarks)
-        duties.sign.follow(self._watermarks)

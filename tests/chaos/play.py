@@ -15,11 +15,11 @@ from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
-from kvstore_gc.threads import inline
+from kvstore_gc.site import Site
 from tests.chaos.cast import SHARD_BITS, Cast, cast
 from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
@@ -135,13 +135,10 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
 def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
     """What collectors do in minutes or a day, at once: nobody is left who could still be using it."""
     timings = Timings()
-    orphans = Orphans(root, identity, meta, clock=_Later(2 * timings.quarantine_age_s), timings=timings)
+    orphans = Orphans(Site(root, identity, meta, _Later(2 * timings.quarantine_age_s), timings=timings))
     for _ in range(2):  # an empty folder must have been empty in the round before
         orphans.remove()
-    sweeper = Sweeper(
-        root, identity, meta, clock=SystemClock(), ids=RandomIds(), timings=timings, each=inline, pause=time.sleep
-    )
-    assert not sweeper.lift_unnamed()
+    assert not Sweeper(Site(root, identity, meta, timings=timings)).lift_unnamed()
 
 
 class _Later(SystemClock):

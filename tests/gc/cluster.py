@@ -21,20 +21,25 @@ from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.root.identity import RootIdentity, create_or_open
+from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.safety import Timings
-from kvstore_gc.threads import inline
+from kvstore_gc.site import Site
 from tests.node.stores import TINY, kv_of
 from tests.patience import eventually as eventually
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)
 SPACE = Namespace.of("m", TINY)
+
+
+def site_of(meta: Meta, root_id: bytes = bytes(16), clock: Clock | None = None, ids: Ids | None = None) -> Site:
+    """A site for what needs no root, over some metadata."""
+    return Site(MemoryRoot(), RootIdentity(RootId(root_id), 0, 2), meta, clock or SystemClock(), ids or RandomIds())
 
 
 def prompt(seed: int, chunks: int) -> Chain:
@@ -79,14 +84,23 @@ class Cluster:
         pause: Callable[[float], object] = time.sleep,
     ) -> Sweeper:
         """A collector."""
-        return Sweeper(
+        return Sweeper(self.site(root, meta, timings=timings, pause=pause))
+
+    def site(
+        self,
+        root: Root | None = None,
+        meta: Meta | None = None,
+        clock: Clock | None = None,
+        timings: Timings = TIMINGS,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> Site:
+        """A collector's site: this cluster, through other ports if given."""
+        return Site(
             root or self.root,
             self.identity,
             meta or MemoryMeta(self.store),
-            clock=SystemClock(),
-            ids=RandomIds(),
+            clock or SystemClock(),
             timings=timings,
-            each=inline,
             pause=pause,
         )
 

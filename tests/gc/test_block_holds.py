@@ -60,5 +60,5 @@ def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster) -> None:
     cache.blocks.put(KEYS, BLOCKS)
     cache.blocks.hold(KEYS, ttl=0.2)
     report = c.collector().sweep(c.plans(AS_CHAIN))
-    assert report.reaped_count == 4
+    assert report.reaped.count == 4
     assert cache.blocks.present(KEYS) == [False] * 4

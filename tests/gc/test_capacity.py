@@ -11,8 +11,8 @@ from kvstore.meta.usage import Room, Usage
 from kvstore.root.interface import Space
 from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
-from kvstore_gc.room import PACE_S_MIN, REPORTS_PER_S, room_of
-from kvstore_gc.signs import SIGN_AGAIN_S, FullSign
+from kvstore_gc.signs import FULL_AGAIN_S, PACE_S_MIN, REPORTS_PER_S, FullSign, room_of
+from tests.gc.cluster import site_of
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
@@ -253,9 +253,10 @@ class Host:
 
     def __init__(self, store: MemoryStore, clock: FakeClock, ids: CountingIds) -> None:
         self.meta = MemoryMeta(store)
-        self.collectors = Collectors(self.meta, KEYS, clock=clock, ids=ids)
+        site = site_of(self.meta, clock=clock, ids=ids)
+        self.collectors = Collectors(site)
         self.collectors.beat()
-        self.sign = FullSign(self.meta, KEYS, self.collectors, clock)
+        self.sign = FullSign(site, self.collectors)
         self.marks = Watermarks(1000, 0.9)
 
     def at(self, used: int) -> bool:
@@ -317,7 +318,7 @@ def test_the_sign_ends_with_its_collector_and_another_one_puts_it_again(hosts: t
         clock.advance(TTL_S / 3)
         two.collectors.beat()
     assert two.meta.get(KEYS.gc_full) is None
-    clock.advance(SIGN_AGAIN_S)
+    clock.advance(FULL_AGAIN_S)
     assert two.at(990)
 
 

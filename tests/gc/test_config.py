@@ -69,7 +69,7 @@ def test_the_tenant_without_a_name_can_have_a_quota(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ttl = ", "is no TOML"),
+        ("ttl = ", "is not TOML"),
         ('tll = "7d"', "'tll'"),
         ('order = "random"', "random"),
         ('high = "most"', "expected a share"),

@@ -225,7 +225,7 @@ def test_what_is_no_root_is_refused_and_not_made_one(up: Running, tmp_path: Path
     assert done.returncode == 2 and not (tmp_path / "none").exists()
     (tmp_path / "empty").mkdir()
     done = ended("--root", str(tmp_path / "empty"), "--etcd", up.etcd, "--once")
-    assert done.returncode == 2 and "not a kvstore root" in done.stderr
+    assert done.returncode == 2 and "is not a kvstore root" in done.stderr
     assert list((tmp_path / "empty").iterdir()) == []
 
 

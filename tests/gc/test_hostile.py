@@ -27,10 +27,10 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
-from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 
@@ -65,11 +65,11 @@ def test_a_file_that_cannot_be_looked_at_or_taken_stays_and_all_others_go(
     put(node, later)
     root = FaultyRoot(c.root, [Rule(operation, fault, c.name(chain.addresses[3]).__eq__)])
     report = c.collector(root).sweep(c.plans(chain))
-    assert report.reaped_count == 7 and report.kept[why] == 1
+    assert report.reaped.count == 7 and report.spared[why] == 1
     assert c.present(chain) == 1 and c.leftovers() == []
-    assert c.collector(root).sweep(c.plans(chain, later)).reaped_count == 4, "the next round works as well"
+    assert c.collector(root).sweep(c.plans(chain, later)).reaped.count == 4, "the next round works as well"
     root.set_rules(())
-    assert c.collector(root).sweep(c.plans(chain)).reaped_count == 1 and c.leftovers() == []
+    assert c.collector(root).sweep(c.plans(chain)).reaped.count == 1 and c.leftovers() == []
 
 
 def test_a_file_that_cannot_be_looked_at_stops_no_other_shard_where_it_is_alone_in_its_own() -> None:
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_looked_at_stops_no_other_shard_where_it_is_alone_
         put(node, chain)
         bad = next(plan.victims[0] for plan in c.plans(chain) if len(plan.victims) == 1)
         report = c.collector(FaultyRoot(c.root, [Rule("look", EIO, bad.name.__eq__)])).sweep(c.plans(chain))
-        assert report.reaped_count == 7 and c.leftovers() == []
+        assert report.reaped.count == 7 and c.leftovers() == []
 
 
 @pytest.mark.parametrize("fault", [EIO, EPERM], ids=["EIO", "EPERM"])
@@ -101,9 +101,9 @@ def test_a_sweep_that_cannot_be_emptied_is_left_and_the_others_close() -> None:
         bad = c.name(chain.addresses[3])
         mine = [Rule(operation, EIO, _in_trash(bad)) for operation in ("remove", "move")]
         report = c.collector(FaultyRoot(c.root, mine)).sweep(c.plans(chain))
-        assert report.left_count == 1 and report.reaped_count == 29
+        assert report.sweeps["left"] == 1 and report.reaped.count == 29
         assert len(in_flight(c)) == 1
-        assert c.collector().adopt().reaped_count == 1
+        assert c.collector().adopt().reaped.count == 1
         assert c.leftovers() == [] and c.present(chain) == 0
 
 
@@ -140,7 +140,7 @@ def test_g6_foreign_things_in_the_folder_of_a_sweep_are_set_aside_and_it_closes(
     name = c.name(chain.addresses[0])
     (tmp_root / "root" / places.trashed(sweep.sweep, name, b"q" * 8)).mkdir()
     (tmp_root / "root" / places.trashed(sweep.sweep, name, b"p" * 8)).symlink_to("/does/not/exist")
-    assert c.collector().adopt().reaped_count == 8
+    assert c.collector().adopt().reaped.count == 8
     assert c.present(chain) == 0 and c.leftovers() == []
     assert_set_aside(tmp_root / "root", sweep.sweep)
 
@@ -166,7 +166,7 @@ def test_c5_pins_that_cannot_be_listed_are_not_none(
         with pytest.raises(Unavailable, match="pins"):
             c.collector().sweep(c.plans(chain))
     assert c.present(chain) == 8 and c.leftovers() == []
-    assert c.collector().sweep(c.plans(chain)).kept["pinned"] == 8
+    assert c.collector().sweep(c.plans(chain)).spared["pinned"] == 8
 
 
 def _becomes_a_link(twin: Path) -> None:
@@ -267,11 +267,11 @@ def test_g6_an_unmounted_root_lifts_no_fence_and_its_sweep_stays_open(on_files: 
     with pytest.raises(Unavailable, match="mounted"):
         c.root.remove_folder(places.trash_folder(sweep.sweep), durable=True)
     report = c.collector().adopt()
-    assert report.left_count == 1 and in_flight(c) == [sweep]
+    assert report.sweeps["left"] == 1 and in_flight(c) == [sweep]
     assert list(mounted.iterdir()) == []
     mounted.rmdir()
     away.rename(mounted)
-    assert c.collector().adopt().reaped_count == 8 and c.leftovers() == []
+    assert c.collector().adopt().reaped.count == 8 and c.leftovers() == []
 
 
 # A full disk
@@ -288,9 +288,9 @@ def test_on_a_full_root_the_reserve_makes_room_for_a_plan_and_is_made_again(
     assert c.root.stat(places.RESERVE)
     full = Rule(operation, ENOSPC, lambda name: name.startswith(place) and c.root.stat(places.RESERVE) is not None)
     root = FaultyRoot(c.root, [full])
-    assert c.collector(root).sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector(root).sweep(c.plans(chain)).reaped.count == 8
     assert c.root.stat(places.RESERVE) is None and c.leftovers() == []
-    assert c.collector(root).sweep(c.plans(later)).reaped_count == 8, "made again, and spent again"
+    assert c.collector(root).sweep(c.plans(later)).reaped.count == 8, "made again, and spent again"
     root.set_rules(())
     c.collector(root).sweep([])
     assert c.root.stat(places.RESERVE) and c.leftovers() == []
@@ -303,7 +303,7 @@ def test_a_root_without_any_room_but_the_reserve_can_be_swept() -> None:
         put(node, chain)
         c.collector().sweep([])
         files.capacity_bytes = files.used_bytes
-        assert c.collector().sweep(c.plans(chain)).reaped_count == 8 and c.leftovers() == []
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 8 and c.leftovers() == []
         assert c.root.stat(places.RESERVE) is None
         c.collector().sweep([])
         assert c.root.stat(places.RESERVE), "there is room for it again"
@@ -318,10 +318,10 @@ def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -
         # The first call is for the reserve, which is not there; then one plan, and no room for the next.
         rules = [Rule("stage", ENOSPC, times=1), Rule("stage", ENOSPC, nth=3)]
         report = c.collector(FaultyRoot(c.root, rules)).sweep(plans)
-        assert report.sweeps_count == 1 and report.reaped_count == len(plans[0].victims)
-        assert report.condemned_count == report.reaped_count
-        assert c.present(chain) == 30 - report.reaped_count and c.leftovers() == []
-        assert c.collector().sweep(c.plans(chain)).reaped_count == 30 - report.reaped_count
+        assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
+        assert report.condemned.count == report.reaped.count
+        assert c.present(chain) == 30 - report.reaped.count and c.leftovers() == []
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
 
 
 # Two runs of one sweep
@@ -336,7 +336,7 @@ def abandon_after_another_made_it_final(c: Cluster, chain: Chain) -> None:
     def meanwhile(_: float) -> None:
         node.node.release(hold)
         eventually(lambda: node.presence.current().announced > 0)
-        assert c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt().left_count == 1
+        assert c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt().sweeps["left"] == 1
         raise Stopped
 
     with pytest.raises(Stopped):
@@ -355,7 +355,7 @@ def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         chain = prompt(1, 8)
         abandon_after_another_made_it_final(c, chain)
-        assert c.collector().adopt().reaped_count == 5, "nothing was pinned: the final list is the plan"
+        assert c.collector().adopt().reaped.count == 5, "nothing was pinned: the final list is the plan"
         assert c.present(chain) == 0 and c.leftovers() == []
 
 
@@ -396,7 +396,7 @@ def test_g2_a_transaction_that_has_begun_sweeps_is_never_repeated(c: Cluster, re
 
 def test_a_collector_whose_key_was_deleted_joins_again() -> None:
     meta, keys = MemoryMeta(MemoryStore(SystemClock())), Keys(b"r" * 16)
-    collectors = Collectors(meta, keys, clock=SystemClock(), ids=RandomIds())
+    collectors = Collectors(site_of(meta, keys.root_id))
     collectors.beat()
     before = collectors.me
     assert before is not None and collectors.shards(4) == [0, 1, 2, 3]
@@ -411,7 +411,7 @@ def test_a_collector_whose_key_was_deleted_joins_again() -> None:
 
 def test_a_collector_without_a_lease_has_no_shards() -> None:
     meta, keys = MemoryMeta(MemoryStore(SystemClock())), Keys(b"r" * 16)
-    collectors = Collectors(meta, keys, clock=SystemClock(), ids=RandomIds())
+    collectors = Collectors(site_of(meta, keys.root_id))
     collectors.beat()
     for number in range(4):
         meta.put(f"{keys.collectors}{bytes([number] * 16).hex()}", b"{}")
@@ -424,7 +424,7 @@ def test_a_foreign_key_among_the_sessions_holds_no_sweep_up(c: Cluster) -> None:
     MemoryMeta(c.store).put(f"{Keys(c.identity.root).sessions}notes", b"mine")
 
     timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
-    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped.count == 8
     assert c.leftovers() == []
 
 

@@ -12,8 +12,9 @@ from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.sweeps import Condemned, Seq
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore_gc.ledger import InFlight, Ledger
+from tests.gc.cluster import site_of
 
 KEYS = Keys(b"r" * 16)
 
@@ -38,7 +39,7 @@ class Two:
     def __init__(self) -> None:
         self.store = MemoryStore(SystemClock())
         self.meta = Meddled(self.store)
-        self.ours, self.theirs = (Ledger(meta, KEYS, RandomIds(), 5.0) for meta in (self.meta, MemoryMeta(self.store)))
+        self.ours, self.theirs = (Ledger(site_of(meta, KEYS.root_id)) for meta in (self.meta, MemoryMeta(self.store)))
 
     def keys(self) -> dict[int, SweepId]:
         return {shard: one.sweep for shard, one in self.theirs.in_flight().items()}

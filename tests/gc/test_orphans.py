@@ -19,6 +19,7 @@ from kvstore.root.twins import list_twins, write_twin
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
+from kvstore_gc.site import Site
 from tests.fsck.damage import NOW_S, Filled, fill, read, write
 from tests.meta.fakes import CountingIds
 from tests.root.faulty import EACCES, EIO, Delay, FaultyRoot, Rule
@@ -55,7 +56,10 @@ class Scene:
 
     def again(self, marks: Watermarks | None = None) -> Orphans:
         """Another collector, which remembers nothing."""
-        return Orphans(self.root, self.filled.identity, self.meta, clock=self.clock, timings=TIMINGS, watermarks=marks)
+        return Orphans(self.site(), marks)
+
+    def site(self, root: Root | None = None) -> Site:
+        return Site(root or self.root, self.filled.identity, self.meta, self.clock, timings=TIMINGS)
 
     def write(self, name: Name, content: bytes = b"x", age_s: float = NEW_S) -> Name:
         write(self.root, name, content, age_s=age_s)
@@ -164,7 +168,7 @@ def test_a_session_that_begins_while_staging_is_listed_is_seen_alive(scene: Scen
 
     listing = Rule("list", Delay(1), lambda name: name == places.STAGING, times=1)
     root = FaultyRoot(scene.root, [listing], sleep=begin)
-    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    orphans = Orphans(scene.site(root))
     assert not orphans.remove(), "its folder was seen, so its key must be: sessions are read after the folders"
     assert scene.names(places.staging_folder(begun[0])) == ["1.part"]
 
@@ -225,7 +229,7 @@ def test_a_damaged_file_is_kept_for_a_day(scene: Scene) -> None:
 
 def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
     root = FaultyRoot(scene.root)
-    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    orphans = Orphans(scene.site(root))
     scene.write(places.quarantined(scene.filled.chain.addresses[1], DEAD, 1), b"torn")
     orphans.remove()
     before = root.calls["open"]
@@ -350,7 +354,7 @@ def test_a_twin_goes_long_after_its_pin_s_end_unless_there_is_a_key(scene: Scene
 def test_a_twin_is_read_once_until_it_may_go(scene: Scene) -> None:
     twin(scene, 1, NOW_S + 10_000)
     root = FaultyRoot(scene.root)
-    orphans = Orphans(root, scene.filled.identity, scene.meta, clock=scene.clock, timings=TIMINGS)
+    orphans = Orphans(scene.site(root))
     orphans.remove()
     before = root.calls["open"]
     orphans.remove()

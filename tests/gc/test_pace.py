@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_gc.pace import BURST_S, SHARE, Pace
-from kvstore_gc.threads import inline
+from kvstore_gc.threads import BURST_S, SHARE, Pace, inline
 from tests.meta.fakes import FakeClock
 
 

@@ -17,8 +17,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
 from kvstore_gc.goals import GROUPS_MAX, Goals, Quota
 from kvstore_gc.histogram import Tally
-from kvstore_gc.judged import NO_MARKS
-from kvstore_gc.listing import Marks, marks_of
+from kvstore_gc.listing import NO_MARKS, Marks, marks_of
 from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_shard
 from kvstore_gc.policy import Order
 from kvstore_gc.survey import survey
@@ -84,14 +83,16 @@ def test_plans_take_what_was_decided_and_say_why_of_every_chunk(chunks: list[Chu
         victims = {victim.name.rpartition("/")[2]: victim for victim in plan.victims}
         for name, chunk in here.items():
             verdict = explain(plan.shard, chunk.entry, decision)
-            assert verdict is not None and verdict.reason.condemns == (name in victims)
-            counted[verdict.reason] += chunk.size_bytes
+            assert verdict is not None and verdict.goes == (name in victims)
+            reason = Reason(verdict.reason)
+            assert verdict.goes == reason.condemns
+            counted[reason] += chunk.size_bytes
             assert (verdict.cutoff_s is None) == (cutoffs == {0}) or goals.quotas
-            if verdict.reason in (Reason.QUOTA, Reason.CAPACITY):
+            if reason in (Reason.QUOTA, Reason.CAPACITY):
                 assert verdict.cutoff_s is not None and verdict.weighted_s >= verdict.cutoff_s
             if name in victims:
                 victim = victims[name]
-                assert victim.reason is verdict.reason and victim.name == chunk.name
+                assert victim.reason is reason and victim.name == chunk.name
                 assert (victim.address, victim.namespace) == (chunk.address, chunk.namespace)
                 assert (victim.size_bytes, victim.mtime_ns) == (chunk.size_bytes, chunk.mtime_ns)
         assert sum(tally.count for tally in plan.kept.values()) + len(victims) == len(here)

@@ -15,8 +15,6 @@ from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
-from kvstore.meta import faulty as meta_faulty
-from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
@@ -26,8 +24,9 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
-from kvstore_gc.threads import inline
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.meta import faulty as meta_faulty
+from tests.meta.faulty import FaultyMeta
 from tests.patience import PATIENCE_S
 from tests.root.faulty import Delay, FaultyRoot, Rule
 
@@ -42,7 +41,7 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     assert put(node, chain) == 8
     report = c.collector().sweep(c.plans(chain))
-    assert report.reaped_count == report.condemned_count == 8
+    assert report.reaped.count == report.condemned.count == 8
     assert c.present(chain) == 0 and node.node.match(chain) == 0
     assert c.leftovers() == []
 
@@ -82,11 +81,11 @@ def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
     put(node, other)
     pin = node.pin(chain, 60.0, "me")
     report = c.collector().sweep(c.plans(chain, other))
-    assert report.reaped_count == 8 and report.kept["pinned"] == 8
+    assert report.reaped.count == 8 and report.spared["pinned"] == 8
     assert c.present(chain) == 8 and c.present(other) == 0
     assert node.node.match(chain) == 8, "what is pinned beforehand is not even condemned"
     node.unpin(pin.id)
-    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
 
 
 def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
@@ -98,7 +97,7 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     assert c.leftovers()
     node.node.release(hold)
     report = c.collector().adopt()
-    assert report.adopted_count > 0 and report.reaped_count == 8
+    assert report.sweeps["adopted"] > 0 and report.reaped.count == 8
     assert c.leftovers() == [] and c.present(chain) == 0
 
 
@@ -135,15 +134,12 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
         clock.ahead_s += seconds
 
     slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
-    sweeper = Sweeper(
-        slow, c.identity, MemoryMeta(c.store), clock=clock, ids=RandomIds(), timings=TIMINGS, each=inline,
-        pause=lambda _: None,
-    )  # fmt: skip
+    sweeper = Sweeper(c.site(slow, clock=clock, pause=lambda _: None))
     report = sweeper.sweep(c.plans(chain))
-    assert report.sweeps_count == 0 and report.kept["condemned too slowly"] > 0
+    assert report.sweeps["begun"] == 0 and report.spared["condemned too slowly"] > 0
     assert c.leftovers() == [] and c.present(chain) == 8
     slow.set_rules([])
-    assert sweeper.sweep(c.plans(chain)).reaped_count == 8
+    assert sweeper.sweep(c.plans(chain)).reaped.count == 8
 
 
 def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
@@ -183,7 +179,7 @@ def test_v2_a_node_whose_session_died_holds_nothing(c: Cluster) -> None:
         node.node.read(hold, lambda index: [])
     eventually(lambda: node.node.gc_view.protects and node.stats()["session_alive"])
     assert node.presence.current().id != lost.id
-    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
 
 
 def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> None:
@@ -216,7 +212,7 @@ def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert len(reports) == 3 and sum(report.reaped_count for report in reports) == 30
+    assert len(reports) == 3 and sum(report.reaped.count for report in reports) == 30
     assert c.present(chain) == 0 and c.leftovers() == []
 
 
@@ -235,7 +231,7 @@ def test_g5_a_publication_that_came_later_goes_back(c: Cluster) -> None:
             return super().move(source, name, make_folder=make_folder)
 
     report = c.collector(root=Meddling(c.root)).sweep(plans)
-    assert newer and report.reaped_count == 0 and report.kept["published anew"] == 1
+    assert newer and report.reaped.count == 0 and report.spared["published anew"] == 1
     found = c.root.look(c.name(chain.addresses[0]), FIXED_BYTES)
     assert found is not None and found.prefix == newer[:FIXED_BYTES]
     assert c.leftovers() == []
@@ -249,7 +245,7 @@ def test_g1_a_chunk_used_since_it_was_listed_is_left_out(c: Cluster) -> None:
     stat = c.root.stat(name)
     assert stat is not None and c.root.touch(name, stat.mtime_ns + 1)
     report = c.collector().sweep(plans)
-    assert report.reaped_count == 3 and report.kept["used since it was listed"] == 1
+    assert report.reaped.count == 3 and report.spared["used since it was listed"] == 1
     assert c.present(chain) == 1
 
 
@@ -264,7 +260,7 @@ def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: C
             """The store does not hear it."""
 
     report = c.collector(timings=patient, meta=NeverRevoked(c.store)).sweep(c.plans(chain))
-    assert report.abandoned_count == report.sweeps_count > 0 and report.reaped_count == 0
+    assert report.sweeps["abandoned"] == report.sweeps["begun"] > 0 and report.reaped.count == 0
     assert c.leftovers() == [] and c.present(chain) == 8
     eventually(lambda: node.node.match(chain) == 8)
     node.node.release(hold)
@@ -275,7 +271,7 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     put(node, chain)
     stuck = Session.open(MemoryMeta(c.store), Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
     patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=10.0)
-    assert c.collector(timings=patient).sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector(timings=patient).sweep(c.plans(chain)).reaped.count == 8
     stuck.beat()
     assert not stuck.alive
 
@@ -290,7 +286,7 @@ def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
         c.root.remove(Name(f"{places.PLANS}/{entry.name}"))
     node.node.release(hold)
     report = c.collector().adopt()
-    assert report.adopted_count > 0 and report.reaped_count == 0
+    assert report.sweeps["adopted"] > 0 and report.reaped.count == 0
     assert c.present(chain) == 8 and c.leftovers() == []
 
 
@@ -321,7 +317,7 @@ def test_o1_on_a_store_that_deletes_conditionally(tmp_path: Path) -> None:
         put(node, other)
         node.pin(other, 60.0, "me")
         report = c.collector().sweep(c.plans(chain, other))
-        assert report.reaped_count == 8 and report.kept["pinned"] == 8
+        assert report.reaped.count == 8 and report.spared["pinned"] == 8
         assert c.present(chain) == 0 and c.present(other) == 8
         assert not c.store.list(f"/kv/{c.identity.root.hex()}/gc/condemned/").items
 

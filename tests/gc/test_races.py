@@ -21,13 +21,12 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root import fence
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.grace import Grace, Laggard, Pinned
 from kvstore_gc.ledger import Ledger
-from kvstore_gc.taken import Taken
-from kvstore_gc.victims import read_victims
-from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, prompt, put
+from kvstore_gc.victims import Taken, read_victims
+from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, prompt, put, site_of
 
 KEYS = Keys(b"r" * 16)
 CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)
@@ -73,7 +72,7 @@ def record(sweep: int) -> Condemned:
 
 
 def ledger(meta: MemoryMeta) -> Ledger:
-    return Ledger(meta, KEYS, RandomIds(), 5.0)
+    return Ledger(site_of(meta, KEYS.root_id))
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) ->
     """The one read comes in pages: the first may be older than a restore, and name a sweep that is gone."""
     mine = ledger(meta)
     begun = mine.condemn({0: record(1)})
-    grace = Grace(meta, KEYS, mine, list, 5.0, 5.0)
+    grace = Grace(site_of(meta, KEYS.root_id), mine, list)
     assert grace.look(begun).due == begun and grace.decide(begun)[0] == begun
     meta.stale = meta.list(KEYS.prefix)
     mine.close(begun)

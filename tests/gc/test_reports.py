@@ -16,6 +16,7 @@ from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.signs import RoomSign
 from kvstore_gc.watch import TICK_S
+from tests.gc.cluster import site_of
 from tests.meta.fakes import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
@@ -28,10 +29,11 @@ class Host:
     def __init__(self, store: MemoryStore, clock: FakeClock, ids: CountingIds, max_bytes: int | None = 1000) -> None:
         self.clock = clock
         self.meta = MemoryMeta(store)
-        self.collectors = Collectors(self.meta, KEYS, clock=clock, ids=ids)
+        site = site_of(self.meta, clock=clock, ids=ids)
+        self.collectors = Collectors(site)
         self.marks = Watermarks(max_bytes, 0.9, clock)
-        self.reports = Reports(self.meta, KEYS, self.collectors, self.marks, clock)
-        self.room = RoomSign(self.meta, KEYS, self.collectors, self.reports, clock)
+        self.reports = Reports(site, self.collectors, self.marks)
+        self.room = RoomSign(site, self.collectors, self.reports)
 
     def tick(self, seconds: float = 1.0) -> None:
         self.clock.advance(seconds)

@@ -16,15 +16,12 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.root.fence import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.objects import Deleting
-from kvstore_gc.taken import Taken
-from kvstore_gc.threads import inline
-from kvstore_gc.victims import read_victims
-from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
+from kvstore_gc.victims import Taken, read_victims
+from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.gc.test_protocol import Died, die, republish
 from tests.root.faulty import EIO, FaultyRoot, Rule
 
@@ -146,7 +143,7 @@ def test_g4_a_pin_put_until_the_grace_is_over_is_spared(c: Cluster) -> None:
 
     report = c.collector(pause=meanwhile).sweep(c.plans(chain, other))
     assert pins and c.present(chain) == 8
-    assert (c.present(other), report.reaped_count, report.kept["pinned"]) == (0, 8, 8)
+    assert (c.present(other), report.reaped.count, report.spared["pinned"]) == (0, 8, 8)
 
 
 def test_c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing(c: Cluster) -> None:
@@ -162,7 +159,7 @@ def test_c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing(c: 
                 MemoryMeta(c.store).delete(kv.key)
 
     meta.listed = restored
-    assert c.collector(meta=meta).sweep(c.plans(chain)).reaped_count == 0
+    assert c.collector(meta=meta).sweep(c.plans(chain)).reaped.count == 0
     assert c.present(chain) == 8
 
 
@@ -173,7 +170,7 @@ def test_c5_a_pin_that_only_its_twin_remembers_is_spared(c: Cluster) -> None:
     for kv in c.store.list(keys.refs).items:
         MemoryMeta(c.store).delete(kv.key)
     report = c.collector().sweep(c.plans(chain))
-    assert report.reaped_count == 0 and report.kept["pinned"] == 8 and c.present(chain) == 8
+    assert report.reaped.count == 0 and report.spared["pinned"] == 8 and c.present(chain) == 8
 
 
 def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster) -> None:
@@ -183,10 +180,8 @@ def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster
     def adopted() -> None:
         raise RootMismatch("another generation")
 
-    sweeper = Sweeper(
-        c.root, c.identity, MemoryMeta(c.store), clock=SystemClock(), ids=RandomIds(), timings=TIMINGS, each=inline,
-        pause=lambda _: eventually(lambda: node.presence.current().announced > 0), check=adopted,
-    )  # fmt: skip
+    site = c.site(pause=lambda _: eventually(lambda: node.presence.current().announced > 0))
+    sweeper = Sweeper(site, check=adopted)
     with pytest.raises(RootMismatch):
         sweeper.sweep(c.plans(chain))
     assert c.present(chain) == 8
@@ -197,7 +192,7 @@ def test_g5_each_run_has_names_of_its_own_in_the_trash(c: Cluster) -> None:
     node, chain, root = c.node(), prompt(1, 1), noted(c)
     for _ in range(2):
         eventually(lambda: put(node, chain) == 1)
-        assert c.collector(root=root).sweep(c.plans(chain)).reaped_count == 1
+        assert c.collector(root=root).sweep(c.plans(chain)).reaped.count == 1
     runs = [name.rpartition(".")[2] for name in root.moved]
     assert len(runs) == len({*runs}) == 2
 
@@ -213,7 +208,7 @@ def test_g6_the_fence_is_up_before_the_key_goes(c: Cluster) -> None:
             folders.append(len(list(c.root.list(places.TRASH))))
 
     meta.writing = writing
-    assert c.collector(meta=meta).sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector(meta=meta).sweep(c.plans(chain)).reaped.count == 8
     assert folders and not any(folders)
 
 
@@ -231,14 +226,14 @@ def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c:
     )
     collector = c.collector()
     collector._abandon(list(collector._ledger.in_flight().values()), report := collector.sweep([]))
-    assert report.abandoned_count == 0 and len(collector._ledger.in_flight()) == 1
+    assert report.sweeps["abandoned"] == 0 and len(collector._ledger.in_flight()) == 1
     node.node.release(hold)
 
 
 def test_f2_only_the_creator_of_a_sweep_makes_its_folder(c: Cluster) -> None:
     left_in_grace(c)
     root = noted(c)
-    assert c.collector(root=root).adopt().reaped_count == 8
+    assert c.collector(root=root).adopt().reaped.count == 8
     assert not [name for name in root.made if name.startswith(places.TRASH)]
 
 
@@ -257,7 +252,7 @@ def test_o1_a_publication_that_came_later_stays() -> None:
     with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
         left_in_grace(c, 1)
         newer = republish(c.root, c.name(prompt(1, 1).addresses[0]))
-        assert c.collector().adopt().reaped_count == 0
+        assert c.collector().adopt().reaped.count == 0
         reader = c.root.open(c.name(prompt(1, 1).addresses[0]))
         assert reader is not None and reader.stat.size_bytes == len(newer)
 
@@ -266,12 +261,11 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
     """Ours was made before another run's became final, on which something is spared that was pinned since."""
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         left_in_grace(c)
-        clock, ids, meta = SystemClock(), RandomIds(), MemoryMeta(c.store)
-        ledger = Ledger(meta, Keys(c.identity.root), ids, 5.0)
+        ledger = Ledger(c.site())
         (sweep,) = ledger.in_flight().values()
         victims = read_victims(c.root, sweep.sweep, sweep.record.plan_checksum)
         assert victims is not None and len(victims) == 8
-        ours, theirs = (Deleting(c.root, ledger, 0, ids, clock, inline) for _ in range(2))
+        ours, theirs = (Deleting(c.site(), ledger) for _ in range(2))
         assert theirs._settle(sweep, victims[:3]) is not None
         ours.reap(sweep, victims, Pinned.of([]), Taken())
         assert c.present(prompt(1, 8)) == 5
@@ -281,7 +275,7 @@ def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         left_in_grace(c)
         report = c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt()
-        assert report.left_count == 1 and c.present(prompt(1, 8)) == 5
+        assert report.sweeps["left"] == 1 and c.present(prompt(1, 8)) == 5
         assert [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
@@ -295,7 +289,7 @@ def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
             def remove_if(self, name: Name, seen: object) -> bool:
                 return False
 
-        assert c.collector(Missing(c.root)).adopt().left_count == 1
+        assert c.collector(Missing(c.root)).adopt().sweeps["left"] == 1
         assert c.present(prompt(1, 8)) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
@@ -313,5 +307,5 @@ def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:
         staged = places.staged(b"z" * 16, 0)
         c.root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
         assert c.root.publish(staged, name, durable=False)
-    assert c.collector().adopt().reaped_count == 0
+    assert c.collector().adopt().reaped.count == 0
     assert c.present(prompt(1, 8)) == 8 and c.leftovers() == []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,6 @@ import pytest
 from kvstore.address import Chain
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.meta.faulty import Fault, FaultyMeta
-from kvstore.meta.faulty import Rule as MetaRule
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
@@ -25,21 +23,21 @@ from kvstore.meta.usage import Usage
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors, owner
 from kvstore_gc.config import Config, Share
-from kvstore_gc.reports import Reports
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.service import BACKOFF_S_MIN, Service
-from kvstore_gc.serving import Collector, Opened
-from kvstore_gc.signs import FullSign, RoomSign
+from kvstore_gc.serving import Collector
 from kvstore_gc.summary import Summary
-from kvstore_gc.threads import Stop, Stopped, Threads, inline, within
+from kvstore_gc.threads import Stop, Stopped, Threads, within
 from kvstore_gc.watch import TICK_S, Duties, Watch
-from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.meta.faulty import Fault, FaultyMeta
+from tests.meta.faulty import Rule as MetaRule
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
 
@@ -64,19 +62,8 @@ class Place:
         watermarks: Watermarks | None = None,
     ) -> Rounds:
         config = config or Config()
-        return Rounds(
-            root or self.cluster.root,
-            self.cluster.identity,
-            meta or MemoryMeta(self.cluster.store),
-            config,
-            watermarks or Watermarks(config.max_bytes, config.high),
-            shards=shards,
-            each=inline,
-            pause=self.stop.pause,
-            clock=SystemClock(),
-            ids=RandomIds(),
-            timings=timings,
-        )
+        site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
+        return Rounds(site, config, watermarks or Watermarks(config.max_bytes, config.high), shards=shards)
 
     def age(self, chain: Chain, age_s: float = LONG_S) -> None:
         """As if nobody had used it for so long."""
@@ -304,8 +291,7 @@ def test_shards_are_shared_and_change_hands_only_where_they_must() -> None:
 def test_each_shard_is_one_live_collector_s() -> None:
     clock, ids = FakeClock(), CountingIds()
     store = MemoryStore(clock)
-    keys = Keys(bytes(16))
-    one, two = (Collectors(MemoryMeta(store), keys, clock=clock, ids=ids) for _ in range(2))
+    one, two = (Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids)) for _ in range(2))
     with pytest.raises(Unavailable, match="joins again"):
         one.shards(16)
     one.beat()
@@ -327,8 +313,7 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
     clock, ids = FakeClock(), CountingIds()
     store = MemoryStore(clock)
     one, two, three = (
-        Collectors(MemoryMeta(store), Keys(bytes(16)), clock=clock, ids=ids, max_bytes=max_bytes)
-        for max_bytes in (100, None, 50)
+        Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids), max_bytes) for max_bytes in (100, None, 50)
     )
     one.beat()
     two.beat()
@@ -349,7 +334,7 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
 def test_a_collector_costs_a_keepalive_and_a_look_at_the_others_in_a_third_of_its_ttl() -> None:
     clock = FakeClock()
     meta = MemoryMeta(MemoryStore(clock))
-    one = Collectors(meta, Keys(bytes(16)), clock=clock, ids=CountingIds())
+    one = Collectors(site_of(meta, clock=clock))
     one.beat()
     joined = meta.operations_count
     for _ in range(TTL_S):
@@ -362,7 +347,7 @@ def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
     clock, keys = FakeClock(), Keys(bytes(16))
     meta = FaultyMeta(MemoryMeta(MemoryStore(clock)))
     meta.add(MetaRule(Fault.REPLY_LOST, ("put",), times=1))
-    one = Collectors(meta, keys, clock=clock, ids=CountingIds())
+    one = Collectors(site_of(meta, clock=clock))
     with pytest.raises(Unavailable):
         one.beat()
     one.beat()
@@ -465,11 +450,9 @@ def test_a_bug_of_ours_is_not_taken_for_an_outage() -> None:
 
 
 def watched(root: Root, meta: Meta, clock: FakeClock, watermarks: Watermarks) -> tuple[Watch, Collectors]:
-    keys = Keys(bytes(16))
-    collectors = Collectors(meta, keys, clock=clock, ids=CountingIds())
-    reports = Reports(meta, keys, collectors, watermarks, clock)
-    sign, room = FullSign(meta, keys, collectors, clock), RoomSign(meta, keys, collectors, reports, clock)
-    return Watch(root, watermarks, clock, Duties(collectors, reports, sign, room)), collectors
+    site = replace(site_of(meta, clock=clock), root=root)
+    duties = Duties.of(site, watermarks)
+    return Watch(site, watermarks, duties), duties.collectors
 
 
 def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
@@ -525,10 +508,10 @@ def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place, monkeypatch:
     monkeypatch.setattr("kvstore_gc.serving.LISTEN_S", 0.01)
     hang = Hang()
     rules = [Rule(operation, hang) for operation in ("space", "list")]
-    on = Opened(FaultyRoot(place.cluster.root, rules), place.cluster.identity, MemoryMeta(place.cluster.store))
+    site = place.cluster.site(FaultyRoot(place.cluster.root, rules))
     never = threading.Event()
     with pytest.raises(Unavailable, match="the root has not answered"):
-        Collector(on, Config(), never.wait).once(lambda shard: None)
+        Collector(site, Config(), never.wait).once(lambda shard: None)
     hang.release.set()
 
 
@@ -540,13 +523,14 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds
 from kvstore_gc.config import Config
-from kvstore_gc.serving import Collector, Opened
+from kvstore_gc.serving import Collector
+from kvstore_gc.site import Site
 
 root = MemoryRoot()
 identity = create_or_open(root, RandomIds())
 hang = Hang()
 faulty = FaultyRoot(root, [Rule("list", hang)])
-collector = Collector(Opened(faulty, identity, MemoryMeta()), Config(), lambda pause_s: hang.reached.wait(pause_s))
+collector = Collector(Site(faulty, identity, MemoryMeta()), Config(), lambda pause_s: hang.reached.wait(pause_s))
 collector.serve(1.0, None, print)
 sys.exit("it did not end")
 """

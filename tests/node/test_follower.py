@@ -35,7 +35,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.ledger import Ledger
-from tests.gc.cluster import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
 from tests.node.stores import TINY, kv_of, same
 from tests.root.faulty import EIO, EROFS, FaultyRoot, Rule
 
@@ -171,7 +171,7 @@ def test_a3_nothing_is_announced_when_the_chain_has_gone_on(alone: Alone) -> Non
     alone.follower._limits = replace(alone.node.limits, announce_s=1e-6)
     session = alone.session()
     alone.follower.begin(session)
-    ledger = Ledger(MemoryMeta(alone.meta.store), alone.keys, RandomIds(), 5.0)
+    ledger = Ledger(site_of(MemoryMeta(alone.meta.store), alone.keys.root_id))
     ledger.condemn({0: Condemned.of_victims(SweepId(bytes([1]) * 16), bytes(16), [])})
 
     def go_on() -> None:
@@ -279,7 +279,7 @@ def assert_stands_aside(c: Cluster, member: Member) -> None:
     session = member.presence.current()
     assert member.node.hold(chain).count == 8, "which keeps nobody away"
     timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
-    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped.count == 8
     assert member.presence.current() is session, "it was not revoked to get on"
 
 

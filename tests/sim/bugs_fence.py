@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ def fixed_trash_name() -> Iterator[None]:
 
     def made(self: trash.Trash, *rest: Any) -> None:
         real(self, *rest)
-        self._ids = SameIds()
+        self._site = replace(self._site, ids=SameIds())
 
     real = trash.Trash.__init__
     with patch.object(trash.Trash, "__init__", made):
@@ -47,8 +48,8 @@ def fixed_trash_name() -> Iterator[None]:
 def close_before_fence() -> Iterator[None]:
     """G6: the sweep's key is deleted first, and its folder afterwards."""
 
-    def close(self: execute.Sweeper, sweeps: Sequence[ledger.InFlight], report: Any) -> None:
-        real_close(self, sweeps, report)
+    def close(self: execute.Sweeper, sweeps: Sequence[ledger.InFlight]) -> None:
+        real_close(self, sweeps)
         for sweep in sweeps:
             args = self.later.pop(sweep.sweep, None)  # type: ignore[attr-defined]
             if args is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ class _Trimmed:
 def _first_of_several(self: ledger.Ledger) -> ledger.Ledger:
     """A ledger that compares one shard's key and the chain."""
     meta: Any = _Trimmed(self._meta, lambda compares: (compares[0], compares[-1]))
-    return ledger.Ledger(meta, self._keys, self._ids, self._timeout_s)
+    return ledger.Ledger(replace(self._site, meta=meta))
 
 
 @bug("paired")
@@ -168,7 +169,7 @@ def abandon_keeps_fence() -> Iterator[None]:
 
     def abandon(self: execute.Sweeper, sweeps: Sequence[ledger.InFlight], report: execute.SweepReport) -> None:
         self._ledger.abandon(sweeps)
-        report.abandoned_count += self._remove_plans(sweeps)
+        report.sweeps["abandoned"] += self._remove_plans(sweeps)
 
     with patch.object(execute.Sweeper, "_abandon", abandon):
         yield
@@ -187,7 +188,7 @@ def own_list() -> Iterator[None]:
 
     def reap(self: objects.Deleting, sweep: Any, victims: Any, pinned: Any, taken: Any) -> bool:
         mine = [one for one in victims or () if one.address not in pinned]
-        self._each(len(mine), lambda index: self._delete(mine[index], taken))
+        self._site.each(len(mine), lambda index: self._delete(mine[index], taken))
         return self._are_gone(mine)
 
     with patch.object(objects.Deleting, "reap", reap):

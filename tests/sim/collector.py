@@ -11,6 +11,7 @@ from kvstore.format.places import Name
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
 from tests.sim.kernel import Process
 from tests.sim.metadata import MetaPort
@@ -37,18 +38,11 @@ class Collector:
         meta = MetaPort(world.store, world.faults)
         stop = Stop()
         each: Each = Threads(2, stop).each if threads else inline
-        self.sweeper = Sweeper(
-            self.root,
-            world.identity,
-            meta,
-            clock=self.process,
-            ids=world.ids,
-            timings=world.timings,
-            each=each,
-            pause=self._pause,
+        site = Site(
+            self.root, world.identity, meta, self.process, world.ids, world.timings, each=each, pause=self._pause
         )
-        self.orphans = Orphans(self.root, world.identity, meta, clock=self.process, timings=world.timings)
-
+        self.sweeper = Sweeper(site)
+        self.orphans = Orphans(site)
         self._has_done = False
         self._works: dict[str, Callable[[], None]] = {
             "sweep": self._sweep,
@@ -131,11 +125,10 @@ class Collector:
         return SweepPlan(shard, tuple(victims), {})
 
     def _add(self, report: SweepReport) -> None:
-        self._has_done = bool(report.condemned_count or report.adopted_count)
+        self._has_done = bool(report.condemned.count or report.sweeps["adopted"])
         count = self.world.count
-        count("chunks reaped", report.reaped_count)
-        count("sweeps adopted", report.adopted_count)
-        count("sweeps abandoned", report.abandoned_count)
-        count("sweeps left", report.left_count)
-        for why, times in report.kept.items():
+        count("chunks reaped", report.reaped.count)
+        for outcome in ("adopted", "abandoned", "left"):
+            count(f"sweeps {outcome}", report.sweeps[outcome])
+        for why, times in report.spared.items():
             count(f"chunks kept: {why}", times)

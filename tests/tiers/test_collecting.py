@@ -73,7 +73,7 @@ def test_memory_serves_what_was_reaped_and_others_miss(c: Cluster) -> None:
     assert put(node, chain) == 8
     node.node.drain()
     assert other.node.match(chain) == 8
-    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
     assert c.present(chain) == 0 and c.leftovers() == []
     eventually(lambda: node.node.match(chain) == 8)
     assert get(node, chain) == 8 and other.node.match(chain) == 0 and get(other, chain) == 0
@@ -164,7 +164,7 @@ def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:
     node.node.drain()
     with cache_of(node).hold(chain.tokens) as hold:
         views = hold.view()
-    assert c.collector().sweep(c.plans(chain)).reaped_count == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
     assert same(np.concatenate(views, axis=2), kv_of(TINY, chain.tokens))
 
 
@@ -173,7 +173,7 @@ def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
     put(node, chain)
     pin = node.pin(chain, 60.0, "me")
     assert pin.tokens == len(chain.tokens)
-    assert c.collector().sweep(c.plans(chain)).reaped_count == 0 and c.present(chain) == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 0 and c.present(chain) == 8
     assert get(node, chain) == 8
 
 

@@ -105,7 +105,7 @@ SWEEPING = [
         "G6",
         "stamp-not-compared",
         edit(
-            "kvstore_gc.ledger:Ledger._end",
+            "kvstore_gc.ledger:still_there",
             "(now.sweep, now.stamp) == (one.sweep, one.stamp)",
             "now.sweep == one.sweep",
         ),
@@ -263,7 +263,7 @@ OBJECTS = [
         "a-root-without-either-is-swept",
         edit(
             "kvstore_gc.execute:Sweeper.__init__",
-            "if not (root.traits.fenced or root.traits.conditional_remove):",
+            "if not (traits.fenced or traits.conditional_remove):",
             "if False:",
         ),
         f"{SWEEPS}o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused",

@@ -49,21 +49,25 @@ BOUND = [
     ),
     bound(
         "writes-of-the-dead-forgotten",
-        edit("kvstore_gc.growth:Growth.gone", "self._gone.add(reporter)", "self._reported.pop(reporter, None)"),
+        edit("kvstore_gc.capacity:Watermarks.gone", "self._gone.add(reporter)", "self._reported.pop(reporter, None)"),
         f"{LEVEL}what_a_reporter_wrote_stays_when_its_key_is_gone",
     ),
     bound(
         "writes-during-a-listing-lost",
         edit(
-            "kvstore_gc.growth:Growth.surveyed",
-            "self._answered.get(reporter, mark.reported.get(reporter, Usage())).written_bytes",
+            "kvstore_gc.capacity:Watermarks.surveyed",
+            "self._answered.get(reporter, mark.reported.get(reporter, NONE)).written_bytes",
             "usage.written_bytes",
         ),
         f"{LEVEL}what_is_written_while_a_survey_lists_counts_twice_and_is_never_lost",
     ),
     bound(
         "late-deletions-subtracted",
-        edit("kvstore_gc.growth:Growth.reported", "if removed_bytes and now_s < self._settles_s:", "if False:"),
+        edit(
+            "kvstore_gc.capacity:Watermarks.reported",
+            "if removed_bytes and self._clock.monotonic_s() < self._settles_s:",
+            "if False:",
+        ),
         f"{LEVEL}what_is_deleted_while_a_survey_lists_is_not_subtracted_from_it",
     ),
     bound(
@@ -77,7 +81,7 @@ BOUND = [
     ),
     bound(
         "each-node-may-fill-the-root",
-        edit("kvstore_gc.room:room_of", "int(beyond_bytes / shares)", "int(beyond_bytes)"),
+        edit("kvstore_gc.signs:room_of", "int(beyond_bytes / shares)", "int(beyond_bytes)"),
         f"{LEVEL}nodes_may_write_together_what_lies_between_the_stop_mark_and_the_capacity",
     ),
     bound(
