@@ -1,6 +1,7 @@
-"""Whether etcd and the root belong together: the generation that both hold, made by the first node, compared by all.
+"""The generation that root and etcd both have: proof that they belong together.
 
-The root's side is passed in as two calls, because metadata know no roots.
+The first node makes it, and every session compares it. The root's side is passed in as two calls, because metadata know
+no roots.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.errors import RootMismatch, Unavailable
+from kvstore.errors import RootMismatch
 from kvstore.format.generation import Generation
-from kvstore.meta.deadline import TRIES_MAX, Deadline
-from kvstore.meta.interface import Absent, Meta, Put
+from kvstore.meta.deadline import Deadline
+from kvstore.meta.first import put_first
+from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.sources import Ids
 
 LOOKS_MAX = 2
-"""Both sides cannot be read at one moment: what differs while one is being written agrees at the second look."""
+"""Both sides cannot be read at one moment. If they differ while one is being written, they agree at the second look."""
+ADVICE = (
+    "etcd was wiped, restored, or is another cluster's. Chunks are served, but nothing is protected and nothing "
+    "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """etcd was wiped, or is another cluster's; ``why`` says so in words for a log or an error, and what to do.
+    """etcd was wiped, or is another cluster's. ``why`` is the text for a log or an error, with what to do.
 
     Nodes serve without protection and refuse pins, collectors do not run, until ``kvstore fsck --adopt``.
     """
@@ -48,55 +54,43 @@ def join_generation(
     publish_root: Callable[[Generation], Generation],
     timeout_s: float | None = None,
 ) -> Standing:
-    """Compares the root's generation with etcd's; makes the first one where neither has any. Call it for each session,
-    after the session's key was put, and at the start of a collector.
+    """Compares the root's generation with etcd's; makes the first one if neither has any.
+
+    Call it for each session, after the session's key was put, and at the start of a collector.
 
     ``read_root`` gives the root's newest generation, ``publish_root`` publishes one and gives the newest afterwards
-    (``kvstore.root.generations``); what they raise comes out of here, but RootMismatch, which means Foreign.
-    ``timeout_s`` is for the calls to ``meta`` only. Raises Unavailable where it stays unknown, PermissionDenied.
+    (``kvstore.root.generations``). Their errors are raised, except RootMismatch, which means Foreign. ``timeout_s`` is
+    for the calls to ``meta`` only. Raises Unavailable if the answer stays unknown, PermissionDenied.
     """
     deadline = Deadline(timeout_s)
     why = ""
     for _ in range(LOOKS_MAX):
         try:
             on_root = read_root()
-            # The root first: of two that make the first generation, none publishes it before etcd has it.
+            # The root first: if two make the first generation, neither publishes it before etcd has it.
             in_meta = read_generation(meta, keys, deadline.left_s(0.5))
             if on_root is None:
-                # Also where only etcd has one: whoever made it may have died before the root got it.
-                in_meta = in_meta or _first(meta, keys, Generation(1, ids.fresh()), deadline)
+                # Also if only etcd has one: its maker may have died before the root got it.
+                if in_meta is None:
+                    mine = Generation(1, ids.fresh())
+                    value = put_first(meta, keys.generation, mine.to_json(), deadline, "the generation")
+                    in_meta = Generation.from_json(value, keys.generation)
                 on_root = publish_root(in_meta)
         except RootMismatch as mismatch:
             why = str(mismatch)
             continue
         if on_root == in_meta:
             return Agreed(on_root)
-        why = f"the root is of generation {on_root}, etcd " + (f"of {in_meta}" if in_meta else "has none")
-    return Foreign(
-        f"{why}: etcd was wiped, restored, or is another cluster's. Chunks are served, but nothing is protected and "
-        "nothing collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
-    )
+        why = difference(on_root, in_meta)
+    return Foreign(f"{why}: {ADVICE}")
+
+
+def difference(on_root: Generation, in_meta: Generation | None) -> str:
+    """The difference in words."""
+    return f"the root is of generation {on_root}, etcd {f'of {in_meta}' if in_meta else 'has none'}"
 
 
 def read_generation(meta: Meta, keys: Keys, timeout_s: float | None = None) -> Generation | None:
-    """etcd's generation; None where it has none. Raises RootMismatch where it cannot be read."""
+    """etcd's generation; None if it has none. Raises RootMismatch if it cannot be read."""
     found = meta.get(keys.generation, timeout_s)
     return None if found is None else Generation.from_json(found.value, keys.generation)
-
-
-def _first(meta: Meta, keys: Keys, mine: Generation, deadline: Deadline) -> Generation:
-    """Puts the first generation, unless another node was faster: what etcd has afterwards."""
-    tries_left = TRIES_MAX
-    while True:
-        try:
-            meta.txn((Absent(keys.generation),), (Put(keys.generation, mine.to_json()),), deadline.left_s(0.5))
-        except Unavailable:
-            # Unknown: read back below; a late one meets the compare.
-            tries_left -= 1
-            if not tries_left or deadline.over:
-                raise
-        found = read_generation(meta, keys, deadline.left_s(0.5))
-        if found is not None:
-            return found
-        if deadline.over:
-            raise Unavailable("the generation could not be recorded in etcd in time: the call may be repeated")

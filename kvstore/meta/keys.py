@@ -7,7 +7,6 @@
     /kv/<root>/refs/<owner>/<pin>                one per pin, under the pin's own lease
     /kv/<root>/namespaces/names/<digest>         one per (tenant, name): its layout
     /kv/<root>/namespaces/digests/<digest>       one per namespace: its record
-    /kv/<root>/locks/<name>                      one per lock held
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
     /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
@@ -21,16 +20,15 @@
     /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
-Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks).  Nodes watch ``gc/`` as a whole, so
-that one watch orders all they must know of garbage collection (rule V1).
+Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks). Nodes watch ``gc/`` as a whole, so
+that one watch orders everything that they must know of garbage collection (rule V1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NewType
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import NamespaceDigest
@@ -41,115 +39,70 @@ SweepId = NewType("SweepId", bytes)
 
 ID_BYTES = 16
 OWNER_BYTES_MAX = 256
-LOCK_NAME_BYTES_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one root; ``root_id`` is the 16-byte id in its FORMAT file."""
+    """The keys of one root, and their prefixes. ``root_id`` is the 16-byte id in its FORMAT file."""
 
-    root_id: bytes
-
-    def __post_init__(self) -> None:
-        if len(self.root_id) != ID_BYTES:
-            raise InvalidRequest(f"root id has {len(self.root_id)} bytes: expected {ID_BYTES}")
-
-    @property
-    def prefix(self) -> str:
-        """All keys of this root."""
-        return f"/kv/{self.root_id.hex()}/"
-
-    @property
-    def generation(self) -> str:
-        """The generation stamp."""
-        return f"{self.prefix}generation"
-
-    @property
-    def sessions(self) -> str:
-        """Prefix of all sessions."""
-        return f"{self.prefix}sessions/"
+    def __init__(self, root_id: bytes) -> None:
+        if len(root_id) != ID_BYTES:
+            raise InvalidRequest(f"root id has {len(root_id)} bytes: expected {ID_BYTES}")
+        self.root_id = root_id
+        self.prefix = f"/kv/{root_id.hex()}/"
+        self.generation = f"{self.prefix}generation"
+        self.sessions = f"{self.prefix}sessions/"
+        self.workers = f"{self.prefix}workers/"
+        self.refs = f"{self.prefix}refs/"
+        self.namespace_digests = f"{self.prefix}namespaces/digests/"
+        self.gc = f"{self.prefix}gc/"
+        self.gc_seq = f"{self.gc}seq"
+        self.gc_full = f"{self.gc}full"
+        self.gc_room = f"{self.gc}room"
+        self.condemned = f"{self.gc}condemned/"
+        self.usage = f"{self.prefix}usage/"
+        self.collectors = f"{self.prefix}collectors/"
+        self.peers = f"{self.prefix}peers/"
+        self.clears = f"{self.prefix}clears/"
+        self.barriers = f"{self.prefix}clearing/"
 
     def session(self, session: SessionId) -> str:
-        """One session's key."""
+        """The key of a session."""
         return f"{self.sessions}{session.hex()}"
 
-    @property
-    def workers(self) -> str:
-        """Prefix of all workers."""
-        return f"{self.prefix}workers/"
-
     def worker(self, session: SessionId) -> str:
-        """The worker that runs in a session."""
+        """The key of the worker that runs in a session."""
         return f"{self.workers}{session.hex()}"
 
-    @property
-    def refs(self) -> str:
-        """Prefix of all refs."""
-        return f"{self.prefix}refs/"
-
     def refs_of(self, owner: str) -> str:
-        """Prefix of one owner's refs."""
-        return f"{self.refs}{_part('pin owner', owner, OWNER_BYTES_MAX)}/"
+        """The prefix of one owner's refs."""
+        try:
+            size = len(owner.encode())
+        except UnicodeEncodeError as cause:
+            raise InvalidRequest(f"pin owner is not valid Unicode: {cause}") from cause
+        if not 1 <= size <= OWNER_BYTES_MAX:
+            raise InvalidRequest(f"pin owner has {size} bytes: expected 1 to {OWNER_BYTES_MAX}")
+        return f"{self.refs}{quote(owner, safe='')}/"
 
     def ref(self, owner: str, pin: PinId) -> str:
-        """One ref."""
+        """The key of a pin."""
         return f"{self.refs_of(owner)}{pin.hex()}"
 
-    @property
-    def namespace_digests(self) -> str:
-        """Prefix of all namespace records."""
-        return f"{self.prefix}namespaces/digests/"
-
     def namespace_digest(self, digest: NamespaceDigest) -> str:
-        """One namespace's record."""
+        """The key of a namespace's record."""
         return f"{self.namespace_digests}{digest.hex()}"
 
     def namespace_name(self, tenant: str, name: str) -> str:
-        """The layout claimed under a tenant and name, which may hold any text and so are hashed."""
+        """The key of the layout claimed under a tenant and name, which may be any text and so are hashed."""
         tenant_bytes = tenant.encode()
         text = len(tenant_bytes).to_bytes(4, "big") + tenant_bytes + name.encode()
         return f"{self.prefix}namespaces/names/{blake2b(text, digest_size=16, person=b'kvstore.name.1').hexdigest()}"
 
-    def lock(self, name: str) -> str:
-        """One lock; a slash in its name groups locks, such as ``gc/<shard>``."""
-        return f"{self.prefix}locks/{_part('lock name', name, LOCK_NAME_BYTES_MAX, safe='/')}"
-
-    @property
-    def gc(self) -> str:
-        """Prefix of all that nodes watch of garbage collection."""
-        return f"{self.prefix}gc/"
-
-    @property
-    def gc_seq(self) -> str:
-        """The chain of sweeps."""
-        return f"{self.gc}seq"
-
-    @property
-    def gc_full(self) -> str:
-        """Present while the root is too full to write to."""
-        return f"{self.gc}full"
-
-    @property
-    def gc_room(self) -> str:
-        """How much each node may write before collectors have heard of it; see ``usage.py``."""
-        return f"{self.gc}room"
-
-    @property
-    def usage(self) -> str:
-        """Prefix of what nodes and collectors report of the room that they take."""
-        return f"{self.prefix}usage/"
-
     def usage_of(self, session: SessionId) -> str:
-        """The report of one node or collector."""
+        """The key of the report of a node or collector."""
         return f"{self.usage}{session.hex()}"
 
-    @property
-    def condemned(self) -> str:
-        """Prefix of all sweeps in flight."""
-        return f"{self.gc}condemned/"
-
     def condemned_in(self, shard: int) -> str:
-        """The sweep of one shard."""
+        """The key of the sweep of a shard."""
         return f"{self.condemned}{shard:04x}"
 
     def parse_condemned(self, key: str) -> int | None:
@@ -163,65 +116,37 @@ class Keys:
             return None
         return found if f"{found:04x}" == shard else None
 
-    @property
-    def collectors(self) -> str:
-        """Prefix of all live collectors."""
-        return f"{self.prefix}collectors/"
-
     def collector(self, session: SessionId) -> str:
-        """The collector that runs in a session."""
+        """The key of a collector."""
         return f"{self.collectors}{session.hex()}"
 
-    @property
-    def peers(self) -> str:
-        """Prefix of all that nodes with memory tell each other: one watch orders it."""
-        return f"{self.prefix}peers/"
-
     def peer_address(self, session: SessionId) -> str:
-        """Where the worker that runs in a session serves its memory."""
+        """The key of the address at which a session's worker serves its memory."""
         return f"{self.peers}{session.hex()}/address"
 
     def peer_digest(self, session: SessionId, shard: int) -> str:
-        """What the memory of a session's worker holds in one shard of the addresses."""
+        """The key of the digest of a session's memory in one shard of the addresses."""
         return f"{self.peers}{session.hex()}/{shard:02x}"
 
     def peer_cleared(self, digest: NamespaceDigest) -> str:
-        """The mark that a namespace was cleared."""
+        """The key of the mark that a namespace was cleared."""
         return f"{self.peers}cleared/{digest.hex()}"
 
-    @property
-    def clears(self) -> str:
-        """Prefix of all orders to clear by selection."""
-        return f"{self.prefix}clears/"
-
     def clear_order(self, order: bytes) -> str:
-        """One order to clear."""
+        """The key of an order to clear."""
         return f"{self.clears}{order.hex()}"
 
-    @property
-    def barriers(self) -> str:
-        """Prefix of the barriers of clears that are deleting."""
-        return f"{self.prefix}clearing/"
-
     def barrier(self, order: bytes) -> str:
-        """The barrier of one clear."""
+        """The key of the barrier of a clear."""
         return f"{self.barriers}{order.hex()}"
 
     def clear_answers(self, order: bytes) -> str:
-        """Prefix of the answers of nodes to one order."""
+        """The prefix of the answers of nodes to an order."""
         return f"{self.prefix}cleared/{order.hex()}/"
 
     def clear_answer(self, order: bytes, session: SessionId) -> str:
-        """One node's answer."""
+        """The key of one node's answer."""
         return f"{self.clear_answers(order)}{session.hex()}"
-
-    def parse_ref(self, key: str) -> tuple[str, PinId] | None:
-        """Owner and pin of a ref's key; None for a key that is no ref."""
-        owner, slash, pin = key.removeprefix(self.refs).partition("/")
-        session = parse_id(pin)
-        if not key.startswith(self.refs) or not slash or session is None:
-            return None
-        return unquote(owner), PinId(session)
 
     def parse_session(self, key: str) -> SessionId | None:
         """The session of a session's, worker's, collector's or report's key; None for another key."""
@@ -233,7 +158,7 @@ class Keys:
 
 
 def root_binding(url: str) -> str:
-    """Which root was found at ``url``."""
+    """The key of the id of the root that was found at ``url``."""
     return f"/kv/roots/{blake2b(url.encode(), digest_size=16, person=b'kvstore.url.1').hexdigest()}"
 
 
@@ -244,13 +169,3 @@ def parse_id(text: str) -> bytes | None:
     except ValueError:
         return None
     return found if len(found) == ID_BYTES and found.hex() == text else None
-
-
-def _part(what: str, text: str, most: int, safe: str = "") -> str:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as cause:
-        raise InvalidRequest(f"{what} is not valid Unicode: {cause}") from cause
-    if not 1 <= size <= most:
-        raise InvalidRequest(f"{what} has {size} bytes: expected 1 to {most}")
-    return quote(text, safe=safe)

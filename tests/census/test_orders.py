@@ -15,7 +15,6 @@ from kvstore.errors import Unavailable
 from kvstore.format.lineage import incarnation, lineage_id
 from kvstore.memory.arena import Arena
 from kvstore.meta.clears import ORDERS_MAX, Clears
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -33,6 +32,7 @@ from kvstore.sources import SystemClock
 from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
 from tests.etcd_fixture import eventually
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 from tests.node.stores import kv_of
 from tests.patience import PATIENCE_S, slowness
 

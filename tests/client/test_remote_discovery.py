@@ -17,7 +17,6 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.roots import bind_root
@@ -29,6 +28,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.worker import Worker
 from tests.etcd_fixture import frozen
+from tests.meta.faulty import FaultyMeta
 from tests.node.stores import SMALL, kv_of, same
 from tests.worker.serving import WAIT_S, Served, eventually, tokens_of
 

@@ -12,13 +12,13 @@ from kvstore.dashboard.board import Board, Pace, Reach, open_board
 from kvstore.dashboard.documents import Documents
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.meta.faulty import FaultyMeta
 from tests.patience import slowness
 from tests.root.faulty import FaultyRoot
 

@@ -10,9 +10,9 @@ import pytest
 from kvstore.dashboard import documents as documents_module
 from kvstore.dashboard.said import Document
 from kvstore.errors import InvalidRequest
-from kvstore.meta import faulty as faulty_meta
 from tests.dashboard.boards import Shown, shown
 from tests.etcd_fixture import eventually
+from tests.meta import faulty as faulty_meta
 from tests.node.stores import TINY, kv_of
 from tests.root.faulty import Hang, Rule
 

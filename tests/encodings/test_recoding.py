@@ -274,7 +274,7 @@ def test_a_sweep_that_condemned_the_old_file_puts_the_new_one_back(tmp_root: Pat
                 return super().move(source, name, make_folder=make_folder)
 
         report = c.collector(Slow(tmp_root)).sweep(plans)
-        assert recoded.is_set() and report.reaped_count == 3
+        assert recoded.is_set() and report.reaped.count == 3
         assert incarnation_at((tmp_root / wanted).read_bytes()) != before
         assert c.leftovers() == []
 

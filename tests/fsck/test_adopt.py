@@ -12,8 +12,6 @@ from kvstore.format.places import Name
 from kvstore.fsck import adopt, fsck
 from kvstore.fsck.adopt import Adopted
 from kvstore.layout import Layout
-from kvstore.meta.faulty import Fault, FaultyMeta
-from kvstore.meta.faulty import Rule as MetaRule
 from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.interface import Absent, Event, Meta, Put
 from kvstore.meta.keys import Keys, PinId, SessionId, SweepId
@@ -32,6 +30,8 @@ from kvstore.root.twins import list_twins, remove_twin, write_twin
 from kvstore.sources import RandomIds, SystemClock
 from tests.fsck.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
 from tests.meta.fakes import FakeClock
+from tests.meta.faulty import Fault, FaultyMeta
+from tests.meta.faulty import Rule as MetaRule
 from tests.root.faulty import EIO, OPERATIONS, FaultyRoot
 from tests.root.faulty import Rule as RootRule
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.faulty import FaultyMeta
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -18,6 +17,7 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.sources import Clock, SystemClock
 from tests.etcd_fixture import compact, running_etcd
 from tests.meta.fakes import FakeClock
+from tests.meta.faulty import FaultyMeta
 
 
 @dataclass(frozen=True)

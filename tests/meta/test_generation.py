@@ -10,7 +10,6 @@ from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.format.places import Name
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
@@ -21,6 +20,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.meta.conftest import Store
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, FaultyRoot
 from tests.root.faulty import Rule as RootRule

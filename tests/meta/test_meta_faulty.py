@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import PermissionDenied, Unavailable
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.interface import Absent, Put, WatchLost
 from kvstore.meta.memory import MemoryMeta
 from tests.meta.fakes import FakeClock
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 
 
 def faulty(clock: FakeClock | None = None, seed: int = 0) -> FaultyMeta:

@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from kvstore.errors import InvalidRequest, SessionLost, Unavailable
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.interface import Absent, LeaseGone, LeaseId, Put
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -19,6 +18,7 @@ from kvstore.sources import RandomIds
 from tests.etcd_fixture import PATIENCE_S, eventually
 from tests.meta.conftest import Store
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 
 KEYS = Keys(bytes(16))
 TTL_S = 15

@@ -13,7 +13,6 @@ import pytest
 from kvstore.address import Address
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.memory import MemoryMeta
@@ -27,6 +26,7 @@ from kvstore.root.twins import TWIN_BYTES_MAX, list_twins, read_twin, remove_twi
 from kvstore.sources import RandomIds
 from tests.meta.conftest import Store
 from tests.meta.fakes import CountingIds, FakeClock
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 from tests.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot
 from tests.root.faulty import Rule as RootRule
 

@@ -25,7 +25,6 @@ from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, S
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.fsck import adopt
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -42,6 +41,7 @@ from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 from tests.etcd_fixture import eventually, free_port, running_etcd
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 from tests.node.stores import TINY, kv_of, same, store_on
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, FaultyRoot, Hang

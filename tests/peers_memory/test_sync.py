@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore.meta.digests import ClearedTold, Digests
-from kvstore.meta.faulty import Fault, FaultyMeta, Rule
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import NamespaceDigest
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.publisher import BURST_BYTES_MIN
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 from tests.peers_memory.telling import KEYS, Cluster, Node, addresses_of, shard_of
 
 NAMESPACE = NamespaceDigest(bytes(range(32)))
