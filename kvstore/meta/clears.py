@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.errors import SessionLost, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
@@ -60,12 +60,7 @@ class Clears:
 
         Raises SessionLost, Unavailable.
         """
-        session.check()
-        value = _DONE if done else _WAITING
-        try:
-            self._meta.put(self._keys.clear_answer(order, session.id), value, session.lease, timeout_s)
-        except LeaseGone as gone:
-            raise SessionLost(f"session {session.id.hex()} ended: its successor reads all orders again") from gone
+        session.put(self._keys.clear_answer(order, session.id), _DONE if done else _WAITING, timeout_s)
 
     def withdraw(self, session: Session, order: bytes, timeout_s: float) -> None:
         """Takes back this session's answer to an order that is not kept any more. Raises Unavailable."""

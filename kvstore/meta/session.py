@@ -211,6 +211,17 @@ class Session:
         finally:
             self._chain.release()
 
+    def put(self, key: str, value: bytes, timeout_s: float | None = None) -> None:
+        """Puts a key of this session's own under its lease, outside the chain: sending it again does no harm.
+
+        Raises SessionLost if the session ended, Unavailable.
+        """
+        self.check()
+        try:
+            self._meta.put(key, value, self.lease, timeout_s)
+        except LeaseGone as gone:
+            raise SessionLost(f"session {self.id.hex()} ended: do it again in a new one") from gone
+
     def check_chain(self, timeout_s: float | None = None) -> None:
         """Reads the session's key back: whether the store still has this session's last write (rule C2).
 

@@ -1,12 +1,12 @@
-"""The registry of workers: who serves this root, and where."""
+"""The registry of workers that serve a root, and their addresses."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 
-from kvstore.errors import InvalidRequest, SessionLost
-from kvstore.meta.interface import LeaseGone, Meta
+from kvstore.errors import InvalidRequest
+from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.session import Session
 
@@ -15,7 +15,7 @@ RECORD_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What a worker says of itself: ``address`` is ``host:port`` as clients reach it."""
+    """A worker's record of itself. ``address`` is ``host:port`` as clients reach it."""
 
     address: str
     version: str = ""
@@ -35,7 +35,7 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, value: bytes) -> WorkerRecord:
-        """The inverse; fields of newer versions are ignored. Raises InvalidRequest where it is no worker record."""
+        """The inverse; fields of newer versions are ignored. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(value)
             return cls(
@@ -56,15 +56,8 @@ class Workers:
         self._keys = keys
 
     def register(self, session: Session, record: WorkerRecord, timeout_s: float | None = None) -> None:
-        """Lists the worker for as long as ``session`` lives. Raises SessionLost, Unavailable.
-
-        A plain put, under a lease and a key that nobody else has: sending it again does no harm.
-        """
-        session.check()
-        try:
-            self._meta.put(self._keys.worker(session.id), record.to_json(), session.lease, timeout_s)
-        except LeaseGone as gone:
-            raise SessionLost(f"session {session.id.hex()} ended: register again in a new one") from gone
+        """Lists the worker for as long as ``session`` lives. Raises SessionLost, Unavailable."""
+        session.put(self._keys.worker(session.id), record.to_json(), timeout_s)
 
     def deregister(self, session: Session, timeout_s: float | None = None) -> None:
         """Takes the worker off the list, so that clients turn to others while it drains."""

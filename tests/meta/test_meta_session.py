@@ -370,7 +370,7 @@ def test_workers_are_listed_while_their_session_lives(store: Store) -> None:
     with pytest.raises(SessionLost):
         workers.register(session, record)
     store.meta.revoke(other.lease)
-    with pytest.raises(SessionLost, match="register again"):
+    with pytest.raises(SessionLost, match="again in a new one"):
         workers.register(other, record)
 
 

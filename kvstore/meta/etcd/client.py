@@ -10,7 +10,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.deadline import TIMEOUT_S, Deadline
 from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser
 from kvstore.meta.etcd.faults import Effect
-from kvstore.meta.etcd.members import Member, Members, Metadata, Refused, Send
+from kvstore.meta.etcd.members import Member, Members, Metadata, Method, Refused
 from kvstore.meta.etcd.watch import EtcdWatch
 from kvstore.meta.etcd.wire import Message, key_value, prefix_range, put_request, rpc, txn_request
 from kvstore.meta.interface import (
@@ -37,8 +37,8 @@ class EtcdMeta:
     """Metadata in etcd.
 
     ``endpoints``: ``host:port[,host:port]`` or a sequence, with or without http:// or https://; https, or ``tls``,
-    means TLS.  ``timeout_s`` is the deadline of calls that give none.  A watch is lost when it could not reconnect for
-    ``watch_reconnect_s``.  Nothing is connected before the first call.
+    means TLS. ``timeout_s`` is the deadline of calls that give none. A watch is lost if it could not reconnect for
+    ``watch_reconnect_s``. Nothing is connected before the first call.
 
     Raises InvalidRequest for endpoints that cannot be parsed, unreadable TLS files, or a missing client package.
     """
@@ -75,7 +75,7 @@ class EtcdMeta:
         check_key(key)
         deadline = self._begin(timeout_s)
         request = rpc().RangeRequest(key=key.encode())
-        reply = self._members.call(f"get {key}", _range(request), deadline, resend=True)
+        reply = self._members.call(f"get {key}", _range, request, deadline, resend=True)
         return key_value(reply.kvs[0]) if reply.kvs else None
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
@@ -94,7 +94,7 @@ class EtcdMeta:
         deadline = self._begin(timeout_s)
         key, range_end = prefix_range(prefix)
         request = rpc().RangeRequest(key=key, range_end=range_end, count_only=True)
-        return int(self._members.call(f"count {prefix}", _range(request), deadline, resend=True).count)
+        return int(self._members.call(f"count {prefix}", _range, request, deadline, resend=True).count)
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
@@ -104,11 +104,8 @@ class EtcdMeta:
         deadline = self._begin(timeout_s)
         request = txn_request(compares, operations)
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            return member.kv.Txn(request, timeout=attempt_s, metadata=metadata)
-
         try:
-            reply = self._members.call("transaction", send, deadline, resend=False)
+            reply = self._members.call("transaction", lambda member: member.kv.Txn, request, deadline, resend=False)
         except Refused as refused:
             raise _lease_gone(refused) from refused
         return TxnResult(reply.succeeded, reply.header.revision)
@@ -120,11 +117,8 @@ class EtcdMeta:
         deadline = self._begin(timeout_s)
         request = put_request(put)
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            return member.kv.Put(request, timeout=attempt_s, metadata=metadata)
-
         try:
-            reply = self._members.call(f"put {key}", send, deadline, resend=True)
+            reply = self._members.call(f"put {key}", lambda member: member.kv.Put, request, deadline, resend=True)
         except Refused as refused:
             raise _lease_gone(refused) from refused
         return int(reply.header.revision)
@@ -135,10 +129,11 @@ class EtcdMeta:
         deadline = self._begin(timeout_s)
         request = rpc().DeleteRangeRequest(key=key.encode())
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            return member.kv.DeleteRange(request, timeout=attempt_s, metadata=metadata)
-
-        return bool(self._members.call(f"delete {key}", send, deadline, resend=True).deleted)
+        return bool(
+            self._members.call(
+                f"delete {key}", lambda member: member.kv.DeleteRange, request, deadline, resend=True
+            ).deleted
+        )
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         """See ``interface.Meta``."""
@@ -148,11 +143,10 @@ class EtcdMeta:
         lease = LeaseId((int.from_bytes(self._ids.fresh()[:8], "big") >> 1) or 1)
         request = rpc().LeaseGrantRequest(ID=lease, TTL=ttl_s)
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            return member.lease.LeaseGrant(request, timeout=attempt_s, metadata=metadata)
-
         try:
-            reply = self._members.call("grant a lease", send, deadline, resend=True)
+            reply = self._members.call(
+                "grant a lease", lambda member: member.lease.LeaseGrant, request, deadline, resend=True
+            )
         except Refused as refused:
             if refused.effect is Effect.LEASE_EXISTS:
                 return lease
@@ -167,15 +161,8 @@ class EtcdMeta:
         """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            requests = iter([rpc().LeaseKeepAliveRequest(ID=lease)])
-            stream = member.lease.LeaseKeepAlive(requests, timeout=attempt_s, metadata=metadata)
-            try:
-                return next(stream, None)
-            finally:
-                stream.cancel()
-
-        reply = self._members.call("keep a lease alive", send, deadline, resend=True)
+        request = rpc().LeaseKeepAliveRequest(ID=lease)
+        reply = self._members.call("keep a lease alive", _keep_alive, request, deadline, resend=True)
         if reply is None:
             raise Unavailable("etcd ended a keepalive without an answer: the call may be repeated")
         return bool(reply.TTL > 0)
@@ -185,11 +172,10 @@ class EtcdMeta:
         deadline = self._begin(timeout_s)
         request = rpc().LeaseRevokeRequest(ID=lease)
 
-        def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-            return member.lease.LeaseRevoke(request, timeout=attempt_s, metadata=metadata)
-
         try:
-            self._members.call("revoke a lease", send, deadline, resend=True)
+            self._members.call(
+                "revoke a lease", lambda member: member.lease.LeaseRevoke, request, deadline, resend=True
+            )
         except Refused as refused:
             if refused.effect is not Effect.LEASE_GONE:
                 raise
@@ -225,7 +211,7 @@ class EtcdMeta:
         while True:
             request = rpc().RangeRequest(key=key, range_end=range_end, limit=page_keys, revision=revision)
             try:
-                reply = self._members.call(f"list {prefix}", _range(request), deadline, resend=True)
+                reply = self._members.call(f"list {prefix}", _range, request, deadline, resend=True)
             except Refused as refused:
                 if refused.effect is Effect.TOO_LARGE and page_keys > 1:
                     page_keys = 1  # large keys after small ones: this page again
@@ -240,9 +226,19 @@ class EtcdMeta:
             page_keys = max(1, min(PAGE_KEYS_MAX, 2 * page_keys, page_keys * PAGE_BYTES_AIM // reply.ByteSize()))
 
 
-def _range(request: Message) -> Send:
-    def send(member: Member, attempt_s: float, metadata: Metadata) -> Message:
-        return member.kv.Range(request, timeout=attempt_s, metadata=metadata)
+def _range(member: Member) -> Method:
+    return member.kv.Range
+
+
+def _keep_alive(member: Member) -> Method:
+    """A keepalive is a stream in etcd's protocol: one request, and the first answer."""
+
+    def send(request: Message, *, timeout: float, metadata: Metadata) -> Message:
+        stream = member.lease.LeaseKeepAlive(iter([request]), timeout=timeout, metadata=metadata)
+        try:
+            return next(stream, None)
+        finally:
+            stream.cancel()
 
     return send
 

@@ -1,4 +1,4 @@
-"""What an error from etcd or gRPC means for the call that met it.
+"""The meaning of errors from etcd and gRPC for the call that met them.
 
 One table instead of cases in the callers: whether the request can have taken effect, whether another member may do
 better, and which of our errors it becomes.  The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unava
 
 
 class Effect(Enum):
-    """What can have become of the request, and so what the caller may do."""
+    """The possible effect of a request that failed, and so the options of its caller."""
 
     NONE = auto()  # it took no effect, another try may work: even a transaction is sent again
     UNSURE = auto()  # it may have taken effect, or may yet: only an idempotent call is sent again

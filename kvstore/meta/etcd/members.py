@@ -1,7 +1,6 @@
-"""The members of an etcd cluster: which one is asked, how often, until when, and with which token.
+"""The members of an etcd cluster: failover, retries, deadlines and authentication.
 
-Every request goes through ``Members.call``, which owns failover, retries, deadlines and authentication, so that the
-operations above are one line each and none of them can wait for ever.
+Every request goes through ``Members.call``, so that no operation can wait for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
-Send = Callable[["Member", float, Metadata], Message]
+Method = Callable[..., Message]
+"""A method of a stub: called with a request, ``timeout`` and ``metadata``."""
 
 RECEIVE_BYTES_MAX = 64 << 20
 BACKOFF_S_MIN = 0.05
@@ -93,7 +93,7 @@ class Members:
         self._watched.changed()
         self._members = self._connected()
         self._retired: tuple[Member, ...] = ()
-        """Of a certificate before this one: calls and watches may still be under way there."""
+        """The members with the certificate before this one: calls and watches may still be under way there."""
         self._user = user
         self._lock = threading.Lock()
         self._index = 0
@@ -102,7 +102,7 @@ class Members:
         self._closed = Flag()
 
     def current(self) -> Member:
-        """The member to ask next. Where TLS files have changed, by a new connection."""
+        """The member to ask next. If TLS files have changed, it has a new connection."""
         if self._watched.changed():
             self._renew()
         with self._lock:
@@ -114,12 +114,14 @@ class Members:
             if self._members[self._index] is member:
                 self._index = (self._index + 1) % len(self._members)
 
-    def call(self, what: str, send: Send, deadline: Deadline, *, resend: bool) -> Message:
+    def call(
+        self, what: str, method: Callable[[Member], Method], request: Message, deadline: Deadline, *, resend: bool
+    ) -> Message:
         """The answer to one request, from the first member that gives one before ``deadline``.
 
-        ``send`` is called with a member, the seconds for this attempt and the metadata.  Where ``resend`` is false the
-        request is not sent again once it may have taken effect.  Raises Unavailable, PermissionDenied, InvalidRequest,
-        or Refused for answers that the operation interprets.
+        ``method`` gives a member's method to send it with. If ``resend`` is false, the request is not sent again once
+        it may have taken effect. Raises Unavailable, PermissionDenied, InvalidRequest, or Refused for answers that the
+        operation interprets.
         """
         last: Fault | None = None
         renewed = False
@@ -138,7 +140,7 @@ class Members:
             try:
                 token = self._token_from(member, attempt_s)
                 sent = True
-                return send(member, attempt_s, _metadata(token))
+                return method(member)(request, timeout=attempt_s, metadata=_metadata(token))
             except grpc.RpcError as error:
                 last = fault_of(error)
                 if last.effect is Effect.UNSURE and sent and not resend:
@@ -162,11 +164,11 @@ class Members:
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def metadata(self, member: Member, timeout_s: float) -> Metadata:
-        """Metadata for a stream to ``member``. Raises grpc.RpcError where authentication fails."""
+        """Metadata for a stream to ``member``. Raises grpc.RpcError if authentication fails."""
         return _metadata(self._token_from(member, timeout_s))
 
     def drop_token(self, token: str | None = None) -> None:
-        """Forgets ``token`` (whichever it is, where None), so that the next call authenticates."""
+        """Forgets ``token`` (None: any token), so that the next call authenticates."""
         with self._lock:
             if token is None or self._token == token:
                 self._token = None
@@ -178,7 +180,7 @@ class Members:
             within(CLOSE_S, member.channel.close)
 
     def _connected(self) -> tuple[Member, ...]:
-        """All members, by the TLS files as they are now. Raises InvalidRequest."""
+        """All members, with the TLS files as they are now. Raises InvalidRequest."""
         tls, credentials = self._tls, None
         if tls is not None:
             credentials = grpc.ssl_channel_credentials(
@@ -202,7 +204,7 @@ class Members:
         log.warning("etcd.certificate_reloaded")
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
-        """The token, from ``member`` where there is none yet; "" where etcd has no authentication switched on."""
+        """The token, from ``member`` if there is none yet; "" if etcd has authentication switched off."""
         if self._user is None:
             return None
         with self._lock:

@@ -1,8 +1,9 @@
 """etcd's protocol messages, and the only import of ``pyetcd``, whose generated code they are.
 
-Only its messages and stubs are used: its client marks a lone endpoint failed for 300 s after one failure, may wait for
-ever in a watch, and returns no revision from a transaction.  Imported on first use, so that a store without etcd does
-not need the package.
+Only its messages and stubs are used. Its client (0.0.7) has one time-out for all calls instead of a deadline for each,
+drops the text of an error (so that a lost lease looks like any other refusal) and the revision of a transaction, never
+renews a token, marks a lone endpoint failed for 300 s after one failure, and may wait for ever in a watch. It is
+imported on first use, so that a store without etcd does not need the package.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ def prefix_range(prefix: str) -> tuple[bytes, bytes]:
 
 
 def txn_request(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> Message:
-    """A TxnRequest of ours."""
+    """Makes a TxnRequest."""
     return rpc().TxnRequest(
         compare=[_compare(compare) for compare in compares], success=[_operation(each) for each in operations]
     )
 
 
 def put_request(put: Put) -> Message:
-    """A PutRequest of ours."""
+    """Makes a PutRequest."""
     return rpc().PutRequest(key=put.key.encode(), value=put.value, lease=put.lease)
 
 
 def key_value(message: Message) -> KeyValue:
-    """An mvccpb.KeyValue as ours."""
+    """Converts an mvccpb.KeyValue."""
     return KeyValue(
         _text(message.key), message.value, message.create_revision, message.mod_revision, LeaseId(message.lease)
     )
 
 
 def event(message: Message) -> Event:
-    """An mvccpb.Event as ours: type 1 is a deletion, whose mod_revision is when."""
+    """Converts an mvccpb.Event. Type 1 is a deletion, and its mod_revision is that of the deletion."""
     deleted = message.type == 1
     kv = message.kv
     return Event(_text(kv.key), None if deleted else key_value(kv), kv.mod_revision)
