@@ -1,7 +1,6 @@
-"""What the first bytes of a chunk file say, read leniently: for counting and telling apart, never for serving.
+"""The first bytes of a chunk file, read leniently: for counting and telling apart, never for serving.
 
-Apart from headers, which are verified as a whole: here 128 bytes are enough, whatever the version and encoding, and
-nobody has the keys.
+A header is verified as a whole. Here 128 bytes are enough, whatever the version and encoding, and without keys.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from kvstore.buffers import ReadBuffer
 from kvstore.format.header import FIXED_BYTES, MAGIC, Incarnation, Kind
 from kvstore.namespace import NamespaceDigest
 
-ENCODING_AT = 13
-KEY_AT = 120
-_FIELDS = struct.Struct("<8sHBBBBxxIIIIQ16s16s32s16s8s")
+_FIELDS = struct.Struct("<8sH2xBB6xI16x16s16s32s16s8s")
 assert _FIELDS.size == FIXED_BYTES
 
 
@@ -39,12 +36,10 @@ class Fixed:
 
 
 def read_fixed(prefix: ReadBuffer) -> Fixed | None:
-    """The fields of a file that begins with ``prefix``; None where it is no chunk file."""
+    """Reads the fields of a file that begins with ``prefix``; None if it is not a chunk file."""
     if len(prefix) < FIXED_BYTES:
         return None
-    (
-        magic, version, _, _, kind, encoding, _, depth, _, _, _, address, parent, namespace, incarnation, key_id,
-    ) = _FIELDS.unpack_from(prefix)  # fmt: skip
+    magic, version, kind, encoding, depth, address, parent, namespace, incarnation, key_id = _FIELDS.unpack_from(prefix)
     if magic != MAGIC or kind not in (Kind.TOKENS, Kind.BLOCK):
         return None
     return Fixed(

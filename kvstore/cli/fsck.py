@@ -85,6 +85,7 @@ def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | No
 
 
 def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:
+    from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
 
     def show(finding: Finding) -> None:
@@ -92,13 +93,16 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
             _show(finding)
 
     with progress_to("checking shards") as moved:
-        return check(
-            root,
-            identity,
+        options = Options(
             repair=wanted.repair,
             verify_payload=not wanted.quick,
             live_sessions=_live_sessions(etcd, identity) if etcd else None,
             bytes_per_s=wanted.rate,
+        )
+        return check(
+            root,
+            identity,
+            options,
             found=show,
             progress=lambda progress: moved(progress.shards_done, 1 << identity.shard_bits),
         )

@@ -4,7 +4,7 @@
 """
 
 from kvstore.fsck.adopt import Adopted, adopt
-from kvstore.fsck.check import fsck
+from kvstore.fsck.check import Options, fsck
 from kvstore.fsck.report import Action, Finding, Kind, Progress, Report
 
-__all__ = ["Action", "Adopted", "Finding", "Kind", "Progress", "Report", "adopt", "fsck"]
+__all__ = ["Action", "Adopted", "Finding", "Kind", "Options", "Progress", "Report", "adopt", "fsck"]

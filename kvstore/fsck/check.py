@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstore.errors import KVStoreError
@@ -19,6 +19,7 @@ from kvstore.fsck.reach import Reach
 from kvstore.fsck.records import Records
 from kvstore.fsck.repair import Outcome, Repairer
 from kvstore.fsck.report import FINDINGS_MAX, Finding, Kind, Progress, Report
+from kvstore.meta.keys import parse_id
 from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity
@@ -29,57 +30,70 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
-"""A session may have begun after the list of live ones was read; what it stages is younger than this."""
+"""A session may have begun after the list of live ones was read; its staged files are younger than this."""
 CLOCK_MARGIN_S = 60.0
 """Clocks of hosts may disagree by this."""
 REACH_MAX = 10_000_000
 WRITER_AGE_S = 30 * 86_400.0
-"""After this, no memory or local disk has chunks any more that a dead session wrote, and that the root has lost."""
+"""By this age, chunks that the root has lost are gone from every memory and local disk as well."""
 LINEAGES_MAX = 1_000_000
-"""Told apart. Chunks from before there was lineage have one each; beyond this many no record is taken for old."""
+"""The most writers that are told apart; beyond it no record counts as old."""
 
 _GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS})
-"""Garbage collection's own, which it checks itself."""
+"""The folders of garbage collection, which it checks itself."""
+_FOLDERS = _GC_FOLDERS | {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of a check."""
+
+    repair: bool = False
+    verify_payload: bool = True
+    """Read all bytes, otherwise only headers."""
+    live_sessions: Set[bytes] | None = None
+    """Ids of the sessions that live; None: unknown."""
+    staging_age_s: float = STAGING_AGE_S
+    """If ``live_sessions`` is None, files that were staged longer ago count as left by a dead session."""
+    reach_max: int = REACH_MAX
+    """Chunks without their parent are looked for up to so many chunks (32 bytes of memory each)."""
+    bytes_per_s: float | None = None
+    """The limit of reading."""
+    findings_max: int = FINDINGS_MAX
 
 
 def fsck(
     root: Root,
     identity: RootIdentity,
+    options: Options | None = None,
     *,
-    repair: bool = False,
-    verify_payload: bool = True,
-    live_sessions: Set[bytes] | None = None,
-    reach_max: int = REACH_MAX,
-    bytes_per_s: float | None = None,
-    findings_max: int = FINDINGS_MAX,
     found: Callable[[Finding], object] = lambda finding: None,
     progress: Callable[[Progress], object] = lambda progress: None,
-    staging_age_s: float = STAGING_AGE_S,
     clock: Clock | None = None,
     ids: Ids | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Report:
     """Checks every file of a root, beside nodes that use it.
 
-    ``verify_payload`` reads all bytes, otherwise only headers. ``live_sessions`` are the ids of the sessions that live;
-    where nobody knows, what was staged more than ``staging_age_s`` ago counts as left by a dead one. Chunks without
-    their parent are looked for up to ``reach_max`` chunks (32 bytes of memory each). ``found`` is called with each
-    finding, ``progress`` after each file. ``bytes_per_s`` limits reading.
-
-    What lies in a folder that cannot be read is one finding. Raises the root's errors where the top cannot be read.
+    ``found`` is called with each finding, ``progress`` after each file. If a folder cannot be read, that is one
+    finding. Raises the root's errors if the top cannot be read.
     """
-    clock, ids = clock or SystemClock(), ids or RandomIds()
+    options, clock, ids = options or Options(), clock or SystemClock(), ids or RandomIds()
     inspector = Inspector(
-        root, verify_payload=verify_payload, bytes_per_s=bytes_per_s, monotonic_s=clock.monotonic_s, pause=pause
+        root,
+        verify_payload=options.verify_payload,
+        bytes_per_s=options.bytes_per_s,
+        monotonic_s=clock.monotonic_s,
+        pause=pause,
     )
     repairer = Repairer(root, identity.shard_bits, inspector, ids.fresh())
-    walk = _Walk(root, identity, inspector, repairer, repair, Report(findings_max), found, progress, reach_max)
+    walk = _Walk(root, options, inspector, repairer, clock.now_s(), found, progress, 1 << identity.shard_bits)
     walk.top()
     walk.namespaces()
     walk.chunks()
-    walk.staging(live_sessions, staging_age_s, clock.now_s())
+    walk.staging()
     walk.quarantine()
-    walk.lineage(live_sessions, clock.now_s())
+    walk.lineage()
     walk.reach()
     walk.report.read_bytes = inspector.read_bytes
     return walk.report
@@ -91,24 +105,24 @@ class _Walk:
     def __init__(
         self,
         root: Root,
-        identity: RootIdentity,
+        options: Options,
         inspector: Inspector,
         repairer: Repairer,
-        repair: bool,
-        report: Report,
+        now_s: float,
         found: Callable[[Finding], object],
         progress: Callable[[Progress], object],
-        reach_max: int,
+        shards_count: int,
     ) -> None:
-        self.report = report
+        self.report = Report(options.findings_max)
         self._root = root
-        self._identity = identity
+        self._options = options
         self._inspector = inspector
         self._repairer = repairer
-        self._repair = repair
+        self._now_s = now_s
         self._found = found
         self._progress = progress
-        self._reach = Reach(reach_max)
+        self._shards_count = shards_count
+        self._reach = Reach(options.reach_max)
         self._records = Records(root)
         self._undescribed: set[NamespaceId] = set()
         self._lineages: set[LineageId] = set()
@@ -116,17 +130,14 @@ class _Walk:
         self._shards_done = 0
 
     def top(self) -> None:
-        """What lies in the root itself. The only folder that must be readable."""
-        ours = {
-            places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE, *_GC_FOLDERS,
-        }  # fmt: skip
+        """Checks the root's own folder, the only one that must be readable."""
         for entry in list(self._root.list(TOP)):
             name = Name(entry.name)
             if entry.name in (places.FORMAT, places.RESERVE) or entry.name in FILE_SYSTEMS_OWN:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
-            elif entry.stat is not None or entry.name not in ours:
+            elif entry.stat is not None or entry.name not in _FOLDERS:
                 self._add(Kind.FOREIGN, name)
 
     def namespaces(self) -> None:
@@ -160,17 +171,18 @@ class _Walk:
             self._shards_done += 1
             self._tell()
 
-    def staging(self, live: Set[bytes] | None, age_s: float, now_s: float) -> None:
-        """What dead sessions left: staged files, and their folders."""
+    def staging(self) -> None:
+        """Finds what dead sessions left: staged files, and their folders."""
+        live, now_s = self._options.live_sessions, self._now_s
         for folder in self._entries(places.STAGING):
             name = Name(f"{places.STAGING}/{folder.name}")
-            session = _session(folder.name)
+            session = parse_id(folder.name)
             if folder.stat is not None or session is None:
                 self._add(Kind.FOREIGN, name)
                 continue
             if live is not None and session in live:
                 continue
-            wanted_age_s = age_s if live is None else STAGING_GRACE_S
+            wanted_age_s = self._options.staging_age_s if live is None else STAGING_GRACE_S
             young = False
             for entry in self._entries(name):
                 file = Name(f"{name}/{entry.name}")
@@ -185,12 +197,12 @@ class _Walk:
                 else:
                     young = True
                     self._add(Kind.YOUNG_STAGING, file, detail)
-            if self._repair and live is not None and not young:
+            if self._options.repair and live is not None and not young:
                 # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
                 remove_folder_quietly(self._root, name)
 
     def quarantine(self) -> None:
-        """What nodes and this check set aside: whole files go back, damaged ones are deleted, with repair."""
+        """Lists quarantined files. Repair puts whole ones back and deletes damaged ones."""
         for entry in self._entries(places.QUARANTINE):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             if entry.stat is None:
@@ -206,8 +218,9 @@ class _Walk:
                 self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._tell()
 
-    def lineage(self, live: Set[bytes] | None, now_s: float) -> None:
-        """Every record of a writer must be readable; one that no chunk names any more goes in time, with repair."""
+    def lineage(self) -> None:
+        """Every record of a writer must be readable. Repair removes old ones that no chunk names any more."""
+        live = self._options.live_sessions
         for entry in self._entries(places.LINEAGE):
             name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
             if entry.stat is None or session is None:
@@ -218,14 +231,14 @@ class _Walk:
             except KVStoreError as error:
                 self._add(Kind.UNREADABLE, name, str(error))
                 continue
-            is_old = now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
+            is_old = self._now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
             if writer is None:
                 self._add(Kind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
             elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
                 self._add(Kind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name))
 
     def reach(self) -> None:
-        """Chunks whose parent is not there."""
+        """Finds chunks whose parent is not there."""
         lost = self._reach.unreachable()
         self.report.unreachable_count = None if lost is None else len(lost)
         for name, parent in lost or ():
@@ -266,7 +279,7 @@ class _Walk:
             self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
 
     def _entries(self, folder: Name) -> list[Entry]:
-        """A folder's entries, all read before any is acted upon: repairing changes the folder."""
+        """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
         try:
             return list(self._root.list(folder))
         except KVStoreError as error:
@@ -275,7 +288,7 @@ class _Walk:
 
     def _add(self, kind: Kind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
         finding = Finding(kind, name, detail)
-        if self._repair and act is not None:
+        if self._options.repair and act is not None:
             action, said = act()
             finding = replace(finding, action=action, detail="; ".join(part for part in (detail, said) if part))
         self.report.add(finding)
@@ -285,7 +298,7 @@ class _Walk:
         self._progress(
             Progress(
                 self._shards_done,
-                1 << self._identity.shard_bits,
+                self._shards_count,
                 self._files_count,
                 self._inspector.read_bytes,
                 self.report.problems_count,
@@ -303,12 +316,3 @@ def remove_folder_quietly(root: Root, name: Name) -> None:
 
 def _is_shard(name: str) -> bool:
     return len(name) == 4 and all(digit in "0123456789abcdef" for digit in name)
-
-
-def _session(name: str) -> bytes | None:
-    if len(name) != 32:
-        return None
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return None

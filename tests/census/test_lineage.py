@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
 from kvstore.format.lineage import lineage_id, written
 from kvstore.format.places import Name
-from kvstore.fsck import fsck
+from kvstore.fsck import Options, fsck
 from kvstore.fsck.check import WRITER_AGE_S
 from kvstore.fsck.report import Kind
 from kvstore.meta.memory_store import MemoryStore
@@ -171,10 +171,10 @@ def test_fsck_knows_the_records_and_removes_old_ones_that_no_chunk_names(node: R
     assert fsck(root, identity).counts == {}, "its chunks are there"
     for found in node.on_root():
         root.remove(found.name)
-    assert fsck(root, identity, live_sessions={node.session}).counts == {}, "it may write more"
-    report = fsck(root, identity, live_sessions=set())
+    assert fsck(root, identity, Options(live_sessions={node.session})).counts == {}, "it may write more"
+    report = fsck(root, identity, Options(live_sessions=set()))
     assert dict(report.counts) == {Kind.OLD_WRITER: 1} and report.is_clean
-    repaired = fsck(root, identity, live_sessions=set(), repair=True)
+    repaired = fsck(root, identity, Options(live_sessions=set(), repair=True))
     assert repaired.is_clean and repaired.unrepaired_count == 0 and root.stat(name) is None
 
 
@@ -184,5 +184,5 @@ def test_fsck_names_a_record_that_is_none(node: RolledOut) -> None:
         staged = places.staged(b"y" * 16, number)
         root.stage(staged, [memoryview(b"{}")], stamp_ns=1, durable=False)
         root.publish(staged, name, durable=False)
-    counts = fsck(root, node.node.identity, live_sessions={b"y" * 16}).counts
+    counts = fsck(root, node.node.identity, Options(live_sessions={b"y" * 16})).counts
     assert dict(counts) == {Kind.BAD_RECORD: 1, Kind.FOREIGN: 1}

@@ -17,7 +17,7 @@ from kvstore.encodings.keys import KeyFile
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
-from kvstore.fsck.check import fsck
+from kvstore.fsck.check import Options, fsck
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node import encoded as encoded_module
 from kvstore.node.limits import Limits
@@ -211,7 +211,7 @@ def test_fsck_verifies_encrypted_files_without_a_key(tmp_root: Path, tmp_path: P
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert fsck(PosixRoot(tmp_root), identity, repair=True).problems_count == 1
+    assert fsck(PosixRoot(tmp_root), identity, Options(repair=True)).problems_count == 1
     assert not path.exists()
 
 

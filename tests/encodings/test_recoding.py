@@ -20,7 +20,7 @@ from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any
 from kvstore.format.header import incarnation_at
 from kvstore.format.places import Name
-from kvstore.fsck.check import fsck
+from kvstore.fsck.check import Options, fsck
 from kvstore.layout import Layout
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
@@ -295,7 +295,9 @@ def test_fsck_finds_nothing_wrong_where_a_recoding_node_died(tmp_root: Path) -> 
             dying.replace(Name(f"{staging}/0.part"), name, seen, Name(f"{staging}/1.part"), durable=False)
         assert (tmp_root / name).read_bytes() == old
         report = fsck(
-            PosixRoot(tmp_root), identity, live_sessions={member.node._session()}, staging_age_s=0.0, repair=True
+            PosixRoot(tmp_root),
+            identity,
+            Options(live_sessions={member.node._session()}, staging_age_s=0.0, repair=True),
         )
         assert report.chunks_count == COUNT + 3
         assert not [each for each in (tmp_root / staging).rglob("*") if each.is_file()]

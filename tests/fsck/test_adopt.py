@@ -9,7 +9,7 @@ import pytest
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.fsck import adopt, fsck
+from kvstore.fsck import Options, adopt, fsck
 from kvstore.fsck.adopt import Adopted
 from kvstore.layout import Layout
 from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
@@ -450,7 +450,7 @@ def ends_clean(cluster: Cluster, before: dict[int, bytes | None]) -> None:
     assert {one.owner for one in cluster.pins()} == {"a", "b"}
     assert [one.name for one in Namespaces(cluster.meta, cluster.keys).list()] == ["model"]
     assert cluster.meta.count(cluster.keys.sessions) == cluster.meta.count(cluster.keys.collectors) == 0
-    report = fsck(cluster.root, cluster.filled.identity, repair=True, live_sessions=set(), staging_age_s=0.0)
+    report = fsck(cluster.root, cluster.filled.identity, Options(repair=True, live_sessions=set(), staging_age_s=0.0))
     assert {finding.kind.value for finding in report.findings} <= {"orphan_staging", "young_staging"}
 
 

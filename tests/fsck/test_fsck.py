@@ -13,7 +13,7 @@ from kvstore.errors import Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
-from kvstore.fsck import Action, Finding, Kind, Progress, Report, fsck
+from kvstore.fsck import Action, Finding, Kind, Options, Progress, Report, fsck
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.namespaces import claim_key
 from kvstore.root.inspect import Broken, Inspector
@@ -58,8 +58,13 @@ def memory() -> Filled:
     return fill(MemoryRoot())
 
 
-def check(filled: Filled, **options: Any) -> Report:
-    return fsck(filled.root, filled.identity, clock=Clock(), **options)
+def check(
+    filled: Filled,
+    found: Callable[[Finding], object] = lambda finding: None,
+    progress: Callable[[Progress], object] = lambda progress: None,
+    **options: Any,
+) -> Report:
+    return fsck(filled.root, filled.identity, Options(**options), found=found, progress=progress, clock=Clock())
 
 
 def found(report: Report) -> list[tuple[Kind, str, str, Action | None]]:
@@ -484,7 +489,7 @@ def test_reading_keeps_to_its_rate(memory: Filled) -> None:
         pauses.append(seconds)
         now[0] += seconds
 
-    report = fsck(memory.root, memory.identity, bytes_per_s=1000.0, clock=Ticking(), pause=pause)
+    report = fsck(memory.root, memory.identity, Options(bytes_per_s=1000.0), clock=Ticking(), pause=pause)
     assert sum(pauses) == pytest.approx(report.read_bytes / 1000.0)
 
 

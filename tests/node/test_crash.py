@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.fsck import Kind, fsck
+from kvstore.fsck import Kind, Options, fsck
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
@@ -78,7 +78,7 @@ def test_killed_at_any_point_of_put(tmp_root: Path, point: str, occurrence: int)
         leftovers = [finding for finding in found_by_fsck.findings if finding.kind is Kind.ORPHAN_STAGING]
         if point != "publish.done":
             assert leftovers, "the staged file of the dead process is found"
-        fsck(root, identity, repair=True, clock=later)
+        fsck(root, identity, Options(repair=True), clock=later)
         assert fsck(root, identity, clock=later).is_clean
         assert cache.put(tokens, kv).tokens_present == len(tokens)
         count, found = cache.get(tokens)

@@ -227,7 +227,8 @@ class EtcdMeta:
 
 
 def _range(member: Member) -> Method:
-    return member.kv.Range
+    method: Method = member.kv.Range
+    return method
 
 
 def _keep_alive(member: Member) -> Method:

@@ -128,10 +128,7 @@ class Members:
         tries_count = 0
         backoff_s = BACKOFF_S_MIN
         while True:
-            if self._closed.is_set():
-                raise Unavailable(f"etcd: {what}: this client is closed: open a new one")
-            if deadline.over:
-                raise self._too_late(what, deadline, last)
+            self._check(what, deadline, last)
             member = self.current()
             # One frozen member must leave time for the others; a request that goes out once may use all of it.
             untried_count = len(self._members) - tries_count % len(self._members)
@@ -233,9 +230,13 @@ class Members:
                 return ""
             raise
 
-    def _too_late(self, what: str, deadline: Deadline, last: Fault | None) -> Unavailable:
-        why = f"{last.text}: {last.advice}" if last else "no time left to ask"
-        return Unavailable(f"etcd at {self.endpoints} did not answer {what} within {deadline.timeout_s:g} s: {why}")
+    def _check(self, what: str, deadline: Deadline, last: Fault | None) -> None:
+        """Raises Unavailable if this client is closed, or the deadline is over."""
+        if self._closed.is_set():
+            raise Unavailable(f"etcd: {what}: this client is closed: open a new one")
+        if deadline.over:
+            why = f"{last.text}: {last.advice}" if last else "no time left to ask"
+            raise Unavailable(f"etcd at {self.endpoints} did not answer {what} within {deadline.timeout_s:g} s: {why}")
 
     def _unknown(self, what: str, fault: Fault) -> Unavailable:
         return Unavailable(
