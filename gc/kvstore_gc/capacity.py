@@ -1,4 +1,4 @@
-"""How full the root is between two surveys.
+"""The level of the root between two surveys.
 
 A survey lists every file and is exact, but takes long. Until the next one, used bytes are those of the last survey plus
 the bytes that nodes reported to have written, less those that nodes and collectors reported to have deleted. If a
@@ -27,7 +27,7 @@ NONE = Usage()
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How full the root is, as far as anybody knows. Watermarks are shares of ``capacity_bytes``."""
+    """The used bytes of the root, as far as anybody knows. Watermarks are shares of ``capacity_bytes``."""
 
     used_bytes: int
     capacity_bytes: int
@@ -184,7 +184,7 @@ class Watermarks:
 
     @property
     def level(self) -> Level | None:
-        """How full it is; None before the first survey, or if neither room nor a limit is known."""
+        """The level now; None before the first survey, or if neither room nor a limit is known."""
         with self._lock:
             if self._surveyed_bytes is None:
                 return None

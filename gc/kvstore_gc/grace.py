@@ -35,7 +35,7 @@ class Pinned:
 
     @classmethod
     def of(cls, packed: Sequence[bytes]) -> Pinned:
-        """From packed addresses of 16 bytes each."""
+        """Makes it from packed addresses of 16 bytes each."""
         return cls(marks_of(packed))
 
     def __contains__(self, address: bytes) -> bool:
@@ -73,7 +73,7 @@ class Grace:
         self._refs_timeout_s = site.timings.refs_timeout_s
 
     def look(self, sweeps: Sequence[InFlight]) -> Look:
-        """How far the sweeps are. A cheap look at the keys and the sessions, which decides nothing."""
+        """The state of the sweeps. A cheap look at the keys and the sessions, which decides nothing."""
         found = self._ledger.in_flight()
         sessions = self._sessions(self._meta.list(self._keys.sessions, self._timeout_s).items)
         self._ledger.sessions_count = len(sessions)

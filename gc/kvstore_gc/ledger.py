@@ -39,7 +39,7 @@ class InFlight:
 
 
 def still_there(sweeps: Sequence[InFlight], found: Mapping[int, InFlight]) -> list[InFlight]:
-    """Those of ``sweeps`` that are still in flight, as they were ``found`` by shard."""
+    """The sweeps that are still in flight, as they were ``found`` by shard."""
     pairs = ((found.get(one.shard), one) for one in sweeps)
     return [now for now, one in pairs if now is not None and (now.sweep, now.stamp) == (one.sweep, one.stamp)]
 
@@ -53,7 +53,7 @@ class Ledger:
         self._keys = site.keys
         self._timeout_s = site.timeout_s
         self.sessions_count = 0
-        """As far as known; nodes are asked for a pace that suits it."""
+        """The number of live sessions, as last seen; nodes are asked for a pace that suits it."""
 
     def in_flight(self) -> dict[int, InFlight]:
         """All sweeps in flight, by shard. Raises Unavailable, RootMismatch if one cannot be understood."""

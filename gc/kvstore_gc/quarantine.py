@@ -110,7 +110,7 @@ class Quarantine:
 
 
 def _level_before_survey(root: Root, marks: Watermarks) -> Level | None:
-    """How full the root is as its file system says; None if it does not say. Raises the root's errors."""
+    """The level of the root as its file system says; None if it does not say. Raises the root's errors."""
     space, limit_bytes = root.space(), marks.limit_bytes
     if space.total_bytes is None or space.free_bytes is None:
         return None if limit_bytes is None else Level(0, limit_bytes)

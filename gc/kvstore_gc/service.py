@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LISTEN_S = 0.2
-"""How soon an urgent round begins, and the least time between two rounds."""
+"""Delay before an urgent round begins, and the least time between two rounds."""
 BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
 

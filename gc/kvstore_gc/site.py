@@ -1,4 +1,4 @@
-"""What a collector works with: a root, its metadata store, and the clock, ids, timings and threads to use.
+"""The site of a collector: a root, its metadata store, and the clock, ids, timings and threads to use.
 
 One value, handed on whole, instead of eight parameters in every constructor.
 """

@@ -1,4 +1,4 @@
-"""What is on a root, counted and told apart: by namespace, by who wrote it, by prefix.
+"""The chunks on a root, counted by namespace, by writer, by prefix.
 
-Apart from nodes, which know a chunk only by its address, and from collectors, which ask what may go.
+A node knows a chunk only by its address, and a collector asks which may go. A census tells what is there.
 """

@@ -1,7 +1,7 @@
-"""What an operator means when chunks are to be cleared, as it is asked for, and as it is done.
+"""The chunks that a clear takes, as an operator selects them and as nodes carry it out.
 
-A ``Selection`` is what somebody types; resolved once, where it is asked for, against the namespaces and writers that
-the root knows, it becomes a ``ClearOrder``: absolute, so that every node understands the same by it, at any time.
+An operator types a ``Selection``. It is resolved once, against the namespaces and writers that the root knows, to a
+``ClearOrder``, which is absolute: every node understands the same by it, at any time.
 Pure: no I/O, no clock.
 """
 
@@ -25,16 +25,16 @@ IDS_MAX = 10_000
 """Writers, or namespaces, that one order may name: it is one value in etcd."""
 ID_BYTES = 8
 TEXT_BYTES_MAX = 4096
-"""Of each field that is text: a worker keeps what tickets are about, and lists a hundred of them."""
+"""The limit of each text field: a worker keeps the selections of its tickets, and lists a hundred of them."""
 TIME_S_MAX = 253_402_300_800
 """The year 10000: no calendar goes further."""
 AHEAD_S = 60
-"""How far the clocks of writers may be ahead of that of whoever orders."""
+"""Seconds by which clocks of writers may be ahead of the clock that dates the order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Every field that is given must hold of a chunk. Raises InvalidRequest where nothing is given, or no sense."""
+    """Every field that is given must hold of a chunk. Raises InvalidRequest if nothing is given, or no sense."""
 
     namespace: bytes | None = None
     """A namespace's digest."""
@@ -43,7 +43,7 @@ class Selection:
     fingerprint: str = ""
     """All whose fingerprint begins so."""
     older_than_s: float = 0.0
-    """Not used for so long."""
+    """Chunks that were not used for so long."""
     written_by: str = ""
     """A session (32 hexadecimal digits), or ``node=``, ``host=``, ``version=`` or ``label=`` with a value."""
     since_s: float = 0.0
@@ -68,7 +68,7 @@ class Selection:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was given."""
+        """True if nothing was given."""
         return all(getattr(self, each.name) == each.default for each in fields(self))
 
     def describe(self) -> str:
@@ -83,9 +83,9 @@ class Selection:
         return ", ".join(said)
 
     def resolve(self, namespaces: Iterable[Namespace], writers: Writers, now_s: float) -> ClearOrder:
-        """What is meant by it now, with all ``namespaces`` and ``writers`` of the root.
+        """Resolves it against all ``namespaces`` and ``writers`` of the root.
 
-        Raises InvalidRequest where no namespace or no writer is meant, or too many are.
+        Raises InvalidRequest if it selects no namespace or no writer, or too many.
         """
         found: frozenset[NamespaceId] | None = None
         if self.namespace is not None or self.tenant is not None or self.fingerprint:
@@ -116,7 +116,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class ClearOrder:
-    """What is cleared. None and 0 mean: whatever it is."""
+    """A clear. None and 0 mean: any."""
 
     namespaces: frozenset[NamespaceId] | None
     lineages: frozenset[LineageId] | None
@@ -129,23 +129,23 @@ class ClearOrder:
 
     @property
     def needs_headers(self) -> bool:
-        """Whether the name and time of a file do not tell."""
+        """True if the name and time of a file are not enough to decide."""
         return self.lineages is not None
 
     @property
     def stands(self) -> bool:
-        """Whether it is kept for nodes that are away: where what it names can be told from what is written later."""
+        """True if it is kept for nodes that are away. Its chunks must be told apart from those written later."""
         return self.lineages is not None and not self.unused_since_s
 
     def takes(self, found: Found) -> bool:
-        """Whether a file on the root is meant; one whose header is needed and missing is not."""
+        """True if it takes a file on the root. It takes none whose header is needed and missing."""
         last_use_s = float(found.recency.last_use_s)
         if self.lineages is None:
             return self.means(found.namespace) and self._is_unused(last_use_s)
         return found.header is not None and self.covers(found.namespace, found.header.incarnation, last_use_s)
 
     def covers(self, namespace: NamespaceDigest | NamespaceId, incarnation: Incarnation, last_use_s: float) -> bool:
-        """Whether a chunk is meant, of which this is known, wherever a copy of it is."""
+        """True if it takes a chunk with these properties, wherever a copy is."""
         if not self.means(namespace) or not self._is_unused(last_use_s):
             return False
         if self.lineages is None:
@@ -159,7 +159,7 @@ class ClearOrder:
         )
 
     def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation, last_use_s: float) -> bool:
-        """Whether a copy in memory or on a disk must go: as ``covers``, but for what was written after the order.
+        """True if a copy in memory or on a disk must go: if it ``covers`` it, and it was not written after the order.
 
         So an order does no harm to what its writer, put right, goes on to write, whenever a node hears of it.
         """
@@ -168,11 +168,11 @@ class ClearOrder:
         return not is_later and self.covers(namespace, incarnation, last_use_s)
 
     def means(self, namespace: NamespaceDigest | NamespaceId) -> bool:
-        """Whether anything of a namespace may be meant."""
+        """True if it may take chunks of a namespace."""
         return self.namespaces is None or NamespaceId(namespace[:ID_BYTES]) in self.namespaces
 
     def to_json(self) -> bytes:
-        """As nodes tell each other."""
+        """The order as nodes tell each other."""
         record = {
             "namespaces": _joined(self.namespaces),
             "lineages": _joined(self.lineages),
@@ -214,7 +214,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _writer_test(written_by: str) -> tuple[str, str]:
-    """Which field of a writer must have which value. Raises InvalidRequest."""
+    """Parses a field of a writer and the value it must have. Raises InvalidRequest."""
     name, equals, value = written_by.partition("=")
     if not written_by:
         return "", ""

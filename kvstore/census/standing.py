@@ -1,6 +1,6 @@
-"""The orders that are kept: what must not come back into a node's memory or disk from wherever it is still read.
+"""The clear orders that are kept. A node consults them for each copy that it is about to keep.
 
-Apart from an order, which is one: here is what a node looks at for each copy that it is about to keep.
+They keep cleared chunks from coming back into its memory or disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Standing:
         return bool(self._by_lineage or self._others)
 
     def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation) -> bool:
-        """Whether a copy with this incarnation was cleared, and is not to be kept."""
+        """True if a copy with this incarnation was cleared and must not be kept."""
         found = written(incarnation) if self._by_lineage else None
         orders = self._by_lineage.get(found.lineage, ()) if found is not None else ()
         return any(order.forbids(namespace, incarnation, 0.0) for order in (*orders, *self._others))

@@ -1,13 +1,13 @@
 """A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
 
-Streaming: memory does not grow with the root.  Apart from a check (``fsck``), which verifies, and from a collector's
-listing, which decides: a walk only tells.
+Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a collector's
+listing it decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore import recency
 from kvstore.address import Address
@@ -25,7 +25,7 @@ QUANTUM_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One chunk file. ``header`` is None where it was not asked for, or is none."""
+    """One chunk file. ``header`` is None if it was not asked for, or is none."""
 
     name: Name
     address: Address
@@ -48,9 +48,9 @@ def walk(
 ) -> Iterator[Found]:
     """Yields the chunks of a root, shard by shard, in no order within one; what comes and goes meanwhile may be missed.
 
-    ``headers`` opens each file for its first 128 bytes.  ``share`` (over 0, up to 1) looks at so many of the shards
+    ``headers`` opens each file for its first 128 bytes. ``share`` (over 0, up to 1) looks at so many of the shards
     only, spread evenly: addresses are hashes, so these are a fair sample of single chunks, though not of whole prompts.
-    ``shards`` names them instead, so that a walk that was cut off can go on.  ``trouble`` is called with each error of
+    ``shards`` names them instead, so that a walk that was cut off can go on. ``trouble`` is called with each error of
     the root, which ends a folder or leaves out a file; ``shard_done(done, total)`` after each shard.
 
     Raises InvalidRequest for another share.
@@ -87,7 +87,7 @@ def walk_shard(
 
 
 def found_in(folder: Name, entry: Entry, quantum_s: int = QUANTUM_S) -> Found | None:
-    """What one entry of a shard's folder is; None for anything but a chunk."""
+    """The chunk that an entry of a shard's folder is; None for anything else."""
     parsed = places.parse_chunk(entry.name)
     if parsed is None or entry.stat is None:
         return None
@@ -96,10 +96,10 @@ def found_in(folder: Name, entry: Entry, quantum_s: int = QUANTUM_S) -> Found | 
 
 
 def with_header(root: Root, found: Found) -> Found:
-    """The same, with what its header says; without one where it is gone, or is none. Raises the root's errors."""
+    """Adds the header to ``found``, if there is a valid one. Raises the root's errors."""
     seen = root.look(found.name, FIXED_BYTES)
     header = None if seen is None else read_fixed(seen.prefix)
-    return Found(found.name, found.address, found.namespace, found.size_bytes, found.recency, header)
+    return replace(found, header=header)
 
 
 def sampled(shard_bits: int, share: float = 1.0) -> list[int]:

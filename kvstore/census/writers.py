@@ -1,4 +1,4 @@
-"""How much each writer has on a root: of chunks as a walk finds them, told apart by their lineage.
+"""The chunks that each writer has on a root, told apart by their lineage.
 
 Pure: what was found comes in, sums go out.
 """
@@ -15,12 +15,12 @@ from kvstore.namespace import NamespaceId
 
 @dataclass(slots=True)
 class Share:
-    """What one writer has; ``writer`` is None for all those together of whom there is no record."""
+    """The chunks of one writer; ``writer`` is None for all those together that have no record."""
 
     writer: Writer | None
     chunks_count: int = 0
     size_bytes: int = 0
-    """Of the files, headers included."""
+    """Size of the files, headers included."""
     first_s: int = 0
     """When the oldest and the newest of these were written; 0 where that is not known."""
     last_s: int = 0

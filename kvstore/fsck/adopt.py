@@ -1,6 +1,6 @@
 """Telling an empty, restored or foreign etcd what the root knows: losing the metadata is not losing the data (rule C6).
 
-Chunk files and namespace records describe themselves, and pins have twins.  All else that etcd holds belongs to
+Chunk files and namespace records describe themselves, and pins have twins. All else that etcd holds belongs to
 processes, which make it again: so their sessions are ended, and what sweeps have begun is undone.
 """
 
@@ -39,7 +39,7 @@ ROUNDS_MAX = 20
 
 @dataclass(slots=True)
 class Adopted:
-    """What came of it. ``generation`` is the root's from now on, ``previous`` the one before (0: it had none)."""
+    """The outcome. ``generation`` is the root's from now on, ``previous`` the one before (0: it had none)."""
 
     previous: int = 0
     generation: int = 0
@@ -76,10 +76,10 @@ def adopt(
     call to ``meta``.
 
     Nodes may run: those of ``meta`` lose their sessions, and protect nothing until the end of this; what those of
-    another etcd hold, no collector of ``meta`` will ever know of, which costs them misses.  Collectors of another etcd
+    another etcd hold, no collector of ``meta`` will ever know of, which costs them misses. Collectors of another etcd
     must not run, since nobody here can end their sessions.
 
-    Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable where another adoption
+    Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable if another adoption
     runs or a collector goes on condemning.
     """
     return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s).run()
@@ -156,7 +156,7 @@ class _Adoption:
         self._done.trash_count += 1
 
     def _drop_condemned(self, found: tuple[KeyValue, ...]) -> bool:
-        """Deletes the keys of sweeps, with a new link of their chain; False where it has grown since they were read."""
+        """Deletes the keys of sweeps, with a new link of their chain; False if it has grown since they were read."""
         condemned = [kv for kv in found if kv.key.startswith(self._keys.condemned)]
         seq = next((kv for kv in found if kv.key == self._keys.gc_seq), None)
         compare: Compare = Absent(self._keys.gc_seq) if seq is None else ModifiedAt(self._keys.gc_seq, seq.mod_revision)
@@ -210,7 +210,7 @@ class _Adoption:
                 self._done.pins_known_count += 1
 
     def _put_ref(self, key: str, content: bytes, ttl_s: int) -> bool:
-        """Whether the key was put; not, where there is one."""
+        """Puts the key of a pin under a lease; False if there is one already."""
         if self._meta.get(key, self._timeout_s) is not None:
             return False
         lease = self._meta.grant(ttl_s, self._timeout_s)

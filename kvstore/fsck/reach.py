@@ -1,4 +1,4 @@
-"""Which chunks have no parent: 32 bytes of memory for each chunk, up to a limit."""
+"""Finds chunks without a parent: 32 bytes of memory for each chunk, up to a limit."""
 
 from __future__ import annotations
 

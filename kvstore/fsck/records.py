@@ -15,7 +15,7 @@ from kvstore.root.identity import read_small
 from kvstore.root.interface import Entry, Root
 
 Wrong = tuple[Kind, str]
-"""What is wrong with a record."""
+"""The fault of a record."""
 
 
 class Records:
@@ -26,7 +26,7 @@ class Records:
         self._root = root
 
     def read(self, entry: Entry) -> Wrong | None:
-        """What is wrong with one entry of the folder; None if nothing is, or it is gone. Raises the root's errors."""
+        """Reads one entry; returns its fault, or None if it has none or is gone. Raises the root's errors."""
         stem, dot, suffix = entry.name.rpartition(".")
         if entry.stat is None or not dot or suffix not in ("json", "claim") or not _is_hex(stem):
             return Kind.FOREIGN, ""
@@ -50,7 +50,7 @@ class Records:
 
 
 def read_claim(root: Root, key: bytes) -> Layout | None:
-    """The layout that a claim on the root names; None where there is no readable one. Raises the root's errors."""
+    """The layout that a claim on the root names; None if there is no readable one. Raises the root's errors."""
     raw = read_small(root, places.namespace_claim(key), RECORD_BYTES_MAX)
     if raw is None:
         return None

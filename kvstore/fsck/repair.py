@@ -1,11 +1,11 @@
 """Putting a root right while nodes go on using it: take, look, put.
 
-Whatever was seen of a file may be old when we act: a node may have quarantined it and put a good one at its name.  So a
-file is first *taken*: renamed to a quarantine name that nobody else uses.  Then we *look* at what we took, which nobody
-can change any more, and *put* it: back under the name that its own header gives, if it is whole and nobody has that
-name, else it stays in quarantine.  A good file that was taken by mistake is missing for that moment, which is a miss.
+A look at a file may be old when we act: a node may have quarantined it and put a good one at its name. So a file is
+first *taken*: renamed to a quarantine name that nobody else uses. Then we *look* at the file there, where nobody can
+change it any more, and *put* it back under the name that its own header gives, if it is whole and the name is free.
+Else it stays in quarantine. A good file that was taken by mistake is missing for that moment, which is a miss.
 
-At the end of the check we look at all that is in quarantine once more, and delete what is damaged still.  So a file is
+At the end of the check we look at all that is in quarantine once more, and delete what is damaged still. So a file is
 read at its name, after it was taken, and at the end before it is deleted, twice each time, and one whole reading of it
 brings it back: a device that delivers wrong bytes for a moment costs nothing.
 """
@@ -30,7 +30,7 @@ CYCLE_MAX = 100
 """Files in each other's places, one after another, that are moved in one go."""
 
 Outcome = tuple[Action, str]
-"""What was done, and what to say about it."""
+"""The action taken, and a detail for the report."""
 
 
 class Repairer:
@@ -44,7 +44,7 @@ class Repairer:
         self._numbers = itertools.count()
 
     def right_name(self, header: Header) -> Name:
-        """Where the chunk of that header belongs."""
+        """The name at which the chunk of that header belongs."""
         return places.chunk(header.address, NamespaceId(header.namespace[:8]), self._shard_bits)
 
     def take(self, name: Name) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a check of a root found, and what it did about it."""
+"""The report of a check: findings, and the actions taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FINDINGS_MAX = 10_000
 
 
 class Kind(enum.Enum):
-    """What can be wrong with a root, or worth knowing."""
+    """The kind of a finding."""
 
     DAMAGED = "damaged"
     """A chunk file whose bytes are not what its header and format demand; the detail is the reason."""
@@ -58,7 +58,7 @@ HOUSEKEEPING = frozenset(
 
 
 class Action(enum.Enum):
-    """What repairing did about a finding."""
+    """The action that repair took on a finding."""
 
     QUARANTINED = "quarantined"
     """Set aside, so that the next put writes it again."""
@@ -78,7 +78,7 @@ REPAIRED = frozenset({Action.QUARANTINED, Action.RESTORED, Action.REMOVED})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found. ``name`` is relative to the root; ``action`` is None where nothing was to be done."""
+    """One thing found. ``name`` is relative to the root; ``action`` is None if nothing was to be done."""
 
     kind: Kind
     name: Name
@@ -87,18 +87,18 @@ class Finding:
 
     @property
     def is_housekeeping(self) -> bool:
-        """Whether a sound root may have it."""
+        """True if a sound root may have it."""
         return self.kind in HOUSEKEEPING
 
     @property
     def is_problem(self) -> bool:
-        """Whether it is damage, and was not gone when repairing looked again."""
+        """True if it is damage, and was not gone when repair looked again."""
         return not self.is_housekeeping and self.action is not Action.VANISHED
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a check is: shards of all shards, and what was read."""
+    """The progress of a check: shards of all shards, files and bytes read."""
 
     shards_done: int
     shards_total: int
@@ -126,11 +126,11 @@ class Report:
     read_bytes: int = 0
     namespaces_count: int = 0
     unreachable_count: int | None = None
-    """None where it was not looked for, or the root has too many chunks to."""
+    """Chunks without their parent; None if not counted, or if the root has too many chunks."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was wrong (housekeeping apart): exit code 0 of ``kvstore fsck``, else 1."""
+        """True if nothing was wrong (housekeeping apart): exit code 0 of ``kvstore fsck``, else 1."""
         return self.problems_count == 0
 
     @property
@@ -140,7 +140,7 @@ class Report:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether there were more findings than ``findings`` keeps."""
+        """True if there were more findings than ``findings`` keeps."""
         return self.counts.total() > len(self.findings)
 
     def add(self, finding: Finding) -> None:

@@ -27,7 +27,7 @@ class Barrier:
 
     @property
     def stands(self) -> bool:
-        """Whether it stands for certain: half of its time is left for a deletion that is under way to end."""
+        """True while it stands for certain: half of its time is left, in which a deletion under way can end."""
         return self._clock.monotonic_s() < self._sent_s + BARRIER_S / 2
 
     def check(self) -> None:
@@ -70,5 +70,5 @@ class Barriers:
         return Barrier(self._meta, lease, sent_s, self._clock)
 
     def orders(self, timeout_s: float) -> list[bytes]:
-        """What those that stand are about. Raises Unavailable."""
+        """The orders of all barriers that stand. Raises Unavailable."""
         return [kv.value for kv in self._meta.list(self._keys.barriers, timeout_s).items]

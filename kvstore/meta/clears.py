@@ -1,11 +1,11 @@
-"""How nodes tell each other what was cleared by selection, and that they have dropped it.
+"""Orders to clear by selection, and the answers of nodes that have dropped the chunks.
 
     /kv/<root>/clears/<id>               an order; one that stands without a lease, so that who is away hears it later
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
                                          swept; under its session's lease, and as long as the order is kept
 
-What an order says is opaque here: what a chunk is, the metadata do not know.  Apart from ``digests.py``, which only
-nodes with memory follow; these all nodes do.
+The content of an order is opaque here, because metadata know no chunks. All nodes follow orders; only nodes with memory
+follow ``digests.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clears:
         return self._put(order, _WAITING + content, timeout_s, stands=stands)
 
     def renew(self, lease: LeaseId, timeout_s: float) -> bool:
-        """Keeps an order that does not stand for ``PASSING_S`` more; False where it is over. Raises Unavailable."""
+        """Keeps an order that does not stand for ``PASSING_S`` more; False if it is over. Raises Unavailable."""
         return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
 
     def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
@@ -74,9 +74,9 @@ class Clears:
         return {session for session in sessions if session is not None and session not in answers}
 
     def still_silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
-        """Of those that live and have answered, the sessions that have not once more, since it was done.
+        """Live sessions that answered once, but not again since the order was done.
 
-        One that began since knows nothing from before. Raises Unavailable.
+        A session that began since has nothing from before. Raises Unavailable.
         """
         return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
 
@@ -85,11 +85,11 @@ class Clears:
         return self._meta.list(self._keys.clears, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        """What is told from a revision on."""
+        """Watches orders from a revision on."""
         return self._meta.watch(self._keys.clears, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> OrderTold | None:
-        """What a key says, or that it is gone; None for one that says nothing that this version understands."""
+        """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
         order = parse_id(key.removeprefix(self._keys.clears))
         if order is None or found is None:
             return None if order is None else OrderTold(order, None, True)

@@ -1,6 +1,6 @@
-"""What nodes with memory tell each other through the metadata: where they serve it, what it holds, what was cleared.
+"""The keys that nodes with memory share: where they serve it, digests of its content, cleared namespaces.
 
-Only the keys and who writes them under which lease; what a digest's bytes mean is the peers' own affair.
+Only the peers know what the bytes of a digest mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class AddressTold:
-    """Where a session's worker serves its memory; None: not any more. ``since`` orders the sessions of one address."""
+    """The address of a session's memory; None: not served any more. ``since`` orders the sessions of one address."""
 
     session: SessionId
     address: str | None
@@ -31,7 +31,7 @@ class AddressTold:
 
 @dataclass(frozen=True, slots=True)
 class DigestTold:
-    """What a session's memory holds in one shard; None: nothing."""
+    """The digest of a session's memory in one shard; None: it holds nothing there."""
 
     session: SessionId
     shard: int
@@ -89,11 +89,11 @@ class Digests:
         return self._meta.list(self._keys.peers, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        """What is told from a revision on."""
+        """Watches the keys from a revision on."""
         return self._meta.watch(self._keys.peers, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> Told | None:
-        """What a key says, or that it is gone; None for one that says nothing that this version understands."""
+        """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
         owner, _, what = key.removeprefix(self._keys.peers).partition("/")
         if owner == "cleared":
             digest = _digest_of(what)

@@ -1,7 +1,7 @@
-"""What nodes need of etcd: a small key-value store with revisions, compare-and-set, leases and one watch.
+"""The metadata store: a small key-value store with revisions, compare-and-set, leases and watches.
 
 Everything that nodes agree on (namespaces, sessions, workers, pins, locks) is written once over this interface;
-``etcd`` and ``memory`` implement it, ``faulty`` wraps it.  Semantics are etcd v3's: one linear history of
+``etcd`` and ``memory`` implement it. Semantics are etcd v3's: one linear history of
 revisions, a transaction is atomic, a key written under a lease disappears with it.
 """
 
@@ -144,7 +144,7 @@ class Meta(Protocol):
         ...
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """How many keys there are under ``prefix``, linearizable; no value is read or sent."""
+        """The number of keys under ``prefix``, linearizable; no value is read or sent."""
         ...
 
     def txn(

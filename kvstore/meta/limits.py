@@ -17,7 +17,7 @@ LEASE_TTL_S_MAX = 365 * 86_400
 
 
 def check_request(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> None:
-    """Raises InvalidRequest where a transaction is over a limit or names a key twice."""
+    """Raises InvalidRequest if a transaction is over a limit or names a key twice."""
     if len(compares) > OPERATIONS_MAX or len(operations) > OPERATIONS_MAX:
         raise InvalidRequest(
             f"a transaction has {len(compares)} compares and {len(operations)} operations, over the limit of "
@@ -46,12 +46,12 @@ def check_key(key: str) -> int:
 
 
 def check_ttl(ttl_s: int) -> None:
-    """Raises InvalidRequest where ``ttl_s`` is no whole number of seconds from 1 to a year."""
+    """Raises InvalidRequest if ``ttl_s`` is no whole number of seconds from 1 to a year."""
     if not 1 <= ttl_s <= LEASE_TTL_S_MAX:
         raise InvalidRequest(f"lease ttl_s={ttl_s!r}: expected a whole number from 1 to {LEASE_TTL_S_MAX}")
 
 
 def check_from_revision(revision: int) -> None:
-    """Raises InvalidRequest where a watch would start before the first revision (0 means 'now' to etcd)."""
+    """Raises InvalidRequest if a watch would start before the first revision (0 means 'now' to etcd)."""
     if revision < 1:
         raise InvalidRequest(f"watch from_revision={revision}: expected 1 or more, such as a snapshot's revision + 1")

@@ -69,7 +69,7 @@ class MemoryStore:
             return Snapshot(items, self._revision)
 
     def count(self, prefix: str) -> int:
-        """How many keys there are under ``prefix`` now."""
+        """The number of keys under ``prefix`` now."""
         with self._changed:
             self._expire()
             return sum(key.startswith(prefix) for key in self._keys)
@@ -96,7 +96,7 @@ class MemoryStore:
             return lease
 
     def keep_alive(self, lease: LeaseId) -> bool:
-        """Puts the lease's end off to its ttl from now; False where it has ended."""
+        """Puts the lease's end off to its ttl from now; False if it has ended."""
         with self._changed:
             self._expire()
             found = self._leases.get(lease)
@@ -130,7 +130,7 @@ class MemoryStore:
     ) -> tuple[tuple[Event, ...], int]:
         """Events under ``prefix`` from ``from_revision`` on, waiting up to ``timeout_s`` for the first of them.
 
-        Also returns the revision to go on from. Raises WatchLost where history no longer reaches back that far.
+        Also returns the revision to go on from. Raises WatchLost if history no longer reaches back that far.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:

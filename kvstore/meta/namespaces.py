@@ -1,6 +1,6 @@
 """Namespaces as nodes agree on them: which layout a tenant's name stands for, and which variants exist under it.
 
-A name is claimed for one layout by compare-and-set.  Other weights or settings under the same name are namespaces of
+A name is claimed for one layout by compare-and-set. Other weights or settings under the same name are namespaces of
 their own (another digest) and are recorded beside it; another layout under the same name is refused.
 """
 
@@ -27,7 +27,7 @@ class _Claim:
     variants_count: int
 
     def to_json(self, namespace: Namespace) -> bytes:
-        """As stored; tenant and name are for people who read the store."""
+        """The stored form; tenant and name are for people who read the store."""
         fields = {
             "tenant": namespace.tenant,
             "name": namespace.name,
@@ -52,8 +52,8 @@ class Namespaces:
     def claim(self, namespace: Namespace, timeout_s: float | None = None) -> None:
         """Records ``namespace``; returns at once where it is recorded already.
 
-        Raises LayoutMismatch where its name stands for another layout, InvalidRequest over 1024 variants of one name,
-        Unavailable where the store did not answer. May be repeated: what is found recorded counts as success,
+        Raises LayoutMismatch if its name stands for another layout, InvalidRequest over 1024 variants of one name,
+        Unavailable if the store did not answer. May be repeated: what is found recorded counts as success,
         whoever wrote it, so a lost reply needs no more than reading back.
         """
         deadline = Deadline(timeout_s)
@@ -93,9 +93,9 @@ class Namespaces:
         return tuple(sorted(found, key=lambda one: (one.tenant, one.name, one.digest)))
 
     def find(self, digest: NamespaceDigest, timeout_s: float | None = None) -> Namespace | None:
-        """The namespace with this digest; None where none is recorded.
+        """The namespace with this digest; None if none is recorded.
 
-        Raises RootMismatch where the record is not what its key says (a damaged or foreign store).
+        Raises RootMismatch if the record is not what its key says (a damaged or foreign store).
         """
         found = self._meta.get(self._keys.namespace_digest(digest), timeout_s)
         if found is None:

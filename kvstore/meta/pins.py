@@ -60,18 +60,18 @@ class PinRecord:
 
     @property
     def addresses_count(self) -> int:
-        """How many addresses it protects."""
+        """The number of addresses it protects."""
         return len(self.packed) // ADDRESS_BYTES
 
     def contains(self, address: Address) -> bool:
-        """Whether it protects ``address``."""
+        """True if it protects ``address``."""
         at = self.packed.find(address)
         while at >= 0 and at % ADDRESS_BYTES:
             at = self.packed.find(address, at + 1)
         return at >= 0
 
     def to_bytes(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         fields = {
             "id": self.id.hex(),
             "owner": self.owner,
@@ -86,7 +86,7 @@ class PinRecord:
 
     @classmethod
     def of(cls, kv: KeyValue) -> PinRecord:
-        """A ref as read. Raises RootMismatch where it cannot be understood: then nobody knows what it protects."""
+        """A ref as read. Raises RootMismatch if it cannot be understood: then nobody knows what it protects."""
         return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
 
     @classmethod
@@ -118,21 +118,21 @@ class PinRecord:
 
 @dataclass(frozen=True, slots=True)
 class PinQuota:
-    """How many pins there may be: of one owner, and in all. Advisory: pins put at one moment may pass it by a few."""
+    """The most pins of one owner, and in all. Advisory: pins put at the same moment may pass it by a few."""
 
     per_owner_max: int = 1_000
     pins_max: int = 10_000
 
 
 class Twins(Protocol):
-    """Where each pin's record is written a second time, so that it outlives the loss of etcd (rule C5)."""
+    """The place for the second copy of each pin's record, which outlives the loss of etcd (rule C5)."""
 
     def write(self, owner: str, pin: PinId, content: bytes) -> None:
         """Writes and syncs a twin. Raises what the root raises."""
         ...
 
     def remove(self, owner: str, pin: PinId) -> bool:
-        """Removes a twin; False where there is none. Raises what the root raises."""
+        """Removes a twin; False if there is none. Raises what the root raises."""
         ...
 
 
@@ -198,7 +198,7 @@ class Pins:
             raise
 
     def unpin(self, owner: str, pin: PinId, timeout_s: float | None = None) -> bool:
-        """Removes a pin; False where it does not exist (any more). Raises Unavailable where that stays unknown.
+        """Removes a pin; False if it does not exist (any more). Raises Unavailable if that stays unknown.
 
         A twin that was left over, by an owner that died or because etcd lost the key, is removed too, and counts.
         """
@@ -228,11 +228,11 @@ class Pins:
         return removed
 
     def refcount(self, address: Address, timeout_s: float | None = None) -> int:
-        """How many live refs contain ``address``. Reads all refs: for people and tests, not for a request."""
+        """Counts the live refs that contain ``address``. Reads all refs: for people and tests, not for a request."""
         return sum(record.contains(address) for record in self.list(timeout_s=timeout_s))
 
     def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[PinRecord, ...]:
-        """All live pins, or one owner's. Raises RootMismatch where one cannot be understood."""
+        """All live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
         return tuple(PinRecord.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
 
@@ -266,7 +266,7 @@ class Pins:
         return replace(record, lease=lease, revision=result.revision)
 
     def _remove_twin_quietly(self, record: PinRecord) -> None:
-        """Of a pin that failed. One that stays protects what nobody asked for, until collectors remove it."""
+        """Removes the twin of a pin that failed. If that fails too, it protects chunks until collectors remove it."""
         if self._twins is None:
             return
         try:

@@ -1,6 +1,6 @@
 """Presence: a node's standing in the cluster, one session after another.
 
-A session never comes back (rule V2); presence is what does.  Separate from ``session.py`` because a session only knows
+A session never comes back (rule V2); presence is what does. Separate from ``session.py`` because a session only knows
 how to live and die, while this knows what else a node must do when one begins and ends.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0
 BACKOFF_S_MAX_UNREADY = 30.0
-"""Between sessions that cannot be used, such as while the root does not answer."""
+"""The longest pause between sessions that cannot be used, such as while the root does not answer."""
 
 SessionCall = Callable[[Session], None]
 
@@ -38,11 +38,11 @@ class _Hook:
 class Presence:
     """Always one session, as far as the store allows: a lost one is followed by a new one as soon as it answers.
 
-    Whatever hangs on the session is attached.  ``on_new`` runs for every new session before ``current`` hands it out
+    Whatever hangs on the session is attached. ``on_new`` runs for every new session before ``current`` hands it out
     (rule V1: first the session, then the view, only then answers); where it raises one of ``kvstore.errors`` it leaves
-    nothing behind, and the session ends; the next one begins after a while.  ``on_lost`` runs once for every session
+    nothing behind, and the session ends; the next one begins after a while. ``on_lost`` runs once for every session
     that ``on_new`` returned for and that died, before the lease is revoked and the next session begins; it must not
-    raise.  One thread runs them all.
+    raise. One thread runs them all.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Presence:
                 self._pause(backoff_s)
 
     def _live(self, session: Session) -> bool:
-        """Tells the hooks of ``session`` and waits until it ends; False where a hook failed.
+        """Tells the hooks of ``session`` and waits until it ends; False if a hook failed.
 
         A session that is not ready must not stay: collectors would wait for it, and it announces nothing.
         """

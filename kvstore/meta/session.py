@@ -1,7 +1,7 @@
 """A session: a node's leased presence, and the chain of its writes.
 
 When a session dies, everything under its lease dies with it, and so must everything that the node believed because of
-it.  Rule V2: a session is dead, for ever, once no keepalive was acknowledged for its ttl, measured by the node itself
+it. Rule V2: a session is dead, for ever, once no keepalive was acknowledged for its ttl, measured by the node itself
 from when it *sent* the last acknowledged one: that is never later than the moment at which the store drops the lease.
 """
 
@@ -37,7 +37,7 @@ class SessionRecord:
     write: int
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         return json.dumps({"announced": self.announced, "write": self.write}, separators=(",", ":")).encode()
 
     @classmethod
@@ -54,7 +54,7 @@ _FIRST = SessionRecord(announced=0, write=0)
 
 
 def check_session_ttl(ttl_s: int) -> None:
-    """Raises InvalidRequest where ``ttl_s`` is not from 2 to 3600 s."""
+    """Raises InvalidRequest if ``ttl_s`` is not from 2 to 3600 s."""
     if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
         raise InvalidRequest(f"session ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX}")
 
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether the session can be relied on now (rule V2). Once False, False for ever."""
+        """True while the session can be relied on (rule V2). Once False, False for ever."""
         with self._lock:
             if self._lost is None and self._clock.monotonic_s() - self._acknowledged_s >= self.ttl_s:
                 self._lost = f"no keepalive was acknowledged for {self.ttl_s} s"
@@ -193,8 +193,8 @@ class Session:
     ) -> TxnResult:
         """A transaction that also needs this session to be alive in the store and the next link of its chain.
 
-        ``announced`` replaces the announced revision.  A lost reply is settled by reading the session's key back, which
-        carries the number of the write.  Raises SessionLost when the chain is broken (the session is then dead),
+        ``announced`` replaces the announced revision. A lost reply is settled by reading the session's key back, which
+        carries the number of the write. Raises SessionLost when the chain is broken (the session is then dead),
         Unavailable when the outcome stays unknown, LeaseGone for an operation's own lease.
         """
         if announced is not None and not 0 <= announced <= ANNOUNCED_MAX:
@@ -225,7 +225,7 @@ class Session:
     def check_chain(self, timeout_s: float | None = None) -> None:
         """Reads the session's key back: whether the store still has this session's last write (rule C2).
 
-        Raises SessionLost where it has not (the session is then dead), Unavailable where that stays unknown.
+        Raises SessionLost if it has not (the session is then dead), Unavailable if that stays unknown.
         """
         deadline = Deadline(timeout_s, self._clock)
         if not self._chain.acquire(timeout=deadline.left_s()):
@@ -325,6 +325,6 @@ class Session:
             self._on_lost(self)
 
     def _pause_s(self) -> float:
-        """Until the next keepalive is due: a third of the ttl after the last acknowledged one, at once if late."""
+        """Seconds until the next keepalive is due: a third of the ttl after the last acknowledged one, 0 if late."""
         with self._lock:
             return max(0.0, self._acknowledged_s + self.ttl_s / 3 - self._clock.monotonic_s())

@@ -1,7 +1,7 @@
-"""What etcd holds of garbage collection: the sweeps in flight, and the chain that orders them.
+"""The keys of garbage collection: the sweeps in flight, and the chain that orders them.
 
-Written by collectors, read by nodes.  A sweep's exact list lies on the root (``plans/<sweep>``); nodes need only to
-know whether an address is in it, and may be told yes too often: a needless "yes" is a miss.
+Collectors write them, nodes read them. A sweep's exact list lies on the root (``plans/<sweep>``). Nodes only need to
+know whether an address is in it, and a false "yes" costs a miss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILTER_BITS_PER_VICTIM = 24
 FILTER_HASHES = 8
 """With 24 bits each: 0.004 % of false positives. One of them ends the match of a whole prompt, so they must be rare."""
 VICTIMS_MAX = 16_384
-"""Of one sweep, so that its key stays below 50 KB; what is more is left to the next sweep of the shard."""
+"""The most victims of one sweep, so that its key stays below 50 KB; the next sweep of the shard takes the others."""
 NO_NONCE = bytes(ID_BYTES)
 PACE_S_MAX = 60.0
 
@@ -45,7 +45,7 @@ class Seq:
     pace_s: float = 0.0
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         fields = {"nonce": self.nonce.hex(), "prev": self.prev.hex(), "pace_s": self.pace_s}
         return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -96,7 +96,7 @@ class Condemned:
         return record
 
     def to_bytes(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         count = self.victims_count.to_bytes(4, "little")
         flags = bytes([self.is_filter * _FILTER | self.is_final * _FINAL])
         return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.members))
@@ -119,7 +119,7 @@ class Condemned:
 
 
 class Members:
-    """Whom a sweep condemns, for asking one address at a time: fast, because every match and hold asks."""
+    """The addresses that a sweep condemns. Asking for one is fast, because every match and hold asks."""
 
     __slots__ = ("_bits", "_bits_count", "_exact")
 
@@ -131,7 +131,7 @@ class Members:
         self._bits_count = 8 * len(self._bits)
 
     def __contains__(self, address: bytes) -> bool:
-        """Whether an address of the shard counts as condemned; with a filter, 0.004 % of the others too."""
+        """True if an address of the shard counts as condemned; with a filter, 0.004 % of the others do too."""
         if not self._bits:
             return address in self._exact
         place, step = _halves(address)

@@ -1,7 +1,7 @@
-"""What nodes tell of the room that they take, and what a collector says about it: ``usage/<session>``, ``gc/room``.
+"""Reports of nodes on the room that they take, and a collector's answer: ``usage/<session>``, ``gc/room``.
 
-Separate from sweeps, because no safety rests on it: it keeps the root below its limit between two surveys, and a
-reader that cannot parse a record takes it for absent.  Section 6 of gc/PROTOCOL.md has the bound that follows.
+Safety does not rest on them. They keep the root below its limit between two surveys, and a reader that cannot parse a
+record takes it for absent. Section 6 of gc/PROTOCOL.md has the bound that follows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Usage:
     removed_bytes: int = 0
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         return _packed({"written": self.written_bytes, "removed": self.removed_bytes})
 
     @classmethod
@@ -49,8 +49,8 @@ class Usage:
 class Room:
     """The value of ``gc/room``: how much a node may write before a collector has heard of it, and when to report.
 
-    ``revision``: the reports of that revision and before are counted.  Beyond its own last one among them a node
-    may write ``allowance_bytes``; None: no limit yet.  It reports when it has written ``step_bytes`` (None: once,
+    ``revision``: the reports of that revision and before are counted. Beyond its own last one among them a node
+    may write ``allowance_bytes``; None: no limit yet. It reports when it has written ``step_bytes`` (None: once,
     when it sees the key) and at most every ``pace_s``.
     """
 
@@ -60,7 +60,7 @@ class Room:
     pace_s: float
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """The stored form."""
         return _packed(
             {
                 "revision": self.revision,

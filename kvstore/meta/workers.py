@@ -27,7 +27,7 @@ class WorkerRecord:
             raise InvalidRequest("worker address is empty: give host:port as clients reach it")
 
     def to_json(self) -> bytes:
-        """As stored. Raises InvalidRequest over 4096 bytes."""
+        """The stored form. Raises InvalidRequest over 4096 bytes."""
         value = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         if len(value) > RECORD_BYTES_MAX:
             raise InvalidRequest(f"worker record has {len(value)} bytes, over the limit of {RECORD_BYTES_MAX}")

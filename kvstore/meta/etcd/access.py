@@ -1,4 +1,4 @@
-"""How to reach etcd: its endpoints, and what proves who we are."""
+"""Access to etcd: its endpoints, TLS files and user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EtcdUser:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """``host:port`` of each member, in the order given; ``tls`` as their scheme says, None where they have none."""
+    """``host:port`` of each member, in the order given; ``tls`` as their scheme says, None if they have none."""
 
     targets: tuple[str, ...]
     tls: bool | None

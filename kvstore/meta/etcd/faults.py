@@ -1,7 +1,7 @@
 """The meaning of errors from etcd and gRPC for the call that met them.
 
 One table instead of cases in the callers: whether the request can have taken effect, whether another member may do
-better, and which of our errors it becomes.  The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
+better, and which of our errors it becomes. The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fault:
     advice: str
 
     def error(self, what: str) -> KVStoreError:
-        """As one of our errors, for a call that ends here."""
+        """Converts it to one of our errors, for a call that ends here."""
         message = f"etcd: {what}: {self.text}: {self.advice}"
         if self.effect in (Effect.DENIED, Effect.TOKEN):
             return PermissionDenied(message)

@@ -89,7 +89,7 @@ class EtcdWatch:
             backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def _end_of(self, fault: Fault, down_s: float) -> WatchLost | PermissionDenied | None:
-        """Why the watch ends with ``fault``; None where the stream is to be opened again."""
+        """Why the watch ends with ``fault``; None if the stream is to be opened again."""
         what = f"watch of {self._prefix!r} from revision {self._from_revision}"
         if fault.effect in (Effect.TOKEN, Effect.DENIED):
             return PermissionDenied(f"etcd: {what}: {fault.text}: {fault.advice}")

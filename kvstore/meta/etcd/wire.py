@@ -22,7 +22,7 @@ Message = Any
 
 @functools.cache
 def rpc() -> ModuleType:
-    """The generated module: messages and stubs. Raises InvalidRequest where the package is not installed."""
+    """The generated module: messages and stubs. Raises InvalidRequest if the package is not installed."""
     try:
         from pyetcd import etcdrpc
     except ImportError as cause:
