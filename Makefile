@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not bench and not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -68,6 +68,9 @@ deploy-test: $(READY) ## manifests, chart, units and image against real tools (k
 
 guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word by word (root, debootstrap, systemd-container; 5 minutes)
 	@$(BIN)/python -m pytest -q -s -m guide tests/deploy $(ARGS)
+
+docs: $(READY) ## the documents as a site, with the API from docstrings (installs mkdocs)
+	@.ci/docs.sh $(ARGS)
 
 alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)

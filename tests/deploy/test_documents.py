@@ -1,4 +1,4 @@
-"""The pages of deploy/: every alert has its section, every link leads somewhere, kvstore understands every command."""
+"""The pages of deploy/: every alert has its section, every page named exists, kvstore understands every command."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ def test_every_section_of_the_runbook_says_what_it_means_and_what_to_do() -> Non
     for section in re.split(r"^## ", (DEPLOY / "RUNBOOK.md").read_text(), flags=re.MULTILINE)[1:]:
         assert re.search(r"^\*\*Means\*\* ", section, re.MULTILINE), section
         assert re.search(r"^\*\*(Do|Look)\*\* and |^\*\*Do\*\* ", section, re.MULTILINE), section
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
-    *("pyproject.toml", "proto", "kvstore", "gc", "deploy", "tests", "benchmarks", "README.md"),
+    *("pyproject.toml", "proto", "kvstore", "gc", "deploy", "tests", "benchmarks", "docs", "README.md"),
     *("Makefile", ".ci", "requirements.lock", "LICENSE", "CHANGELOG.md", ".gitignore", ".gitattributes"),
 }
 # Hosts of package indexes and their mirrors, spelled so that this file does not name one.
@@ -112,7 +112,7 @@ def test_a_package_index_is_recognised(line: str) -> None:
 
 
 def test_every_locked_version_has_a_hash() -> None:
-    for name in ("requirements.lock", ".ci/proto.lock"):
+    for name in ("requirements.lock", ".ci/docs.lock", ".ci/proto.lock", ".ci/deploy.lock"):
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
         pinned = [number for number, line in enumerate(lines) if re.match(r"[a-z0-9.-]+==\S+", line)]
         assert pinned, name

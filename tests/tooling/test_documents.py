@@ -1,0 +1,73 @@
+"""The documents: every link leads to a file and a heading of the repository; the page of commands is up to date."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2]
+FOLDERS = ("docs", "kvstore", "gc", "deploy", "benchmarks", "tests")
+PAGES = sorted([*SOURCE.glob("*.md"), *(page for folder in FOLDERS for page in (SOURCE / folder).rglob("*.md"))])
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(SOURCE).as_posix()
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code, in which brackets are no links and # is no heading."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()]", "", code[0]), text)
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """What a link may name in a page: its headings, as GitHub and the site turn them into fragments."""
+    headings = re.findall(r"^#{1,6} +(.*?) *$", prose(page), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    wrong = []
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page)):
+        if "://" in target:
+            continue
+        place = (page.parent / target).resolve() if target else page
+        if not place.is_file() or not place.is_relative_to(SOURCE):
+            wrong.append(f"{target}: no such file (link to a file, not to a folder)")
+        elif fragment and fragment not in anchors(place):
+            wrong.append(f"{target}#{fragment}: no such heading in {page_name(place)}")
+    assert not wrong
+
+
+def test_headings_that_links_may_name_are_found() -> None:
+    assert {"kvstore-up", "kvstore-gc"} <= anchors(SOURCE / "docs" / "commands.md")
+    assert "how-it-compares" in anchors(SOURCE / "docs" / "comparison.md")
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvstore_commands_page", SOURCE / ".ci" / "commands.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_commands_is_what_the_commands_say() -> None:
+    script = load_script()
+    assert script.PAGE.read_text() == script.page(), "docs/commands.md is stale: run .venv/bin/python .ci/commands.py"
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", (SOURCE / "docs" / "api.md").read_text(), re.MULTILINE))
+def test_the_reference_names_what_there_is(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)
