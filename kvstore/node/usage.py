@@ -14,6 +14,8 @@ from kvstore.waiting import Monitor
 
 AGAIN_S = 1.0
 """A node that waits for the collectors' word reports again after this: a restored etcd may have lost its report."""
+KEPT_S = 60.0
+"""A limit whose collector died stays in force so long: another collector starts meanwhile."""
 COUNTED_S = 1.0
 """A put waits so long until collectors have counted what was written before; they do so some times a second."""
 
@@ -29,6 +31,11 @@ class NodeUsage:
         self._written_told = 0
         self._in_session = False
         self._room: Room | None = None
+        """The collectors' word; None where no collector asks."""
+        self._bound: Room | None = None
+        """The last word with an allowance: it outlives its collector, and bounds this node until the next one."""
+        self._unasked_s: float | None = None
+        """Since when no collector asks, though one did before."""
         self._room_created = 0
         self._answered = 0
         """The create_revision of the word that the last report answered."""
@@ -72,18 +79,24 @@ class NodeUsage:
         a report whose reply was lost would count them twice, and so hide writes.
         """
         with self._lock:
-            self._written_before = self._written if self._room is None else self._written_told
+            self._written_before = self._written if self._bound is None else self._written_told
             self._removed_before = self._removed
             self._told, self._answered = Usage(), 0
             self._reports.clear()
             self._in_session = True
 
     def hear(self, room: Room | None, created: int = 0) -> None:
-        """The collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks."""
+        """The collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks.
+
+        A word without an allowance is that of a collector which has not listed the root yet: it counts nothing, so the
+        bound before it stays.
+        """
         with self._lock:
-            self._room, self._room_created = room, created
-            while room is not None and len(self._reports) > 1 and self._reports[1][0] <= room.revision:
-                self._reports.popleft()
+            self._room, self._room_created, self._unasked_s = room, created, None
+            if room is not None and room.allowance_bytes is not None:
+                self._bound = room
+                while len(self._reports) > 1 and self._reports[1][0] <= room.revision:
+                    self._reports.popleft()
             self._lock.notify_all()
 
     def end(self) -> None:
@@ -98,6 +111,8 @@ class NodeUsage:
         """What to report now; None where nothing is due. ``told`` follows when that was done."""
         with self._lock:
             room = self._room
+            if room is None:
+                self._lapse(now_s)
             if room is None or not self._in_session:
                 return None
             now = Usage(self._written - self._written_before, self._removed - self._removed_before)
@@ -135,15 +150,24 @@ class NodeUsage:
 
     def _may_hear(self) -> bool:
         """Whether a word that lets this node write may come soon: not without a session, nor on a full root."""
-        return self._in_session and self._room is not None and self._room.allowance_bytes != 0
+        bound = self._bound
+        return self._in_session and self._room is not None and (bound is None or bound.allowance_bytes != 0)
 
     def _is_spent(self) -> bool:
-        room = self._room
-        if room is None or room.allowance_bytes is None:
+        bound = self._bound
+        if bound is None or bound.allowance_bytes is None:
             return False
         counted = 0
         for revision, written in self._reports:
-            if revision > room.revision:
+            if revision > bound.revision:
                 break
             counted = written
-        return self._written - self._written_before - counted >= room.allowance_bytes
+        return self._written - self._written_before - counted >= bound.allowance_bytes
+
+    def _lapse(self, now_s: float) -> None:
+        """Ends the bound of collectors that are gone for KEPT_S: without any, nothing limits writers."""
+        if self._unasked_s is None:
+            self._unasked_s = now_s
+        elif now_s - self._unasked_s >= KEPT_S and self._bound is not None:
+            self._bound = None
+            self._lock.notify_all()

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.meta.usage import Room, Usage
-from kvstore.node.usage import AGAIN_S, NodeUsage
+from kvstore.node.usage import AGAIN_S, KEPT_S, NodeUsage
 from kvstore.root.posix import PosixRoot
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.test_follower import SWEEP, Alone
@@ -96,8 +96,29 @@ def test_a_node_stops_by_itself_until_its_report_was_counted(node: Reporting) ->
     assert not node.usage.is_spent
     node.usage.hear(word(revision, 0), created=7)
     assert node.usage.is_spent, "the root is full"
+
+
+def test_the_bound_of_a_collector_that_died_lasts_until_another_one_has_counted(node: Reporting) -> None:
+    """One that is killed and started again, however often, leaves no time in which writers are free."""
+    node.usage.hear(word(0), created=7)
+    node.report()
+    node.usage.wrote(ALLOWED)
     node.usage.hear(None)
-    assert not node.usage.is_spent, "where no collector is there nobody waits for one"
+    assert node.later() is None and node.later(KEPT_S / 2) is None and node.usage.is_spent
+    node.usage.hear(word(9, None), created=8)
+    revision = node.report()
+    assert node.usage.is_spent, "the next collector has not listed the root yet: it counts nothing"
+    assert node.later(2 * KEPT_S) is not None and node.usage.is_spent, "and may take its time"
+    node.usage.hear(word(revision), created=8)
+    assert not node.usage.is_spent
+
+
+def test_without_any_collector_the_bound_ends(node: Reporting) -> None:
+    node.usage.hear(word(0, 0), created=7)
+    assert node.usage.is_spent
+    node.usage.hear(None)
+    assert node.later() is None and node.later(KEPT_S - 0.1) is None and node.usage.is_spent
+    assert node.later(0.2) is None and not node.usage.is_spent, "nobody waits for a collector that never comes"
 
 
 def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +132,7 @@ def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monk
     assert not node.usage.wait_for_room()
     node.usage.begin()
     node.usage.hear(None)
-    assert node.usage.wait_for_room(), "where no collector is there nobody waits for one"
+    assert not node.usage.wait_for_room(), "nor is the lease of a collector that ended meanwhile"
 
 
 def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(node: Reporting) -> None:
@@ -187,7 +208,9 @@ def alone() -> Iterator[Alone]:
     made.node.close()
 
 
-def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(alone: Alone) -> None:
+def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = alone.session()
     alone.follower.begin(session)
     alone.meta.put(alone.keys.gc_room, word(0, 0).to_json())
@@ -196,7 +219,13 @@ def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(a
         alone.view.check_room()
     assert alone.node.stats()["put_refused_uncounted"] == 1
     assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
+    alone.meta.put(alone.keys.gc_room, word(0, None).to_json())
     alone.meta.put(alone.keys.gc_room, b"nonsense")
+    alone.follower.step(0.0)
+    with pytest.raises(Overloaded, match="no collector has counted"):
+        alone.view.check_room()
+    monkeypatch.setattr("kvstore.node.usage.KEPT_S", 0.0)
+    alone.follower.step(0.0)
     alone.follower.step(0.0)
     alone.view.check_room()
     assert alone.view.protects and session.alive

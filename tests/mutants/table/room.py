@@ -29,8 +29,20 @@ BOUND = [
         f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
     ),
     bound(
+        "bound-ends-with-its-collector",
+        edit("kvstore.node.usage:NodeUsage._lapse", "now_s - self._unasked_s >= KEPT_S", "True"),
+        f"{USAGE}the_bound_of_a_collector_that_died_lasts_until_another_one_has_counted",
+    ),
+    bound(
+        "word-without-a-count-frees-nodes",
+        edit(
+            "kvstore.node.usage:NodeUsage.hear", "if room is not None and room.allowance_bytes is not None:", "if room:"
+        ),
+        f"{USAGE}the_bound_of_a_collector_that_died_lasts_until_another_one_has_counted",
+    ),
+    bound(
         "report-counts-as-heard",
-        edit("kvstore.node.usage:NodeUsage._is_spent", "if revision > room.revision:", "if False:"),
+        edit("kvstore.node.usage:NodeUsage._is_spent", "if revision > bound.revision:", "if False:"),
         f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
     ),
     bound(
@@ -42,7 +54,7 @@ BOUND = [
         "unreported-writes-forgotten",
         edit(
             "kvstore.node.usage:NodeUsage.begin",
-            "self._written if self._room is None else self._written_told",
+            "self._written if self._bound is None else self._written_told",
             "self._written",
         ),
         f"{USAGE}what_the_last_session_did_not_report_is_reported_by_the_next_one",
