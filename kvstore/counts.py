@@ -249,7 +249,7 @@ class Counts(Generic[C]):
     """How often each counter of some enumerations was raised since this object was made; thread-safe."""
 
     def __init__(self, declared: type[C]) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the counts
         self._counts: dict[C, int] = dict.fromkeys(declared, 0)
 
     def add(self, counter: C, count: int = 1) -> None:

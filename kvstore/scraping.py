@@ -39,7 +39,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = 128  # with 5, as it is otherwise, Prometheus waits seconds behind those
 
     def __init__(self, *arguments: Any) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards open connections
         self._open: dict[socket.socket, None] = {}  # the oldest first
         super().__init__(*arguments)
 

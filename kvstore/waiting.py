@@ -35,7 +35,7 @@ class Flag:
     """As ``threading.Event``."""
 
     def __init__(self) -> None:
-        self._changed = Monitor()
+        self._changed = Monitor()  # guards the flag
         self._is_set = False
 
     def is_set(self) -> bool:

@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import kvstore  # noqa: F401  # before any test imports gRPC, which asks once whether forks are its business
+from tests import locking
+
+locking.install()  # before kvstore is imported: some modules make locks then
+
+import kvstore  # noqa: E402, F401  # before any test imports gRPC, which asks once whether forks are its business
+
+locking.watch_monitors()
 
 # A shell that starts the run in the background has it ignore Ctrl-C, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,6 +46,25 @@ def _scratch() -> Path | None:
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
         return SHM
     return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def locks_that_may_be_interrupted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plain locks for the tests of a module that has the mark ``interrupts``."""
+    if request.node.get_closest_marker("interrupts") is None:
+        yield
+        return
+    with locking.plain():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def locks_in_order() -> Iterator[None]:
+    """Fails a test in which a thread took two locks against their order (kvstore/LOCKS.md)."""
+    yield
+    found = sorted(set(locking.violations))
+    locking.violations.clear()
+    assert not found, "locks were taken against kvstore/LOCKS.md:\n  " + "\n  ".join(found)
 
 
 @pytest.fixture

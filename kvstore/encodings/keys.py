@@ -84,7 +84,7 @@ class KeyFile:
         """``look_s``: between two looks at whether it changed."""
         self._path = Path(path)
         self._watched = Watched([self._path], look_s)
-        self._loading = threading.Lock()
+        self._loading = threading.Lock()  # so that only one thread reads the key file again
         self._ring: KeyRing | None = None
         self.noted: Callable[[NodeCount], object] = lambda counter: None
         """Called with ``keys_reloaded`` or ``keys_refused``."""

@@ -16,7 +16,7 @@ class Clearing:
 
     def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
         self._drop = drop
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards cleared namespaces that wait
         self._waiting: dict[NamespaceDigest, None] = {}
         self._closed = False
         self._thread: threading.Thread | None = None

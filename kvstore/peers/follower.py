@@ -60,7 +60,7 @@ class Follower:
         self._clock = clock
         self._on_cleared = on_cleared
         self._on_turn = on_turn
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards session, watch, directory and marks
         self._session: Session | None = None
         self._closed = False
         self._thread: threading.Thread | None = None

@@ -61,7 +61,7 @@ class Peers:
         self._roster = roster
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
-        self._lock = Lock()
+        self._lock = Lock()  # guards who gave which chunk, and what was cleared
         self._given: OrderedDict[Address, str] = OrderedDict()
         self._cleared: dict[NamespaceDigest, float] = {}
         self._clearing = Clearing(self._hear_cleared)

@@ -70,7 +70,7 @@ class Publisher:
         self._counters = counters
         self._clock = clock
         self._peers = peers
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the session that is published under
         self._session: Session | None = None
         self._closed = False
         self._thread: threading.Thread | None = None

@@ -55,7 +55,7 @@ class Roster:
         self._clock = clock
         self._chance = chance
         self._credentials = credentials
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the peers and what is known of each
         self._peers: dict[str, Peer] = {}
         self._closed = False
 

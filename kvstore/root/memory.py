@@ -40,7 +40,7 @@ class MemoryFiles:
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # guards files and folders
         self.used_bytes = 0
         self._folders: dict[str, dict[str, MemoryFile | None]] = {"": {}}
 

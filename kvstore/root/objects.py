@@ -75,7 +75,7 @@ class ObjectRoot:
         self._staged: dict[Name, _Staged] = {}
         self._staged_bytes = 0
         self._staged_bytes_max = staged_bytes_max
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards staged bytes
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         size = byte_length(pieces)

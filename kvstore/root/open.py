@@ -19,7 +19,7 @@ _KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of
 _VIA_FSSPEC = "fsspec+"
 
 _memory: dict[str, MemoryFiles] = {}
-_memory_lock = threading.Lock()
+_memory_lock = threading.Lock()  # guards the roots of ``memory://`` by name
 
 
 def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: bool = True) -> Root:

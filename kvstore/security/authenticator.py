@@ -57,7 +57,7 @@ class Authenticator:
         self.path = Path(access)
         self._now_s = now_s
         self.on_reload: Callable[[bool], None] = lambda good: None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the rules, and tokens verified lately
         self._loaded: _Loaded | None = None
         self._trouble = ""
         self._again_at_s = 0.0

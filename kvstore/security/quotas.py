@@ -130,7 +130,7 @@ class Meters:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards all meters
         self._meters: OrderedDict[str, Meter] = OrderedDict()
 
     def begin(self, tenant: str, quotas: Mapping[str, Quota]) -> Meter:

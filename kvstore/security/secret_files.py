@@ -42,7 +42,7 @@ class Watched:
     def __init__(self, paths: Iterable[str | Path], look_s: float = LOOK_S) -> None:
         self._paths = tuple(map(str, paths))
         self._look_s = look_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards what the files were when last looked at
         self._seen: tuple[tuple[int, ...], ...] | None = None
         self._look_at_s = 0.0
 

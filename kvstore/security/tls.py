@@ -63,7 +63,7 @@ class Certificate:
     def __init__(self, ca_file: str | None, cert_file: str | None, key_file: str | None) -> None:
         self._files = (ca_file, cert_file, key_file)
         self._watched = Watched([file for file in self._files if file is not None])
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the certificate and its contexts
         self._pems: Pems | None = None
         self._version = 0
         self._contexts: dict[bool, tuple[int, ssl.SSLContext]] = {}

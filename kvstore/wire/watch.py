@@ -56,7 +56,7 @@ class Watch:
         self._clock = clock
         self._name = name
         self._period_s = period_s
-        self._changed = Monitor()
+        self._changed = Monitor()  # guards the streams under watch
         self._streams: set[Watched] = set()
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -16,7 +16,7 @@ class Gate:
     def __init__(self, calls_max: int) -> None:
         self.calls_max = calls_max
         """May change at any time: what is inside stays."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards calls under way, and whether the worker drains
         self._inside = 0
         self._draining = False
 
@@ -70,7 +70,7 @@ class BytesInFlight:
         self.bytes_max = bytes_max
         """May change at any time: what is reserved stays."""
         self._whose = whose
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards bytes in flight, by tenant
         self._by_tenant: Counter[str] = Counter()
         self.count = 0
 

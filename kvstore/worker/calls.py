@@ -73,7 +73,7 @@ class Calls:
         self.gate = gate
         self.guard = Guard(self.add, authenticator, audit)
         self._ids = ids
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards counts of calls, and of bytes by path
         self._counts = Counts(WorkerCount)
         self._ended: dict[Ended, int] = {}
         self._latencies: Latencies[tuple[str, str]] = Latencies()

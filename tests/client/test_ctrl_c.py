@@ -19,6 +19,8 @@ from kvstore.errors import Overloaded
 from kvstore.waiting import Flag, Monitor
 from tests.patience import returns
 
+pytestmark = pytest.mark.interrupts
+
 WAIT_S = 60.0
 IN_PYTHON = re.compile(r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\(|queue\.Queue\(")
 CALLERS = ("client", "connectors", "memory", "meta", "node", "wire")

@@ -19,6 +19,7 @@ from kvstore.client.cache import Cache, Hold
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from tests.node.stores import SMALL, kv_of
+from tests.patience import PATIENCE_S
 from tests.worker.serving import WAIT_S, Several, connected, serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
@@ -98,7 +99,8 @@ def all_locked(store: Store, hold: Hold) -> Iterator[None]:
         locks += [endpoint._lock, endpoint.bulk._lock]
     with ExitStack() as held:
         for lock in locks:
-            held.enter_context(lock)
+            assert lock.acquire(timeout=PATIENCE_S)  # in no order: one that gives up may be asked for in any
+            held.callback(lock.release)
         yield
 
 

@@ -25,6 +25,8 @@ from tests.native.test_withdrawing import Paused
 from tests.node.stores import SMALL, kv_of, member_on, same
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.interrupts
+
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 
 

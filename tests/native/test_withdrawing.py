@@ -28,7 +28,10 @@ from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, kv_of, same
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+pytestmark = [
+    pytest.mark.interrupts,
+    pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off"),
+]
 
 CHUNKS = 64
 TOKENS = np.arange(CHUNKS * SMALL.chunk_tokens)

@@ -1,0 +1,279 @@
+"""Locks that know their rank: while one is held, only those of a higher rank may be taken (kvstore/LOCKS.md).
+
+Production makes plain locks.  Here each lock that kvstore makes is wrapped, and finds its rank by where it was made, so
+that every test also shows that the order holds.  Two threads that take the same locks in one order never wait for each
+other for ever, whatever else they do.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import threading
+from _thread import RLock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "kvstore" / "LOCKS.md"
+SOURCES = {"kvstore": ROOT / "kvstore", "gc": ROOT / "gc" / "kvstore_gc"}
+MAKERS = frozenset({"Lock", "Condition", "RLock", "Monitor"})
+_ROW = re.compile(r"\| `(\S+)` \| (\d+) \| .+ \|")
+_held = threading.local()
+_is_on = True
+_plain_begin: Any = None
+violations: list[str] = []
+"""What went wrong so far, in any thread; a test that leaves some fails."""
+
+
+def ranks() -> dict[str, int]:
+    """The rank of each lock, as the page has it."""
+    found = [(row[1], int(row[2])) for line in PAGE.read_text().splitlines() if (row := _ROW.fullmatch(line))]
+    assert len({name for name, _ in found}) == len(found), "a lock has two rows"
+    return dict(found)
+
+
+@cache
+def locks_in(path: Path) -> dict[int, str]:
+    """The locks that a file makes: their names, such as ``node.known.Known._lock``, by the line."""
+    base = SOURCES["gc"].parent if SOURCES["gc"] in path.parents else SOURCES["kvstore"]
+    module = ".".join(path.relative_to(base).with_suffix("").parts)
+    found: dict[int, str] = {}
+    bare: set[str] = set()
+
+    def visit(node: ast.AST, within: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = f"{within}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef) else within
+            if isinstance(child, ast.Assign):
+                targets = [each for target in child.targets for each in getattr(target, "elts", [target])]
+                values = getattr(child.value, "elts", [child.value])
+                for target, value in zip(targets, values, strict=False):
+                    if isinstance(value, ast.Call) and _makes_a_lock(value, bare):
+                        name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "?")
+                        found[value.lineno] = f"{module}{within.removesuffix('.__init__')}.{name}"
+            visit(child, inside)
+
+    tree = ast.parse(path.read_text())
+    bare.update(
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "kvstore.waiting")
+        for alias in node.names
+    )
+    if path.name == "waiting.py":
+        bare.add("Monitor")
+    visit(tree, "")
+    return found
+
+
+def all_locks() -> set[str]:
+    """Every lock that kvstore and its collector make."""
+    files = [path for folder in SOURCES.values() for path in folder.rglob("*.py") if "v1" not in path.parts]
+    return {name for path in files for name in locks_in(path).values()}
+
+
+def _makes_a_lock(call: ast.Call, bare: set[str]) -> bool:
+    """Whether that is ``threading.Lock()``, or a name that the file has from there."""
+    match call.func:
+        case ast.Attribute(ast.Name("threading"), name):
+            return name in MAKERS
+        case ast.Name(name):
+            return name in MAKERS & bare
+    return False
+
+
+def _name_at(frame: FrameType | None) -> str | None:
+    """The lock that is made where a frame stands; None outside of kvstore, and while locks are plain."""
+    if frame is None or not _is_on:
+        return None
+    path = Path(frame.f_code.co_filename)
+    if not any(folder in path.parents for folder in SOURCES.values()):
+        return None
+    return locks_in(path).get(frame.f_lineno)
+
+
+def _taking(name: str, lock: object) -> None:
+    """Called before a thread waits for a lock."""
+    held: list[tuple[str, int]] = _stack()
+    if any(each == id(lock) for _, each in held):
+        return  # a monitor, entered again
+    for other, _ in held:
+        if _RECORD is not None:
+            _note(other, name)
+        elif _RANKS.get(other, 0) >= _RANKS.get(name, 0):
+            violations.append(f"{name} ({_RANKS.get(name)}) is taken while {other} ({_RANKS.get(other)}) is held")
+
+
+def _took(name: str, lock: object) -> None:
+    _stack().append((name, id(lock)))
+
+
+def _left(lock: object) -> None:
+    held = _stack()
+    for at in range(len(held) - 1, -1, -1):
+        if held[at][1] == id(lock):
+            del held[at]
+            return
+
+
+def _stack() -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] | None = getattr(_held, "stack", None)
+    if found is None:
+        found = _held.stack = []
+    return found
+
+
+class RankedLock:
+    """A lock of kvstore's; ``inner`` is the real one."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self._name = name
+        self._inner = inner
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and timeout == -1:
+            _taking(self._name, self)  # one that gives up waits for nobody for ever
+        done: bool = self._inner.acquire(blocking, timeout)
+        if done:
+            _took(self._name, self)
+        return done
+
+    def release(self) -> None:
+        self._inner.release()
+        _left(self)
+
+    def locked(self) -> bool:
+        return bool(self._inner.locked())
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # For ``threading.Condition``, over a lock that may be entered more than once.
+
+    def _is_owned(self) -> bool:
+        return bool(self._inner._is_owned())
+
+    def _release_save(self) -> Any:
+        _left(self)
+        return self._inner._release_save()
+
+    def _acquire_restore(self, state: Any) -> None:
+        self._inner._acquire_restore(state)
+        _took(self._name, self)
+
+
+def install() -> None:
+    """Has kvstore make locks that know their rank from now on. To be called before it is imported."""
+    make_lock, make_condition, make_inner = threading.Lock, threading.Condition, threading.RLock
+
+    def lock() -> Any:
+        name = _name_at(sys._getframe(1))
+        return make_lock() if name is None else RankedLock(name, make_lock())
+
+    class Condition(make_condition):  # type: ignore[misc, valid-type]
+        def __init__(self, lock: Any = None) -> None:
+            name = _name_at(sys._getframe(1)) if lock is None else None
+            super().__init__(lock if name is None else RankedLock(name, make_inner()))
+
+    threading.Lock = lock  # type: ignore[assignment]
+    threading.Condition = Condition  # type: ignore[misc]
+
+
+def _begin(self: Any) -> None:
+    _plain_begin(self)
+    self._lock_name = _name_at(sys._getframe(1))
+
+
+def _enter(self: Any) -> Any:
+    name = getattr(self, "_lock_name", None)
+    if name is None:
+        return RLock.__enter__(self)
+    _taking(name, self)
+    done = RLock.__enter__(self)
+    _took(name, self)
+    return done
+
+
+def _leave(self: Any, *why: Any) -> None:
+    RLock.__exit__(self, *why)
+    _left(self)
+
+
+def _save(self: Any) -> Any:
+    # What the lock in C gives is handed on as it is: a thread may wait while ``plain`` begins or ends.
+    saved = RLock._release_save(self)  # type: ignore[attr-defined]  # of the lock in C
+    while any(each == id(self) for _, each in _stack()):
+        _left(self)
+    return saved
+
+
+def _restore(self: Any, saved: Any) -> None:
+    RLock._acquire_restore(self, saved)  # type: ignore[attr-defined]
+    if name := getattr(self, "_lock_name", None):
+        for _ in range(saved[0]):
+            _took(name, self)
+
+
+_MONITOR = {
+    "__init__": _begin,
+    "__enter__": _enter,
+    "__exit__": _leave,
+    "_release_save": _save,
+    "_acquire_restore": _restore,
+}
+
+
+def _monitor() -> Any:
+    from kvstore.waiting import Monitor  # kvstore is imported after ``install``
+
+    return Monitor
+
+
+def watch_monitors() -> None:
+    """Has the monitors of ``kvstore.waiting`` keep the order too. To be called when kvstore is imported."""
+    global _plain_begin
+    kind = _monitor()
+    _plain_begin = kind.__init__
+    for name, method in _MONITOR.items():
+        setattr(kind, name, method)
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Locks that are made within are those of production: for tests that interrupt a thread at any step of Python,
+    which must find a lock of C held or not held.
+    """
+    global _is_on
+    kind = _monitor()
+    begin = kind.__init__
+    _is_on, kind.__init__ = False, _plain_begin
+    for name in _MONITOR.keys() - {"__init__"}:
+        delattr(kind, name)
+    try:
+        yield
+    finally:
+        _is_on, kind.__init__ = True, begin
+        for name in _MONITOR.keys() - {"__init__"}:
+            setattr(kind, name, _MONITOR[name])
+
+
+_RECORD = os.environ.get("KVSTORE_LOCKS_RECORD")
+"""A file that gets each pair of locks that is held together, for writing the page anew."""
+_RANKS = ranks() if PAGE.exists() else {}
+_seen: set[tuple[str, str]] = set()
+
+
+def _note(outer: str, inner: str) -> None:
+    if (outer, inner) not in _seen:
+        _seen.add((outer, inner))
+        with open(str(_RECORD), "a", encoding="ascii") as file:
+            file.write(f"{outer} {inner}\n")

@@ -1,0 +1,56 @@
+"""LOCKS.md names every lock, and a thread that takes two against their order is found."""
+
+from __future__ import annotations
+
+import threading
+
+from kvstore.counts import ClientCount, Counts
+from kvstore.waiting import Flag
+from tests import locking
+
+
+def since(before: int) -> list[str]:
+    """What was found from then on, which this test looked for."""
+    said = locking.violations[before:]
+    del locking.violations[before:]
+    return said
+
+
+def test_every_lock_has_a_row_and_every_row_a_lock() -> None:
+    rows = locking.ranks()
+    assert not sorted(locking.all_locks() - rows.keys()), "LOCKS.md lacks these"
+    assert not sorted(rows.keys() - locking.all_locks()), "LOCKS.md has locks that nobody makes"
+    assert len(rows) > 90
+
+
+def test_locks_of_kvstore_know_their_rank() -> None:
+    assert isinstance(Counts(ClientCount)._lock, locking.RankedLock)
+    assert not isinstance(threading.Lock(), locking.RankedLock), "those of others are as they were"
+
+
+def test_a_lock_taken_against_the_order_is_found() -> None:
+    before = len(locking.violations)
+    outer = locking.RankedLock("node.view.View.lock", threading.Lock())
+    inner = locking.RankedLock("counts.Counts._lock", threading.Lock())
+    with outer, inner:
+        assert since(before) == []
+    with inner, outer:
+        (said,) = since(before)
+    assert "node.view.View.lock (" in said and "is taken while counts.Counts._lock (90) is held" in said
+
+
+def test_one_that_gives_up_may_be_asked_for_in_any_order() -> None:
+    before = len(locking.violations)
+    outer = locking.RankedLock("node.view.View.lock", threading.Lock())
+    with locking.RankedLock("counts.Counts._lock", threading.Lock()):
+        assert outer.acquire(timeout=1.0)
+        outer.release()
+    assert since(before) == []
+
+
+def test_a_monitor_is_part_of_the_order() -> None:
+    before, flag = len(locking.violations), Flag()
+    with locking.RankedLock("counts.Counts._lock", threading.Lock()):
+        flag.set()
+    (said,) = since(before)
+    assert said.startswith("waiting.Flag._changed (90) is taken while counts.Counts._lock (90)")
