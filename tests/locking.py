@@ -92,15 +92,21 @@ def _name_at(frame: FrameType | None) -> str | None:
     """The lock that is made where a frame stands; None outside of kvstore, and while locks are plain."""
     if frame is None or not _is_on:
         return None
-    path = Path(frame.f_code.co_filename)
-    if not any(folder in path.parents for folder in SOURCES.values()):
-        return None
-    return locks_in(path).get(frame.f_lineno)
+    return _locks_of(frame.f_code.co_filename).get(frame.f_lineno)
+
+
+@cache
+def _locks_of(filename: str) -> dict[int, str]:
+    """As ``locks_in``; none for a file that is not ours. By its name: locks are made for each read."""
+    path = Path(filename)
+    return locks_in(path) if any(folder in path.parents for folder in SOURCES.values()) else {}
 
 
 def _taking(name: str, lock: object) -> None:
     """Called before a thread waits for a lock."""
-    held: list[tuple[str, int]] = _stack()
+    held = _stack()
+    if not held:
+        return
     if any(each == id(lock) for _, each in held):
         return  # a monitor, entered again
     for other, _ in held:
