@@ -3,7 +3,7 @@
 
 PYTHON ?=
 # More than cores: much of a test of servers is waiting.
-WORKERS ?= 4
+WORKERS ?= 5
 ARGS ?=
 export PYTHON
 # Tests start hundreds of processes: what they import is compiled once, into .cache, also where the shell would keep

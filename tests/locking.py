@@ -129,14 +129,17 @@ def _left(lock: object) -> None:
 
 
 def _stack() -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] | None = getattr(_held, "stack", None)
-    if found is None:
+    try:
+        found: list[tuple[str, int]] = _held.stack
+    except AttributeError:
         found = _held.stack = []
     return found
 
 
 class RankedLock:
     """A lock of kvstore's; ``inner`` is the real one."""
+
+    __slots__ = ("_inner", "_name")
 
     def __init__(self, name: str, inner: Any) -> None:
         self._name = name
@@ -157,11 +160,22 @@ class RankedLock:
     def locked(self) -> bool:
         return bool(self._inner.locked())
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    # Written out: most locks are taken so, thousands of times in a test.
+
+    def __enter__(self) -> None:
+        stack = _stack()
+        if stack:
+            _taking(self._name, self)
+        self._inner.acquire()
+        stack.append((self._name, id(self)))
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self._inner.release()
+        stack = _stack()
+        if stack and stack[-1][1] == id(self):
+            stack.pop()
+        else:
+            _left(self)
 
     # For ``threading.Condition``, over a lock that may be entered more than once.
 
