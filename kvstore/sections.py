@@ -106,25 +106,27 @@ class Planes(Laid):
 
 
 class Buffers(Laid):
-    """One buffer for each engine-hashed block, whose only section it is."""
+    """One buffer for each engine-hashed block from index ``first`` on, whose only section it is."""
 
-    __slots__ = ("_buffers",)
+    __slots__ = ("_buffers", "_first")
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, buffers: Sequence[memoryview], first: int = 0) -> None:
         self._buffers = buffers
+        self._first = first
 
     def __call__(self, index: int) -> list[memoryview]:
-        return [self._buffers[index]]
+        return [self._buffers[index - self._first]]
 
     @property
     def is_writable(self) -> bool:
         return not any(buffer.readonly for buffer in self._buffers)
 
     def covers(self, first: int, count: int) -> bool:
-        return first + count <= len(self._buffers) and all(map(len, self._buffers[first : first + count]))
+        start = first - self._first
+        return 0 <= start <= len(self._buffers) - count and all(map(len, self._buffers[start : start + count]))
 
     def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-        buffers = [self._buffers[index] for index in indexes]
+        buffers = [self._buffers[index - self._first] for index in indexes]
         assert (items["section_bytes"] == list(map(len, buffers))).all()
         items["offset"] = list(map(address_of, buffers))
         return [buffers]

@@ -6,6 +6,10 @@ import enum
 
 from kvstore.errors import InvalidRequest
 
+RUNS_MAX = 2
+"""Runs of one put that are on their way to the root at once. Whoever gives memory to a put's runs gives it to one more,
+which arrives meanwhile."""
+
 
 class WriteMode(enum.Enum):
     """See kvstore/memory/MEMORY.md, "Writing". A node without memory knows only AROUND."""

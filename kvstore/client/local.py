@@ -142,8 +142,7 @@ class LocalPort:
         hints: Hints,
         write: WriteMode | None = None,
     ) -> list[bool]:
-        deadline = Deadline(self._node.clock, self._node.limits.write_deadline_s)
-        return self._node.blocks.put(namespace, keys, buffers, deadline, self._node.durable, hints, write)
+        return self._node.put_blocks(namespace, keys, buffers, hints=hints, write=write)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)

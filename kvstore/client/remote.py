@@ -7,6 +7,7 @@ gRPC does not survive a fork (kvstore/channels.py).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import grpc
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
+from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller
@@ -52,6 +54,7 @@ from kvstore.wire.messages import (
     namespace_message,
     namespace_of,
     pack_tokens,
+    parse,
     pin_of,
     sealed,
     unpack_tokens,
@@ -217,19 +220,22 @@ class RemotePort:
             namespace=namespace.digest,
             tokens=pack_tokens(tokens),
             hints=hints_message(hints),
+            first=first,
             write=write_message(self._mode(write)),
         )
-        begin, answer = self._put(namespace, start, first, count, sections, tokens)
-        for _ in range(PUT_ROUNDS_MAX - 1):
-            if answer.tokens_present >= begin * size or answer.tokens_present < first * size:
-                break
-            # What the worker believed to be there is not: begin at the first chunk that is missing.
-            missing = max(first, answer.tokens_present // size)
-            begin, answer = self._put(namespace, start, missing, count, sections, tokens, looks=False)
-        found_before = begin - first if answer.tokens_present >= begin * size else 0
-        return PutResult(
-            answer.tokens_present, answer.chunks_written, answer.chunks_found + found_before, answer.bytes_written
+        timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
+
+        def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
+            answer = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
+            if answer is None:
+                answer = self._put_over_grpc(endpoint, start, count, size, sections, left_s)
+            return answer
+
+        answer = self._reopening(
+            namespace,
+            lambda: self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens), even_aside=True),
         )
+        return PutResult(answer.tokens_present, answer.chunks_written, answer.chunks_found, answer.bytes_written)
 
     # Pins
 
@@ -397,39 +403,29 @@ class RemotePort:
         except grpc.RpcError:
             return 0
 
-    def _put(
-        self,
-        namespace: Namespace,
-        start: pb.PutStart,
-        first: int,
-        count: int,
-        sections: Sections,
-        tokens: TokenArray,
-        *,
-        looks: bool = True,
-    ) -> tuple[int, pb.PutResponse]:
-        """Sends the chunks from ``first`` on, if it ``looks`` only what is missing: the first sent, and the answer."""
-        start.first = first
-        timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
-
-        def send(endpoint: Endpoint, left_s: float) -> tuple[int, pb.PutResponse]:
-            sent = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
-            if sent is not None:
-                return sent
-            begin = max(first, self._present(endpoint, start)) if looks else first
-            opening = pb.PutStart()
-            opening.CopyFrom(start)
+    def _put_over_grpc(
+        self, endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, left_s: float
+    ) -> pb.PutResponse:
+        """Sends the chunks of a prompt that are missing; ``size`` is the tokens of each."""
+        ends_s = time.monotonic() + left_s
+        begin = max(start.first, self._present(endpoint, start))
+        opening, answer = pb.PutStart(), pb.PutResponse()
+        opening.CopyFrom(start)
+        for _ in range(PUT_ROUNDS_MAX):
             opening.first = begin
             self.counters.add(ClientCount.PUTS_GRPC)
             parts = (part for index in range(begin, count) for part in sections(index))
-            outgoing = Outgoing(parts, opening.SerializeToString())
-            answer = send_stream(endpoint.stream_out("Put"), outgoing, self._watch, self.limits.write_s, left_s)
-            return begin, pb.PutResponse.FromString(answer)
-
-        return self._reopening(
-            namespace,
-            lambda: self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens), even_aside=True),
-        )
+            outgoing, stream = Outgoing(parts, opening.SerializeToString()), endpoint.stream_out("Put")
+            raw = send_stream(stream, outgoing, self._watch, self.limits.write_s, ends_s - time.monotonic())
+            answer = pb.PutResponse.FromString(raw)
+            if answer.tokens_present >= begin * size:
+                answer.chunks_found += begin - start.first
+                break
+            if answer.tokens_present < start.first * size:
+                break
+            # What the worker believed to be there is not: begin at the first chunk that is missing.
+            begin = max(start.first, answer.tokens_present // size)
+        return answer
 
     def _put_past_grpc(
         self,
@@ -439,7 +435,7 @@ class RemotePort:
         count: int,
         sections: Sections,
         timeout_s: float,
-    ) -> tuple[int, pb.PutResponse] | None:
+    ) -> pb.PutResponse | None:
         """The same over a bulk connection; None where there is none, or it broke."""
         if not isinstance(sections, Planes):
             return None
@@ -448,12 +444,10 @@ class RemotePort:
                 return None
             self.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
             try:
-                return send_put(
+                answer = send_put(
                     link,
-                    namespace.layout,
                     start,
-                    count,
-                    sections,
+                    ChunkCargo(sections, namespace.layout, count),
                     # That is acknowledged when the bytes have come: not for a writer who waits for the root.
                     deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
@@ -461,6 +455,7 @@ class RemotePort:
                     timeout_s=timeout_s,
                     lanes=self._tools.lanes,
                 )
+                return parse(pb.PutResponse, answer)
             except (LinkBroken, InvalidRequest):
                 link.channel.alive = False
                 self.counters.add(ClientCount.BULK_BROKEN)

@@ -8,8 +8,9 @@ from contextlib import closing
 from functools import partial
 
 from kvstore.buffers import Pieces
+from kvstore.client.bulk.cargo import BlockCargo
 from kvstore.client.bulk.reading_blocks import BlockReading
-from kvstore.client.bulk.sending_blocks import send_blocks
+from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.client.tools import Tools
@@ -21,7 +22,7 @@ from kvstore.node.handed_blocks import keyed
 from kvstore.node.wanted import Keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, sealed, write_message
+from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message
 from kvstore.wire.parts import Incoming
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.writes import WriteMode
@@ -77,10 +78,10 @@ class RemoteBlocks:
                 return None
             counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
             try:
-                return send_blocks(
+                answer = send_put(
                     link,
                     start,
-                    buffers,
+                    BlockCargo(buffers),
                     # That is acknowledged when the bytes have come: not for a writer who waits for the root.
                     deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
@@ -88,6 +89,10 @@ class RemoteBlocks:
                     timeout_s=timeout_s,
                     lanes=self._tools.lanes,
                 )
+                stored = parse(pb.PutBlocksResponse, answer).stored
+                if len(stored) != len(buffers):
+                    raise link.channel.break_off(f"the worker answered for {len(stored)} blocks of {len(buffers)}")
+                return [bool(each) for each in stored]
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
                 log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
@@ -109,11 +114,9 @@ class RemoteBlocks:
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
         raw = self._tools.caller.unary("MatchBlocks", sealed(request), self._tools.limits.match_s, keys[0])
         answer = pb.MatchBlocksResponse.FromString(raw)
-        if len(answer.present) == len(keys):
-            return [bool(each) for each in answer.present]
-        # An older worker says only how many leading ones there are: the rest counts as a miss.
-        leading = min(answer.blocks, len(keys))
-        return [True] * leading + [False] * (len(keys) - leading)
+        if len(answer.present) != len(keys):
+            raise Unavailable(f"the worker answered for {len(answer.present)} blocks of {len(keys)}: repeat the call")
+        return [bool(each) for each in answer.present]
 
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.

@@ -30,7 +30,7 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.encoded import Encodings
-from kvstore.node.handed_blocks import HandedBlocks
+from kvstore.node.handed_blocks import HandedBlocks, keyed
 from kvstore.node.handing import copying, open_files
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
@@ -44,7 +44,6 @@ from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.puts import Puts
-from kvstore.node.putting import Putting
 from kvstore.node.reading import Reading
 from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
@@ -59,7 +58,7 @@ from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import PosixReader
-from kvstore.sections import Sections
+from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode
 
@@ -146,7 +145,7 @@ class Node:
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
         self.puts = Puts(
-            self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers, self.blocks.publish,
+            self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers,
             self.counters, limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
@@ -325,17 +324,29 @@ class Node:
         On a node with memory ``write`` says when it returns; by default as the node is set.
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
-        return self.puts.put(chain, first, source, deadline_s, hints, write)
+        deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
+        return self.puts.put(chain, first, source, deadline, hints, write).of_prompt(
+            chain.namespace.layout.chunk_tokens
+        )
 
-    def begin_put(
+    def put_blocks(
         self,
-        chain: Chain,
-        first: int,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
-    ) -> Putting:
-        """A put whose chunks arrive one by one, as over a network. End it with ``finish`` or ``abandon``."""
-        return self.puts.begin(chain, first, deadline_s, hints)
+        write: WriteMode | None = None,
+    ) -> list[bool]:
+        """Stores each buffer under its key; True where a block of that key and size is in the store now.
+
+        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. Raises
+        Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
+        """
+        wanted = keyed(namespace, keys, list(map(len, buffers)))
+        deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
+        there: list[bool] = self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write).there.tolist()
+        return there
 
     # Ahead of reads
 

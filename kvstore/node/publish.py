@@ -1,14 +1,15 @@
-"""One put: chunks are staged by several lanes at once and published parents first.
+"""One write on its way to the root: chunks are staged by several lanes at once, and published in the right order.
 
 The order matters because a match finds the end of a cached prefix by bisection: a chunk must never be visible before
-its parent.  So staging (the bytes) runs in parallel, and whoever completes the next chunk in order publishes it and
-all that wait behind it.
+its parent.  So staging (the bytes) runs in parallel, and the lane that completes the next chunk of a chain publishes it
+and all that wait behind it.  Engine-hashed blocks have no parents: each is published as soon as it is staged.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -17,80 +18,85 @@ from kvstore import recency
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.format.header import Incarnation, expected_chunk
+from kvstore.format.header import Incarnation
 from kvstore.hints import Hints
 from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run
 from kvstore.node.shared_runs import SharedPut, Sizes
-from kvstore.results import PutResult
+from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 
 STEP_BYTES = 1 << 20
 """Taken at once by a lane."""
 TURN_BYTES_MAX = 16 << 20
 """Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
 TURN_FILES_MAX = 256
-"""The same in files, one of which is open at a time."""
+"""Files staged by one call, one of which is open at a time."""
 TURN_SYNCED_MAX = 16
-"""The same where each is synced: a lane in one call for ``stall_s`` is taken for one that hangs."""
+"""Files staged by one call where each is synced: a lane in one call for ``stall_s`` is taken for one that hangs."""
 PUBLISHED_MAX = 64
 """Published by one call, for the same reason."""
 
-StillRight = Callable[[int], bool]
-"""Whether the bytes of a chunk, by its index, are what they were before they were staged. Staging makes their checksums
-anew: what went wrong in memory after it was verified, and before that, would be right ever after.
+Mask = npt.NDArray[np.bool_]
+StillRight = Callable[[Sequence[int]], Mask]
+"""Which chunks, by their indexes, have the bytes that they had before they were staged. Staging makes new checksums:
+bytes that went wrong in memory between their verification and that moment would pass as right ever after.
 """
 
-
 Ready = Staged | SharedPut | None
-"""A chunk that may be published when its parent is: staged alone or in a run, or there already."""
+"""A chunk that may be published: staged alone, staged in a run, or there already (None)."""
 
 
-def always(_: int) -> bool:
-    """Of bytes that the caller vouches for."""
-    return True
+def vouched(indexes: Sequence[int]) -> Mask:
+    """All are right: the caller vouches for its own memory."""
+    return np.ones(len(indexes), np.bool_)
 
 
 def put_sizes(chunk_bytes: int, durable: bool) -> Sizes:
-    """Of turns at puts of chunks of about that size."""
+    """How many chunks of about that size a lane takes, and stages in one call."""
     most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), TURN_SYNCED_MAX if durable else TURN_FILES_MAX))
     return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
 
 
 class Publication:
-    """The chunks from ``first`` on of one chain on their way into the store; ``add`` may be called by many threads."""
+    """Chunks from index ``first`` on, on their way to the root. Thread-safe: lanes add to it."""
 
     def __init__(
         self,
         chunks: Chunks,
         refresher: Refresher,
-        chain: Chain,
+        wanted: Wanted,
         first: int,
         durable: bool,
         hints: Hints,
-        still_right: StillRight = always,
+        still_right: StillRight = vouched,
     ) -> None:
+        self.wanted = wanted
+        self.first = first
+        self.written = 0
+        """Chunks published so far."""
+        self.bytes_written = 0
+        """Bytes of their sections."""
         self._still_right = still_right
         self._chunks = chunks
         self._refresher = refresher
-        self._chain = chain
-        self._first = first
+        self._is_chain = isinstance(wanted, Chain)
         self._durable = durable
         self._hints = hints
         self._lacking: set[int] = set()
         self._lock = threading.Lock()
         self._ready: dict[int, Ready] = {}
+        self._there = np.zeros(len(wanted), np.bool_)
         self._next = first
         self._publishing = False
-        self._abandoned = False
+        self.is_abandoned = False
+        """Whether nothing more is published."""
         self._renewed = False
-        self._written = 0
-        self._bytes_written = 0
 
     def look(self, index: int) -> bool:
         """Whether chunk ``index`` is in the store; notes one whose hints this put has to raise."""
-        stat = self._chunks.look(expected_chunk(self._chain, index))
+        stat = self._chunks.look(expected_of(self.wanted, index))
         if stat is None:
             return False
         if self._chunks.lacks(stat, self._hints):
@@ -102,38 +108,33 @@ class Publication:
         lacking = ~recency.cover(mtimes_ns, self._chunks.quantum_s, self._hints)
         self._lacking.update(indexes[lacking].tolist())
 
-    def find(self, index: int) -> bool:
-        """Whether chunk ``index`` is in the store already; then it needs no bytes."""
+    def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:
+        """Publishes chunk ``index`` once its parents are, unless it is in the store; ``origin`` as for ``stage``."""
         if self.look(index):
             self._completed({index: None})
-            return True
-        return False
-
-    def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:
-        """Stages chunk ``index`` and publishes all whose parents are published; ``origin`` as for ``Chunks.stage``."""
-        expected = expected_chunk(self._chain, index)
-        staged = self._chunks.stage(expected, sections, self._durable, self._hints, origin)
-        if self._chunks.root.traits.ordered_publish:
+            return
+        staged = self._chunks.stage(expected_of(self.wanted, index), sections, self._durable, self._hints, origin)
+        if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
-        elif self._abandoned:
+        elif self.is_abandoned:
             self._chunks.discard(staged)
         else:
             # Publishing is the upload itself here; in order it would be one at a time. A child that is visible
             # before its parent is only unreachable until the parent is there.
-            self._publish(staged)
+            self._publish(index, staged)
             self._completed({index: None})
 
     def begin_run(self, run: Run) -> SharedPut:
         """Chunks for lanes to find, stage and publish together, by ``add_turn``."""
-        sizes = put_sizes(self._chain.namespace.layout.chunk_bytes, self._durable)
-        return self._chunks.runs.shared_put(run, sizes, depths=True, durable=self._durable, hints=self._hints)
+        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), self._durable)
+        return self._chunks.runs.shared_put(run, sizes, depths=self._is_chain, durable=self._durable, hints=self._hints)
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
         """One lane's turn: finds or stages what no other lane took, and publishes what it can.
 
-        Returns those that are to be done one by one, and whether there may be more.
+        Returns those that are to be added one by one, and whether there may be more.
         """
-        if self._abandoned:
+        if self.is_abandoned:
             put.stop()
         places, more = self._chunks.runs.stage(put)
         left: list[int] = []
@@ -160,14 +161,13 @@ class Publication:
             behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
             for at in behind:
                 del self._ready[at]
-        for staged in self._staged(behind):
-            self._chunks.discard(staged)
+        self._discard(behind)
         return bool(behind)
 
     def abandon(self) -> list[Staged]:
-        """Nothing more is published. Returns what is staged, to be discarded where it may take its time. Idempotent."""
+        """Publishes nothing more. Returns what is staged, to be discarded where it may take its time. Idempotent."""
         with self._lock:
-            self._abandoned = True
+            self.is_abandoned = True
             waiting = {index: ready for index, ready in self._ready.items() if ready}
             self._ready = {index: None for index, ready in self._ready.items() if not ready}
         return self._staged(waiting)
@@ -177,34 +177,44 @@ class Publication:
         self._chunks.discard(staged)
         return True
 
-    def used(self, count: int) -> None:
-        """A put is a use of its ``count`` leading chunks, and raises the hints of those that it found."""
+    def used(self, there: Mask) -> None:
+        """Notes a use of the chunks that are there, and raises the hints of those that were found."""
+        addresses = self.wanted.addresses
+        if self._is_chain:
+            count = int(there.sum())
+            lacking = frozenset(self._lacking)
+            self._refresher.used(
+                self.wanted.namespace.id, tuple(addresses[:count]), chained=True, hints=self._hints, lacking=lacking
+            )
+            return
         self._refresher.used(
-            self._chain.namespace.id,
-            self._chain.addresses[:count],
-            chained=True,
+            self.wanted.namespace.id,
+            tuple(addresses),
+            chained=False,
             hints=self._hints,
             lacking=frozenset(self._lacking),
         )
 
-    def result(self) -> PutResult:
-        """What was done so far."""
+    def there(self) -> Mask:
+        """Which chunks are in the store as far as this write knows; those before ``first`` count as there."""
         with self._lock:
-            done = self._next - self._first
-            return PutResult(
-                tokens_present=self._next * self._chain.namespace.layout.chunk_tokens,
-                chunks_written=self._written,
-                chunks_found=max(0, done - self._written),
-                bytes_written=self._bytes_written,
-            )
+            there = self._there.copy()
+            there[: self.first] = True
+            if self._is_chain:
+                there[: self._next] = True
+                there[self._next :] = False
+        return there
 
     def _completed(self, ready: Mapping[int, Ready]) -> None:
         """Decides under the lock who publishes; publishes outside it."""
         if not self._keep(ready):
             return
+        if not self._is_chain:
+            self._publish_each(ready)
+            return
         with self._lock:
             if self._publishing:
-                return  # whoever publishes now takes these too
+                return  # the lane that publishes now takes these too
             self._publishing = True
         self._publish_ready()
 
@@ -213,12 +223,15 @@ class Publication:
         changed since, so they never get a name.
         """
         with self._lock:
-            if not self._abandoned:
+            if not self.is_abandoned:
                 self._ready.update(ready)
                 return True
+        self._discard(ready)
+        return False
+
+    def _discard(self, ready: Mapping[int, Ready]) -> None:
         for staged in self._staged(ready):
             self._chunks.discard(staged)
-        return False
 
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
         """Those that have a file."""
@@ -229,8 +242,45 @@ class Publication:
         ]
 
     def _staged_in_run(self, put: SharedPut, index: int) -> Staged:
-        expected = expected_chunk(self._chain, index)
+        expected = expected_of(self.wanted, index)
         return Staged(put.name(index - put.run.first), expected, expected.file_bytes)
+
+    # Blocks: each by itself
+
+    def _publish_each(self, ready: Mapping[int, Ready]) -> None:
+        """Publishes blocks in no order. Those that are left of them when this raises are discarded by ``abandon``."""
+        for put, group in groupby(ready, ready.__getitem__):
+            indexes = list(group)
+            if isinstance(put, SharedPut):
+                indexes = self._publish_unordered(put, indexes)
+            for index in indexes:
+                with self._lock:
+                    claimed = self._ready.pop(index, None)
+                if put is None:
+                    self._there[index] = True
+                for staged in self._staged({index: claimed}):
+                    self._publish(index, staged)
+
+    def _publish_unordered(self, put: SharedPut, indexes: list[int]) -> list[int]:
+        """Publishes blocks of a run by one call; returns those that are left."""
+        if not self._still_right(indexes).all():
+            return indexes
+        places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
+        with self._lock:
+            if self.is_abandoned:
+                return []
+            for index in indexes:
+                del self._ready[index]
+        try:
+            self._count(*self._chunks.runs.publish(put, places, ordered=False))
+        finally:
+            done = np.array(put.statuses(places)) == native.PUBLISHED
+            left = [index for index, published in zip(indexes, done.tolist(), strict=True) if not published]
+            self._there[places[done] + put.run.first] = True
+            self._keep(dict.fromkeys(left, put))
+        return left
+
+    # Chunks of a chain: in order
 
     def _publish_ready(self) -> None:
         try:
@@ -242,7 +292,7 @@ class Publication:
                     # The next is for Python: its name is taken, there is no room, or it was staged alone.
                     self._keep(dict(enumerate(claimed[index + 1 - first :], index + 1)))
                     for staged in self._staged({index: claimed[index - first]}):
-                        self._publish(staged)
+                        self._publish(index, staged)
                     self._next = index + 1
         except BaseException:
             with self._lock:
@@ -267,14 +317,12 @@ class Publication:
         if not isinstance(ready, SharedPut):
             return 0
         self._renew_before(first)
-        right = stop
-        if self._still_right is not always:
-            right = next((index for index in range(first, stop) if not self._still_right(index)), stop)
-        places = np.arange(first - ready.run.first, right - ready.run.first, dtype=np.int32)
+        right = self._still_right(range(first, stop))
+        if not right.all():
+            stop = first + int(right.argmin())
+        places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
         count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
-        with self._lock:
-            self._written += count
-            self._bytes_written += size_bytes
+        self._count(count, size_bytes)
         return count
 
     def _renew_before(self, depth: int) -> None:
@@ -283,20 +331,31 @@ class Publication:
             return
         self._renewed = True
         lacking = frozenset(index for index in list(self._lacking) if index < depth)
-        self._refresher.renew(self._chain.namespace.id, self._chain.addresses[:depth], self._hints, lacking)
+        self._refresher.renew(self.wanted.namespace.id, tuple(self.wanted.addresses[:depth]), self._hints, lacking)
         self._lacking -= lacking
 
-    def _publish(self, staged: Staged) -> None:
-        self._renew_before(staged.expected.depth)
-        if not self._still_right(staged.expected.depth):
+    # Either
+
+    def _publish(self, index: int, staged: Staged) -> None:
+        """Publishes a chunk that was staged alone, or that native code left. Raises what the root raised."""
+        if self._is_chain:
+            self._renew_before(index)
+        if not self._still_right([index]).all():
             self._chunks.discard(staged)
+            if not self._is_chain:
+                return
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
             won = self._chunks.publish(staged, self._durable)
+            # Another writer's block under this key may have another size: then ours is not what is stored.
+            self._there[index] = won or self._is_chain or self._chunks.is_present(staged.expected)
         except KVStoreError:
             self._chunks.discard(staged)
             raise
         if won:
-            with self._lock:
-                self._written += 1
-                self._bytes_written += staged.expected.payload_bytes
+            self._count(1, staged.expected.payload_bytes)
+
+    def _count(self, chunks: int, size_bytes: int) -> None:
+        with self._lock:
+            self.written += chunks
+            self.bytes_written += size_bytes

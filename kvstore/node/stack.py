@@ -141,8 +141,6 @@ class TierStack:
             size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
         self._record()
-        if shed := count - sum(kept.there):
-            self._counters.add(NodeCount.BEHIND_SHED, shed)
         return kept
 
     def filling(self, wanted: Wanted) -> None:

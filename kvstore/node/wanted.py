@@ -74,6 +74,13 @@ def section_bytes(wanted: Wanted, index: int) -> int:
     return wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else wanted.sizes_bytes[index]
 
 
+def sizes_of(wanted: Wanted) -> Sequence[int]:
+    """Bytes of each of them, without headers."""
+    if isinstance(wanted, Chain):
+        return [wanted.namespace.layout.chunk_bytes] * len(wanted)
+    return wanted.sizes_bytes
+
+
 def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
     """Bytes of one of ``count`` chunks from ``first`` on, on average and without headers."""
     if isinstance(wanted, Chain):

@@ -1,18 +1,15 @@
-"""PutBlocks and GetBlocks: engine-hashed blocks, as many at once as fit into a window of memory."""
+"""MatchBlocks and GetBlocks: engine-hashed blocks, as many at once as fit into a window of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from kvstore.counts import WorkerCount
-from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.frames import Frame
-from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.messages import hints_of, parse, unpack_keys, unpack_sizes, write_of
-from kvstore.wire.parts import Incoming, encode_parts
+from kvstore.wire.messages import unpack_keys, unpack_sizes
+from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
@@ -31,43 +28,6 @@ class BlockStreams:
         self._in_flight = in_flight
         self._calls = calls
         self._limits = limits
-
-    def put(self, frames: Iterator[Frame], context: Call) -> bytes:
-        """The encoded answer to one stream."""
-        opening = next(frames)
-        start = parse(pb.PutBlocksStart, opening.start or b"")
-        namespace = self._prompts.namespace(start.namespace, context)
-        keys = unpack_keys(start.keys)
-        sizes = unpack_sizes(start.sizes, len(keys))
-        hints, write = hints_of(start.hints), write_of(start.write)
-        incoming = Incoming(sizes)
-        stored: list[bool] = []
-        pending: list[memoryview] = []
-
-        def store() -> None:
-            part = keys[len(stored) : len(stored) + len(pending)]
-            deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
-            stored.extend(self._node.blocks.put(namespace, part, pending, deadline, self._node.durable, hints, write))
-            pending.clear()
-
-        with self._in_flight.reserved(self._limits.window_bytes + 2 * max(sizes, default=0) + MESSAGE_BYTES_MAX):
-            frame: Frame | None = opening
-            waiting_bytes = 0
-            while frame is not None:
-                self._calls.add(WorkerCount.WIRE_BYTES_IN, len(frame.data))
-                for block in incoming.feed(frame):
-                    pending.append(block)
-                    waiting_bytes += len(block)
-                    if waiting_bytes >= self._limits.window_bytes:
-                        store()
-                        waiting_bytes = 0
-                frame = next(frames, None)
-            if incoming.complete < len(keys):
-                raise InvalidRequest(
-                    f"the stream ended within block {incoming.complete}: expected the bytes of {len(keys)} blocks"
-                )
-            store()
-        return pb.PutBlocksResponse(stored=bytes(stored)).SerializeToString()
 
     def match(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
         """How many leading keys are there, and which of all where that is asked for."""

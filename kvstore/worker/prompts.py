@@ -60,6 +60,15 @@ class Prompts:
         self._deferred.settle(chain.addresses, SETTLE_S)
         return chain
 
+    def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:
+        """The full chunks of a prompt of which those from ``start.first`` on come. Raises as ``chain`` does."""
+        chain = self.chain(start.namespace, start.tokens, call)
+        if start.first > len(chain):
+            raise InvalidRequest(
+                f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
+            )
+        return chain
+
     def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
         """The blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)

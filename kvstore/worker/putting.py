@@ -1,4 +1,4 @@
-"""Put: chunks arrive in frames, are verified, and go to the root while the next arrive."""
+"""Put and PutBlocks: chunks arrive in frames, are verified, and are written while the next arrive."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from kvstore.address import Chain
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
-from kvstore.results import PutResult
-from kvstore.sections import Sections
+from kvstore.node.wanted import Wanted, section_bytes, sizes_of
+from kvstore.node.write import Written
+from kvstore.sections import Buffers, Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
@@ -19,17 +21,19 @@ from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.writing import Writing, begin_writing
-from kvstore.writes import WriteMode
+from kvstore.writes import RUNS_MAX
 
-RUNS_IN_FLIGHT = 3
-"""One that is arriving and two on their way to the root (``Putting.add_run``)."""
 RUN_BYTES = 4 << 20
-"""What memory takes at once. To the root each chunk goes as soon as it is here."""
+"""Chunks are written in runs of so many bytes, or one by one where they are larger."""
+RUNS_IN_MEMORY = RUNS_MAX + 1
+"""Those on their way to the root, and the one that is arriving."""
+
+Chunk = list[memoryview]
+"""The sections of one."""
 
 
 class PutStreams:
-    """Serves Put."""
+    """Serves Put and PutBlocks."""
 
     def __init__(self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls) -> None:
         self._node = node
@@ -38,82 +42,99 @@ class PutStreams:
         self._calls = calls
 
     def put(self, frames: Iterator[Frame], context: Call) -> bytes:
-        """The encoded answer to one stream."""
+        """The encoded answer to one stream of chunks."""
         opening = next(frames)
         start = parse(pb.PutStart, opening.start or b"")
-        chain = self._prompts.chain(start.namespace, start.tokens, context)
-        if start.first > len(chain):
-            raise InvalidRequest(
-                f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
-            )
-        hints, write = hints_of(start.hints), write_of(start.write)
-        node, write_s, chunk_bytes = self._node, self._node.limits.write_deadline_s, chain.namespace.layout.chunk_bytes
-        begin, matched, run = start.first, start.first, 1
-        if node.puts.mode(write, hints) is WriteMode.BEHIND:
-            # What is there is not put again, and what is not begins where that ends.
-            matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
-            begin, run = max(begin, matched), max(1, RUN_BYTES // chunk_bytes)
-        with self._in_flight.reserved(RUNS_IN_FLIGHT * run * chunk_bytes + MESSAGE_BYTES_MAX):
-            putting = begin_writing(node, chain, begin, matched, hints, write, seconds_left(context, write_s))
-            if not putting.refused:
-                try:
-                    self._store(putting, chain, start.first, begin, run, opening, frames, context)
-                except BaseException:
-                    # Gone, wrong or damaged: what came whole and verified until here may be published, nothing else.
-                    putting.abandon()
-                    raise
-            return _answer(putting.finish(seconds_left(context, write_s)), begin - start.first)
+        chain = self._prompts.chain_to_put(start, context)
+        return chunks_answer(chain, self._store(chain, start.first, start, opening, frames, context))
+
+    def put_blocks(self, frames: Iterator[Frame], context: Call) -> bytes:
+        """The encoded answer to one stream of blocks."""
+        opening = next(frames)
+        start = parse(pb.PutBlocksStart, opening.start or b"")
+        blocks = self._prompts.blocks(start.namespace, start.keys, start.sizes, context)
+        return blocks_answer(self._store(blocks, 0, start, opening, frames, context))
 
     def _store(
         self,
-        putting: Writing,
-        chain: Chain,
+        wanted: Wanted,
         first: int,
-        begin: int,
-        run: int,
+        start: pb.PutStart | pb.PutBlocksStart,
         opening: Frame,
         frames: Iterator[Frame],
         context: Call,
-    ) -> None:
-        """Stores chunks in runs, as they come from ``first`` on; those before ``begin`` are there."""
-        layout = chain.namespace.layout
-        incoming = Incoming(SameSize(layout.section_bytes, (len(chain) - first) * layout.section_count))
-        sections: list[memoryview] = []
-        waiting: list[list[memoryview]] = []
-        index = first
+    ) -> Written:
+        """Writes chunks as they come, from index ``first`` on."""
+
+        def deadline() -> Deadline:
+            return Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
+
+        sizes = sizes_of(wanted)[first:]
+        in_memory_bytes = min(sum(sizes), RUNS_IN_MEMORY * max(RUN_BYTES, *sizes, 0))
+        with self._in_flight.reserved(in_memory_bytes + MESSAGE_BYTES_MAX):
+            write = self._node.puts.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
+            try:
+                if not write.refused:
+                    for index, run in self._runs(wanted, first, opening, frames):
+                        write.add(_sections(wanted, index, run), index, len(run), deadline())
+            except BaseException:
+                # Gone, wrong or damaged: what came whole and verified until here may be published, nothing else.
+                write.abandon()
+                raise
+            return write.finish(deadline())
+
+    def _runs(
+        self, wanted: Wanted, first: int, opening: Frame, frames: Iterator[Frame]
+    ) -> Iterator[tuple[int, list[Chunk]]]:
+        """The chunks of a stream in runs, each with its first index."""
+        if isinstance(wanted, Chain):
+            per_chunk = wanted.namespace.layout.section_count
+            incoming = Incoming(SameSize(section_bytes(wanted, first), (len(wanted) - first) * per_chunk))
+        else:
+            per_chunk, incoming = 1, Incoming(wanted.sizes_bytes)
+        chunk: Chunk = []
+        run: list[Chunk] = []
+        index, run_bytes = first, 0
         frame: Frame | None = opening
         while frame is not None:
             self._calls.add(WorkerCount.WIRE_BYTES_IN, len(frame.data))
             # A section is a view of the message it came in, which nobody changes: no copy, and no buffer to reuse.
             for section in incoming.feed(frame):
-                sections.append(section)
-                if len(sections) < layout.section_count:
+                chunk.append(section)
+                run_bytes += len(section)
+                if len(chunk) < per_chunk:
                     continue
-                if index >= begin:
-                    waiting.append(sections)
-                sections = []
-                index += 1
-                if len(waiting) == run or (waiting and index == len(chain)):
-                    left_s = seconds_left(context, self._node.limits.write_deadline_s)
-                    start = index - len(waiting)
-                    putting.add_run(_source(waiting, start), start, len(waiting), left_s)
-                    waiting = []
+                run.append(chunk)
+                chunk = []
+                if run_bytes >= RUN_BYTES or index + len(run) == len(wanted):
+                    yield index, run
+                    index, run, run_bytes = index + len(run), [], 0
             frame = next(frames, None)
-        if index < len(chain):
+        if index < len(wanted):
+            unit = "chunk" if isinstance(wanted, Chain) else "block"
             raise InvalidRequest(
-                f"the stream ended within chunk {index}: expected the {layout.chunk_bytes} bytes of each chunk from "
-                f"{first} to {len(chain) - 1}"
+                f"the stream ended within {unit} {index + len(run)}: expected the bytes of {unit}s {first} to "
+                f"{len(wanted) - 1}"
             )
 
 
-def _source(chunks: list[list[memoryview]], first: int) -> Sections:
-    return lambda index: chunks[index - first]
+def _sections(wanted: Wanted, first: int, run: list[Chunk]) -> Sections:
+    if isinstance(wanted, Chain):
+        return lambda index: run[index - first]
+    return Buffers([block for (block,) in run], first)
 
 
-def _answer(result: PutResult, found: int) -> bytes:
+def chunks_answer(chain: Chain, written: Written) -> bytes:
+    """What a client is told of a prompt."""
+    result = written.of_prompt(chain.namespace.layout.chunk_tokens)
     return pb.PutResponse(
         tokens_present=result.tokens_present,
         chunks_written=result.chunks_written,
-        chunks_found=result.chunks_found + found,
+        chunks_found=result.chunks_found,
         bytes_written=result.bytes_written,
     ).SerializeToString()
+
+
+def blocks_answer(written: Written) -> bytes:
+    """What a client is told of its blocks."""
+    return pb.PutBlocksResponse(stored=written.there.tobytes()).SerializeToString()

@@ -148,7 +148,7 @@ class Service:
                 "Unpin": unary("Unpin", pb.UnpinRequest, self._pins.unpin),
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
                 "CountRefs": unary("CountRefs", pb.CountRefsRequest, self._pins.count_refs),
-                "PutBlocks": stream_in("PutBlocks", self._blocks.put),
+                "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
                 "MatchBlocks": unary("MatchBlocks", pb.MatchBlocksRequest, self._blocks.match),
                 "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._blocks.get),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),

@@ -29,7 +29,6 @@ from kvstore.wire.bulk.channel import SILENCE_S
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span
 from kvstore.worker.bulk import folder
 from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.bulk.putting import RUNS_IN_FLIGHT
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.ways import MEDIUM, bulk_files_of, greeted, is_closed, same, tokens_and_kv
 from tests.patience import NEVER_S, returns, slowness
@@ -126,7 +125,7 @@ def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Se
         channel.receive_frame(Kind.READY)
         channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         channel.send_bytes([memoryview(encode_span(0, 1))])
-        eventually(lambda: in_flight.count == RUNS_IN_FLIGHT * 4 * MEDIUM.chunk_bytes, "it is reserved")
+        eventually(lambda: in_flight.count == 4 * MEDIUM.chunk_bytes, "it is reserved")
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             assert is_closed(sock)
     eventually(lambda: in_flight.count == 0, "and given back")

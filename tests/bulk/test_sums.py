@@ -13,13 +13,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_address
+from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import Keyed
+from kvstore.node.handed_blocks import keyed
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken
@@ -27,8 +27,8 @@ from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_a
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.admission import BytesInFlight, Gate
-from kvstore.worker.bulk import putting, putting_blocks
-from kvstore.worker.bulk.arriving import Arrived, Arriving, Cargo
+from kvstore.worker.bulk.arriving import Arrived, Arriving
+from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import Calls
@@ -44,26 +44,26 @@ CHAIN = chain_of(SMALL, COUNT)
 def test_i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored(plane: int) -> None:
     content = bytearray(kv_of(SMALL, CHAIN.tokens).tobytes())
     planes = Planes(np.frombuffer(content, np.uint8).reshape(SMALL.layers, 2, -1), SMALL.section_bytes, 0)
-    run = Arrived(0, COUNT, memoryview(content), plane_sums(planes, 0, COUNT))
-    putting._verified(CHAIN, run)
+    cargo, sums = Cargo(CHAIN, 0, COUNT), plane_sums(planes, 0, COUNT)
+    cargo.sections(0, COUNT, memoryview(content), sums)
     content[plane * COUNT * SMALL.section_bytes + 5] ^= 1
     with pytest.raises(BrokenTransfer):
-        putting._verified(CHAIN, run)
+        cargo.sections(0, COUNT, memoryview(content), sums)
 
 
 @pytest.mark.parametrize("block", range(COUNT))
 def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored(block: int) -> None:
     namespace, sizes = Namespace.of("m", SMALL), [10, 200, 3]
     keys = [bytes([at]) * 16 for at in range(COUNT)]
-    wanted = Keyed(namespace, keys, [block_address(namespace, key) for key in keys], sizes)
+    wanted = keyed(namespace, keys, sizes)
     content = bytearray(range(213))
     ends = np.cumsum([0, *sizes]).tolist()
     buffers = [memoryview(content)[start:stop] for start, stop in pairwise(ends)]
-    run = Arrived(0, COUNT, memoryview(content), block_sums(buffers))
-    putting_blocks._verified(wanted, run)
+    cargo, sums = Cargo(wanted, 0, COUNT), block_sums(buffers)
+    cargo.sections(0, COUNT, memoryview(content), sums)
     content[ends[block]] ^= 1
     with pytest.raises(BrokenTransfer):
-        putting_blocks._verified(wanted, run)
+        cargo.sections(0, COUNT, memoryview(content), sums)
 
 
 def given(content: bytes) -> Callable[[Pieces], int]:
@@ -142,10 +142,11 @@ def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arr
     ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
     calls = Calls(Gate(1), RandomIds())
     arriving = Arriving(BytesInFlight(1 << 20), calls, Buffers(1 << 20), 1 << 20)
-    cargo = Cargo(COUNT, lambda _, count: 10 * count, lambda _: 1, 1 << 10)
-    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(10 * span[1] + 8 + more_bytes)])
+    keys = [bytes([at]) * 16 for at in range(COUNT)]
+    cargo = Cargo(keyed(Namespace.of("m", SMALL), keys, [10] * COUNT), 0, COUNT)
+    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(18 * span[1] + more_bytes)])
     with ExitStack() as reserved:
-        yield arriving.runs(Connection(ours), cargo, 0, reserved)
+        yield arriving.runs(Connection(ours), cargo, reserved)
     ours.close()
     theirs.close()
 

@@ -207,9 +207,9 @@ def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
         cache.put(chain.tokens[:32], kv[:, :, :32])
         node = store._port._node  # type: ignore[attr-defined]
         source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, size)[2:])
-        run = node.puts.run_of(chain, 2, 4, source)
+        run = node._chunks.runs.of(chain, 2, 4, source)
         assert (run is not None) == is_available()
-        assert node.puts.run_of(chain, 1, 4, source) is None, "it has no chunk 1"
+        assert node._chunks.runs.of(chain, 1, 4, source) is None, "it has no chunk 1"
         assert node._chunks.runs.of(chain, 2, 4, source, fills=True) is None, "images are never written to"
         assert node.put(chain, 2, source).chunks_written == 4
         tokens, found = cache.get(chain.tokens)

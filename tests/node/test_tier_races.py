@@ -24,7 +24,6 @@ from kvstore.node.wanted import image_bytes
 from kvstore.node.write_behind import WriteBehind
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
-from kvstore.worker.bulk.absorbing import Absorbing
 from kvstore.writes import WriteMode
 from tests.node.test_disk_tier import CHUNKS, Disk, chain_of
 from tests.node.test_memory_tier import Case
@@ -235,8 +234,7 @@ def test_a_put_behind_raises_the_hints_of_blocks_that_memory_has() -> None:
     with Acting(faulty()) as node:
         space, key, block = node.cache.namespace, bytes(16), memoryview(bytes(300_000))
         for priority in (10, 60, 20):
-            deadline = Deadline(SystemClock(), 5.0)
-            assert node.node.blocks.put(space, [key], [block], deadline, False, Hints(priority)) == [True]
+            assert node.node.put_blocks(space, [key], [block], hints=Hints(priority)) == [True]
         with node.memory.refer(keyed(space, [key], [len(block)]), 0, 1) as slots:
             assert slots.referred[0].priority == 60
 
@@ -297,9 +295,10 @@ def test_w4_what_memory_has_no_room_for_does_not_reach_the_root_instead(sheds: b
         hold = node.node.hold(node.chain(1, 60))
         chain = node.chain(2, 6)
         sections = planes_of(node.prompts.kv(2, 6), node.cache.layout)
-        absorbing = Absorbing(node.node, chain, 0, Hints(5), sheds=sheds)
-        absorbing.add_run(sections, 0, 6, 5.0)
-        assert absorbing.finish(5.0).tokens_present < 6 * node.size
+        deadline = Deadline(SystemClock(), 5.0)
+        write = node.node.puts.begin(chain, 0, deadline, Hints(5), sheds=sheds)
+        write.add(sections, 0, 6, deadline)
+        assert not write.finish(deadline).there.all()
         node.node.release(hold)
         node.drain()
         slot = node.memory.claim(chain, 4)

@@ -192,7 +192,7 @@ class Host:
         world = self.world
         keys = world.block_keys()
         payloads = [memoryview(b"".join(world.block_payload(key))) for key in keys]
-        self._member.node.blocks.put(world.namespace, keys, payloads, self._deadline(), False)
+        self._member.node.put_blocks(world.namespace, keys, payloads)
 
     def _get_blocks(self) -> None:
         world = self.world

@@ -6,7 +6,7 @@ Apart from what is done with them, which differs between chunks and blocks; how 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,22 +14,10 @@ from kvstore.counts import WorkerCount
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import Calls
-
-
-@dataclass(frozen=True, slots=True)
-class Cargo:
-    """What a put is about: chunks or blocks up to ``count - 1``."""
-
-    count: int
-    size_bytes: Callable[[int, int], int]
-    """Of a run, by its first index and its count."""
-    sums_count: Callable[[int], int]
-    """Checksums that a run of so many has."""
-    in_flight_bytes: int
-    """Memory for the runs that are here at once, where they come as bytes."""
 
 
 @dataclass(slots=True)
@@ -66,9 +54,9 @@ class Arriving:
         return True
 
     def runs(
-        self, connection: Connection, cargo: Cargo, first: int, reserved: ExitStack, *, is_deferred: bool = False
+        self, connection: Connection, cargo: Cargo, reserved: ExitStack, *, is_deferred: bool = False
     ) -> Iterator[Arrived]:
-        """The runs of a client from index ``first`` on, in order.
+        """The runs of a client, in order.
 
         Memory is reserved when the first comes as bytes. That of a deferred put was before, or is the client's own:
         then nothing may come as bytes.
@@ -76,8 +64,8 @@ class Arriving:
         channel = connection.channel
         kinds = (Kind.PLACED,) if is_deferred and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
         is_reserved = is_deferred
-        index = first
-        while index < cargo.count:
+        index, stop = cargo.first, cargo.first + cargo.count
+        while index < stop:
             head = channel.receive_head()
             channel.expect(head, *kinds)
             if head.kind is Kind.PLACED:
@@ -86,7 +74,7 @@ class Arriving:
             else:
                 start, count = decode_span(channel.receive(SPAN_BYTES))
                 offset = 0
-            if start != index or not 1 <= count <= cargo.count - index:
+            if start != index or not 1 <= count <= stop - index:
                 raise channel.break_off(f"{count} chunks from {start} on came: expected {index} and following")
             size_bytes = cargo.size_bytes(start, count)
             buffer: memoryview | None = None
@@ -98,7 +86,7 @@ class Arriving:
                 if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
                     raise channel.break_off(f"{count} chunks say {head.length} bytes: that is not, or too large a run")
                 if not is_reserved:
-                    reserved.enter_context(self._in_flight.reserved(cargo.in_flight_bytes))
+                    reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
                     is_reserved = True
                 buffer = self._buffers.take(size_bytes)
                 memory = buffer

@@ -1,197 +1,162 @@
-"""Put over a bulk connection: chunks come in the shared arena or as bytes, and are acknowledged when they are stored;
-or, deferred, when they are here.
+"""Put over a bulk connection: chunks or blocks come in the shared arena or as bytes, and are acknowledged when they are
+stored; or, deferred, when they are here.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from kvstore.address import Chain
-from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
+from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
-from kvstore.results import PutResult
-from kvstore.sections import Planes
+from kvstore.node.wanted import Wanted
+from kvstore.node.write import Write, Written
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import RUN_BYTES_MAX, Kind, encode_span
-from kvstore.wire.bulk.sums import plane_sums
+from kvstore.wire.bulk.frames import Kind, encode_span
 from kvstore.wire.messages import hints_of, parse, write_of
-from kvstore.wire.statuses import BrokenTransfer
-from kvstore.worker.bulk.arriving import Arrived, Arriving, Cargo
+from kvstore.worker.bulk.arriving import Arrived, Arriving
+from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.writing import Writing, begin_writing
+from kvstore.worker.putting import blocks_answer, chunks_answer
 from kvstore.writes import WriteMode
 
-RUNS_IN_FLIGHT = 3
-"""Runs of one put that have memory: one that arrives and two on their way to the root (``Putting.add_run``)."""
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One put of a client."""
+
+    connection: Connection
+    number: int
+    call: Call
+    wanted: Wanted
+    first: int
+    hints: Hints
+    write: WriteMode | None
+    waits: bool
+    """Whether the client waits until the chunks are stored, or only until they are here."""
+
+    def released(self, count: int) -> None:
+        """The client may use the memory of its first ``count`` chunks again."""
+        if self.connection.ledger is not None:
+            self.connection.ledger.released(self.number, count)
 
 
 class BulkPuts:
-    """Serves PUT frames."""
+    """Serves PUT and PUT_BLOCKS frames."""
 
-    def __init__(
-        self,
-        node: Node,
-        prompts: Prompts,
-        arriving: Arriving,
-        deferred: Deferred,
-    ) -> None:
+    def __init__(self, node: Node, prompts: Prompts, arriving: Arriving, deferred: Deferred) -> None:
         self._node = node
         self._prompts = prompts
         self._arriving = arriving
         self._deferred = deferred
 
-    def put(self, connection: Connection, number: int, flag: int, message: bytes, context: Call) -> None:
-        """Answers one request."""
-        node, channel = self._node, connection.channel
+    def put(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
+        """Answers one request about a prompt."""
         start = parse(pb.PutStart, message)
-        chain = self._prompts.chain(start.namespace, start.tokens, context)
-        if start.first > len(chain):
-            raise InvalidRequest(
-                f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
-            )
-        hints = hints_of(start.hints)
-        matched = node.match(chain, seconds_left(context, node.limits.match_deadline_s))
-        first = max(start.first, matched)
-        write = write_of(start.write) or (WriteMode.BEHIND if flag else None)
-        write_s = seconds_left(context, node.limits.write_deadline_s)
-        sheds = not flag  # who does not wait for it wants it stored, however long that takes
-        putting = begin_writing(node, chain, first, matched, hints, write, write_s, sheds=sheds)
-        if putting.refused and first > start.first:
-            # Peers or the local disk have what was matched, and neither the root nor memory: all of it has to come.
-            putting.abandon()
-            first = start.first
-            putting = begin_writing(node, chain, first, matched, hints, write, write_s, sheds=sheds)
-        count = 0 if putting.refused else len(chain) - first
+        chain = self._prompts.chain_to_put(start, call)
+        hints, write = hints_of(start.hints), write_of(start.write)
+        request = _Request(connection, number, call, chain, start.first, hints, write, waits=not flag)
+        self._serve(request, partial(chunks_answer, chain))
+
+    def put_blocks(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
+        """Answers one request about engine-hashed blocks."""
+        start = parse(pb.PutBlocksStart, message)
+        blocks = self._prompts.blocks(start.namespace, start.keys, start.sizes, call)
+        hints, write = hints_of(start.hints), write_of(start.write)
+        self._serve(_Request(connection, number, call, blocks, 0, hints, write, waits=not flag), blocks_answer)
+
+    def _serve(self, request: _Request, answer: Callable[[Written], bytes]) -> None:
+        """Asks for the chunks that are missing, stores them, and says what became of them."""
+        channel, wanted = request.connection.channel, request.wanted
+        write = self._node.puts.begin(
+            wanted,
+            request.first,
+            self._deadline(request),
+            request.hints,
+            request.write or (None if request.waits else WriteMode.BEHIND),
+            skips=True,
+            sheds=request.waits,  # who does not wait for it wants it stored, however long that takes
+        )
+        first = write.first
+        count = 0 if write.refused else len(wanted) - first
+        cargo = Cargo(wanted, first, count)
         acknowledged = threading.Event()
-        with ExitStack() as reserved:
-            size_bytes = count * chain.namespace.layout.chunk_bytes
-            is_deferred = bool(flag) and count > 0 and self._arriving.may_defer(connection, size_bytes, reserved)
-            try:
-                channel.send(Kind.READY, number, [encode_span(first, count)])
+        try:
+            with ExitStack() as reserved:
+                is_deferred = (
+                    not request.waits
+                    and count > 0
+                    and self._arriving.may_defer(request.connection, cargo.all_bytes, reserved)
+                )
+                channel.send(Kind.READY, request.number, [encode_span(first, count)])
+                runs = self._arriving.runs(request.connection, cargo, reserved, is_deferred=is_deferred)
                 if is_deferred:
-                    cargo = _cargo(chain, first)
-                    runs = list(self._arriving.runs(connection, cargo, first, reserved, is_deferred=True))
+                    written = self._defer(request, write, cargo, list(runs), reserved, acknowledged)
                 else:
-                    runs = self._store(connection, number, putting, chain, first, count, context, reserved)
-            except BaseException:
-                # Gone, wrong or damaged: what came whole until here may be published, nothing else.
-                putting.abandon()
-                raise
-            if is_deferred:
-                kept = reserved.pop_all()
-                result = self._write_behind(connection, number, putting, chain, first, runs, kept, acknowledged)
-            else:
-                result = putting.finish(seconds_left(context, node.limits.write_deadline_s))
-                self._arriving.let_go(*runs)
-                if connection.ledger is not None:
-                    connection.ledger.released(number, count)
-        channel.send(Kind.STORED, number, [_answer(result)])
+                    written = self._store(request, write, cargo, runs, lambda: self._deadline(request))
+        except BaseException:
+            # Gone, wrong or damaged: what came whole until here may be published, nothing else.
+            write.abandon()
+            raise
+        channel.send(Kind.STORED, request.number, [answer(written)])
         acknowledged.set()
 
-    def _write_behind(
+    def _store(
+        self, request: _Request, write: Write, cargo: Cargo, runs: Iterable[Arrived], deadline: Callable[[], Deadline]
+    ) -> Written:
+        """Stores chunks as they come."""
+        for run in runs:
+            sections = cargo.sections(run.first, run.count, run.memory, run.sums)
+            write.add(sections, run.first, run.count, deadline(), partial(self._release, request, cargo, run))
+        written = write.finish(deadline())
+        request.released(cargo.count)
+        return written
+
+    def _release(self, request: _Request, cargo: Cargo, run: Arrived) -> None:
+        self._arriving.let_go(run)
+        request.released(run.first + run.count - cargo.first)
+
+    def _defer(
         self,
-        connection: Connection,
-        number: int,
-        putting: Writing,
-        chain: Chain,
-        first: int,
+        request: _Request,
+        write: Write,
+        cargo: Cargo,
         runs: list[Arrived],
         reserved: ExitStack,
         acknowledged: threading.Event,
-    ) -> PutResult:
-        """Has the chunks written soon, or copied into memory from where they are; the answer says what will be so."""
-        ledger, write_s, count = connection.ledger, self._node.limits.write_deadline_s, len(chain) - first
+    ) -> Written:
+        """Has the chunks stored soon, from where they are; the answer says what will be so."""
+        limit_s = self._node.limits.write_deadline_s
+        kept = reserved.pop_all()
 
-        def write() -> None:
+        def store() -> None:
             try:
-                with reserved:
-                    try:
-                        for run in runs:
-                            putting.add_run(_verified(chain, run), run.first, run.count, write_s)
-                    except BaseException:
-                        putting.abandon()
-                        raise
-                    putting.finish(write_s)
-                    self._arriving.let_go(*runs)
+                with kept:
+                    self._store(request, write, cargo, runs, lambda: Deadline(self._node.clock, limit_s))
+            except BaseException:
+                write.abandon()
+                raise
             finally:
                 runs.clear()
-                if ledger is not None:
-                    ledger.released(number, count)
+                request.released(cargo.count)
 
         try:
-            self._deferred.submit(chain.addresses[first:], write, acknowledged)
+            self._deferred.submit(request.wanted.addresses[cargo.first :], store, acknowledged)
         except BaseException:
-            putting.abandon()
-            reserved.close()
+            kept.close()
             raise
-        layout = chain.namespace.layout
-        return PutResult(len(chain) * layout.chunk_tokens, count, 0, count * layout.chunk_bytes)
+        there = np.ones(len(request.wanted), np.bool_)
+        return Written(there, cargo.count, cargo.all_bytes, cargo.first - request.first)
 
-    def _store(
-        self,
-        connection: Connection,
-        number: int,
-        putting: Writing,
-        chain: Chain,
-        first: int,
-        count: int,
-        context: Call,
-        reserved: ExitStack,
-    ) -> list[Arrived]:
-        """Stores chunks as they come; returns the runs that may not be on the root yet."""
-        in_use: list[Arrived] = []
-        if not count:
-            return in_use
-        for run in self._arriving.runs(connection, _cargo(chain, first), first, reserved):
-            planes = _verified(chain, run)
-            left_s = seconds_left(context, self._node.limits.write_deadline_s)
-            putting.add_run(planes, run.first, run.count, left_s)
-            in_use.append(run)
-            if len(in_use) == RUNS_IN_FLIGHT:
-                # The one before the last two is on the root: ``add_run`` waited for it.
-                done = in_use.pop(0)
-                self._arriving.let_go(done)
-                if connection.ledger is not None:
-                    connection.ledger.released(number, done.first + done.count - first)
-        return in_use
-
-
-def _cargo(chain: Chain, first: int) -> Cargo:
-    """The chunks of a prompt from ``first`` on."""
-    layout = chain.namespace.layout
-    most = max(1, min(len(chain) - first, RUN_BYTES_MAX // layout.chunk_bytes))
-    return Cargo(
-        len(chain),
-        lambda _, count: count * layout.chunk_bytes,
-        lambda _: layout.section_count,
-        RUNS_IN_FLIGHT * most * layout.chunk_bytes,
-    )
-
-
-def _verified(chain: Chain, run: Arrived) -> Planes:
-    """The chunks of a run. Raises BrokenTransfer where they do not match their checksums."""
-    layout = chain.namespace.layout
-    array = np.frombuffer(run.memory, np.uint8).reshape(layout.layers, 2, -1)
-    planes = Planes(array, layout.section_bytes, run.first)
-    if run.sums and run.sums != plane_sums(planes, run.first, run.count):
-        raise BrokenTransfer(
-            f"chunks {run.first} to {run.first + run.count - 1} do not match their checksums: bytes changed on the "
-            "way; repeat the call"
-        )
-    return planes
-
-
-def _answer(result: PutResult) -> bytes:
-    return pb.PutResponse(
-        tokens_present=result.tokens_present,
-        chunks_written=result.chunks_written,
-        chunks_found=result.chunks_found,
-        bytes_written=result.bytes_written,
-    ).SerializeToString()
+    def _deadline(self, request: _Request) -> Deadline:
+        return Deadline(self._node.clock, seconds_left(request.call, self._node.limits.write_deadline_s))

@@ -23,7 +23,6 @@ from kvstore.worker.bulk.getting_blocks import BlockGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.putting import BulkPuts
-from kvstore.worker.bulk.putting_blocks import BlockPuts
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -57,7 +56,6 @@ class BulkRequests:
         self._block_gets = BlockGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         arriving = Arriving(in_flight, calls, buffers, limits.deferred_bytes_max)
         self._puts = BulkPuts(node, prompts, arriving, deferred)
-        self._block_puts = BlockPuts(node, prompts, arriving, deferred)
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""
@@ -87,7 +85,7 @@ class BulkRequests:
                 elif head.kind is Kind.GET_BLOCKS:
                     self._block_gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.PUT_BLOCKS:
-                    self._block_puts.put(connection, number, request.flag, request.message, call)
+                    self._puts.put_blocks(connection, number, request.flag, request.message, call)
                 else:
                     self._puts.put(connection, number, request.flag, request.message, call)
             channel.take_files(0)

@@ -138,9 +138,39 @@ MEMORY = [
         "write-behind-publishes-what-went-wrong",
         "MEMORY I1: what is staged from memory is verified before it gets a name",
         edit(
-            "kvstore.node.publish:Publication.__init__", "self._still_right = still_right", "self._still_right = always"
+            "kvstore.node.publish:Publication.__init__",
+            "self._still_right = still_right",
+            "self._still_right = vouched",
         ),
         "tiers/test_writing.py::test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name",
+    ),
+    mutant(
+        "put-run-given-back-too-soon",
+        "a run's memory is the caller's again when its bytes are on the root",
+        edit(
+            "kvstore.node.root_write:RootWrite.add",
+            "self._pending.append((self._begin(source, first, count), release))",
+            "self._pending.append((self._begin(source, first, count), lambda: None)); release()",
+        ),
+        "node/test_write.py::test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_order",
+    ),
+    mutant(
+        "put-runs-without-limit",
+        "a put has at most so many runs on their way to the root as the other end keeps memory for",
+        edit("kvstore.node.root_write:RootWrite.add", ">= RUNS_MAX", ">= RUNS_MAX + 1"),
+        "node/test_write.py::test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_order",
+    ),
+    mutant(
+        "put-empty-run-given-back-too-soon",
+        "runs are given back in order",
+        edit("kvstore.node.write:Write.add", "if self._root is None:", "if self._root is None or not new.size:"),
+        "node/test_write.py::test_a_run_of_which_all_is_there_waits_for_its_turn",
+    ),
+    mutant(
+        "put-behind-fails-with-the-root",
+        "MEMORY W1: a put behind says what memory took, whatever the root does",
+        edit("kvstore.node.write:Write._root_may_refuse", "if self.mode is not WriteMode.BEHIND:", "if True:"),
+        "node/test_write.py::test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took",
     ),
 ]
 

@@ -1,0 +1,129 @@
+"""What a put sends over a bulk connection: the chunks of an array, or engine-hashed blocks, run by run.
+
+Apart from how it is sent, which is the same for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.buffers import Pieces
+from kvstore.layout import Layout
+from kvstore.sections import Planes
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import RUN_BYTES_MAX
+from kvstore.wire.bulk.runs import send_run
+from kvstore.wire.bulk.sums import block_sums
+from kvstore.writes import RUNS_MAX
+
+ARENA_RUNS = RUNS_MAX + 2
+"""Runs for which an arena must have room: those on their way to the root and the one that is copied; and the end of
+the ring may be too short for one."""
+BLOCKS_BYTES = 32 << 20
+"""A run of blocks in the arena. Each costs a hand-over, and while one is being written to the root we copy the next: on
+two cores runs of 8 MiB took four times as long.
+"""
+
+Addresses = npt.NDArray[np.uint64]
+Copy = Callable[[Addresses, Addresses, int, object], None]
+"""Copies rows of so many bytes to addresses, from others; the last is what must live meanwhile."""
+
+
+class Cargo(ABC):
+    """``count`` chunks or blocks that a caller puts, by their index among all that are wanted."""
+
+    count: int
+    largest_bytes: int
+    """Of the largest chunk."""
+    placed_bytes: int
+    """Of a run in the arena, if that may be so large."""
+
+    @abstractmethod
+    def size_bytes(self, first: int, count: int) -> int:
+        """Of ``count`` chunks from index ``first`` on."""
+
+    @abstractmethod
+    def sums_count(self, count: int) -> int:
+        """Checksums that a run of so many chunks has."""
+
+    @abstractmethod
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], copy: Copy) -> None:
+        """Copies a run into ``target``, which has its size."""
+
+    @abstractmethod
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        """Sends the bytes of a run, and its checksums."""
+
+    def runs(self, first: int, count: int, bytes_max: int) -> Iterator[tuple[int, int]]:
+        """The first index and the count of each run: as many chunks as fit into ``bytes_max``, or one."""
+        start, used = first, 0
+        for index in range(first, first + count):
+            size = self.size_bytes(index, 1)
+            if index > start and used + size > bytes_max:
+                yield start, index - start
+                start, used = index, 0
+            used += size
+        if count:
+            yield start, first + count - start
+
+
+class ChunkCargo(Cargo):
+    """The first ``count`` chunks of a prompt, as far as ``planes`` have them."""
+
+    def __init__(self, planes: Planes, layout: Layout, count: int) -> None:
+        self.count = count
+        self.largest_bytes = layout.chunk_bytes
+        self.placed_bytes = max(RUN_BYTES_MAX, layout.chunk_bytes)
+        self._planes = planes
+        self._layout = layout
+
+    def size_bytes(self, first: int, count: int) -> int:
+        return count * self._layout.chunk_bytes
+
+    def sums_count(self, count: int) -> int:
+        return self._layout.section_count
+
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], copy: Copy) -> None:
+        planes, size = self._planes, target.nbytes // self._layout.section_count
+        assert planes.covers(first, count) and planes.is_contiguous
+        start: int = target.__array_interface__["data"][0]
+        to = np.arange(start, start + target.nbytes, size, dtype=np.uint64)
+        copy(to, planes.addresses() + np.uint64(planes.offset(first)), size, (target, planes))
+
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        send_run(channel, self._planes, first, count)
+
+
+class BlockCargo(Cargo):
+    """Engine-hashed blocks."""
+
+    def __init__(self, buffers: Pieces) -> None:
+        self.count = len(buffers)
+        self.largest_bytes = max(map(len, buffers), default=0)
+        self.placed_bytes = max(BLOCKS_BYTES, self.largest_bytes)
+        self._buffers = buffers
+        self._ends = np.cumsum([0, *map(len, buffers)]).tolist()
+
+    def size_bytes(self, first: int, count: int) -> int:
+        size: int = self._ends[first + count] - self._ends[first]
+        return size
+
+    def sums_count(self, count: int) -> int:
+        return count
+
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], copy: Copy) -> None:
+        arrays = [np.frombuffer(block, np.uint8) for block in self._buffers[first : first + count]]
+        addresses = np.fromiter((each.__array_interface__["data"][0] for each in arrays), np.uint64, count)
+        sizes = np.fromiter(map(len, arrays), np.uint64, count)
+        to = np.uint64(target.__array_interface__["data"][0]) + np.cumsum(sizes) - sizes
+        for size in np.unique(sizes):
+            same = sizes == size
+            copy(to[same], addresses[same], int(size), (target, arrays))
+
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        blocks = self._buffers[first : first + count]
+        channel.send_bytes([*blocks, memoryview(np.array(block_sums(blocks), "<u8").tobytes())])

@@ -1,0 +1,141 @@
+"""The part of a write that goes to the root: runs of chunks on lanes, a bounded number of them at once.
+
+Apart from the write, which decides what goes where, and from the publication, which decides the order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvstore.counts import NodeCount
+from kvstore.errors import KVStoreError, Overloaded
+from kvstore.node.chunks import Chunks
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.images import Images
+from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
+from kvstore.node.publish import Mask, Publication
+from kvstore.sections import Sections
+from kvstore.sources import Clock
+from kvstore.writes import RUNS_MAX
+
+DISCARD_S = 1.0
+"""How long a write that failed waits for its staged files to be removed, so that a full disk is not full of them."""
+
+
+class RootWrite:
+    """Chunks of a publication on their way to the root. Used by one thread."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        lanes: Lanes,
+        clock: Clock,
+        publication: Publication,
+        counters: Counters,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``ended`` is called when nothing of it is on its way any more; it may be more than once."""
+        self.publication = publication
+        self._chunks = chunks
+        self._lanes = lanes
+        self._clock = clock
+        self._counters = counters
+        self._ended = ended
+        self._pending: deque[tuple[Batch, Callable[[], None]]] = deque()
+
+    def add(
+        self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begins to store ``count`` chunks from index ``first`` on; ``release`` is called when their memory is free.
+
+        Waits until fewer than RUNS_MAX runs are on their way, and releases them in order. Raises what the root raised.
+        """
+        while len(self._pending) >= RUNS_MAX:
+            self._wait(deadline)
+        self._pending.append((self._begin(source, first, count), release))
+
+    def finish(self, deadline: Deadline) -> Mask:
+        """Waits for what is on its way: which chunks are in the store. Raises what the root raised, or Unavailable."""
+        try:
+            while self._pending:
+                self._wait(deadline)
+        except DeadlinePassed:
+            self.abandon(wait_s=0.0)
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self._ended()
+        return self.publication.there()
+
+    def abandon(self, wait_s: float = DISCARD_S) -> None:
+        """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent.
+
+        Memory of what is on its way is not released: a lane may still read it.
+        """
+        if not self.publication.is_abandoned:
+            self._counters.add(NodeCount.PUT_FAILED)
+        self._pending.clear()
+        staged = self.publication.abandon()
+        try:
+            batch = self._lanes.start(len(staged), lambda at: self.publication.discard(staged[at]))
+            if wait_s:
+                batch.wait(Deadline(self._clock, wait_s))
+        except KVStoreError:
+            pass  # the root does not answer: fsck finds what is left
+        self._ended()
+
+    def _wait(self, deadline: Deadline) -> None:
+        """For the oldest run."""
+        batch, release = self._pending[0]
+        batch.wait(deadline)
+        self._pending.popleft()
+        release()
+
+    def _begin(self, source: Sections, first: int, count: int) -> Batch:
+        publication, runs = self.publication, self._chunks.runs
+        run = runs.of(publication.wanted, first, count, source) if runs.stages else None
+        if run is None:
+            return self._lanes.start(count, lambda at: self._store(source, first + at))
+        put = publication.begin_run(run)
+
+        def store(_: int) -> bool:
+            more = True
+            try:
+                while more:
+                    left, more = publication.add_turn(put)
+                    self._store_left(source, left)
+                    moved_on()
+            except BaseException:
+                put.stop()
+                raise
+            return True
+
+        return self._lanes.start(min(count, self._lanes.width), store)
+
+    def _store_left(self, source: Sections, left: Sequence[int]) -> None:
+        """Stores one by one what could not be stored at once."""
+        full: Overloaded | None = None
+        for index in left:
+            try:
+                self._store(source, index)
+            except Overloaded as error:
+                if not self.publication.make_room(index):
+                    raise
+                full = error
+                self._store(source, index)
+        if full is not None:
+            raise full  # what made room is not stored
+
+    def _store(self, source: Sections, index: int) -> bool:
+        self.publication.add(index, source(index), source.origin(index) if isinstance(source, Images) else None)
+        return True
+
+
+def leading(there: Mask) -> int:
+    """How many leading chunks are there."""
+    return len(there) if there.all() else int(np.argmin(there))

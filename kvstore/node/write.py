@@ -1,0 +1,229 @@
+"""A write: what one put is between its first chunk and its result, whichever way the chunks come.
+
+Calls in this process, gRPC and the bulk protocol all feed this one.  It knows the write mode; MEMORY.md, "Writing", has
+the table that it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.counts import NodeCount
+from kvstore.errors import KVStoreError
+from kvstore.hints import Hints
+from kvstore.node.deadline import Deadline
+from kvstore.node.publish import Mask
+from kvstore.node.root_write import RootWrite, leading
+from kvstore.node.stack import TierStack
+from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.results import PutResult
+from kvstore.sections import Sections
+from kvstore.writes import WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.node.puts import Puts
+
+Indexes = npt.NDArray[np.int64]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The end of a write."""
+
+    there: Mask
+    """For each chunk that was wanted whether it is in the store, or in memory and on its way there."""
+    chunks: int
+    """Written by this put."""
+    size_bytes: int
+    """Of their sections."""
+    found: int
+    """From the put's first chunk on, those that were there."""
+
+    def of_prompt(self, chunk_tokens: int) -> PutResult:
+        """What a caller is told of a prompt."""
+        return PutResult(leading(self.there) * chunk_tokens, self.chunks, self.found, self.size_bytes)
+
+
+class Write:
+    """A put under way: ``add`` runs of chunks, then ``finish``, or ``abandon``. Used by one thread.
+
+    A run's memory is the caller's again when its ``release`` is called, which happens in the order of the runs.
+    """
+
+    def __init__(
+        self,
+        puts: Puts,
+        wanted: Wanted,
+        first: int,
+        found: Mask,
+        mode: WriteMode,
+        hints: Hints,
+        root: RootWrite | None = None,
+        *,
+        refused: bool = False,
+        sheds: bool = True,
+    ) -> None:
+        """``first`` is the put's first chunk; ``found`` are those in the store already, which need not be added.
+
+        ``root`` takes what goes there, where it has to wait for nothing else.  What memory has no room for is shed,
+        unless it does not ``sheds``: then it is put on the root.
+        """
+        self.mode = mode
+        self.refused = refused
+        """Whether a chunk before the first is missing, so that nothing is stored."""
+        self._puts = puts
+        self._wanted = wanted
+        self._is_chain = isinstance(wanted, Chain)
+        self._sizes = sizes_of(wanted)
+        self._first = first
+        self._found = found
+        self._there = found.copy()
+        self._swept = ~puts.unswept(wanted)
+        self._hints = hints
+        self._root = root
+        self._sheds = sheds
+        self._is_shed = False
+        self._absorbed = 0
+        self._absorbed_bytes = 0
+
+    @property
+    def first(self) -> int:
+        """The first chunk that has to be added."""
+        return max(self._first, leading(self._found)) if self._is_chain else self._first
+
+    def add(
+        self,
+        source: Sections,
+        first: int,
+        count: int,
+        deadline: Deadline,
+        release: Callable[[], None] = _nothing,
+    ) -> None:
+        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``finish`` does."""
+        run = slice(first, min(first + count, len(self._wanted)))
+        new = first + np.flatnonzero(~(self._there[run] | self._swept[run]))
+        if self.refused:
+            new = new[:0]
+        elif self.mode is WriteMode.BEHIND:
+            new = self._absorb(source, new, deadline)
+        if self._root is None:
+            release()
+            return
+        with self._root_may_refuse():
+            self._add_to_root(self._root, source, new, deadline, release)
+
+    def finish(self, deadline: Deadline) -> Written:
+        """Waits for what is on its way to the root. Raises what the root raised, or Unavailable."""
+        if self.refused:
+            return Written(self._found, 0, 0, 0)
+        there, chunks, size_bytes = self._there, self._absorbed, self._absorbed_bytes
+        if self._root is not None:
+            with self._root_may_refuse():
+                self._root.finish(deadline)
+            publication = self._root.publication
+            there = there | publication.there()
+            chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
+        there = there & self._puts.unswept(self._wanted)  # what was condemned while it was being put counts as absent
+        if self._is_chain:
+            there[leading(there) :] = False
+        found = max(0, int(there[self._first :].sum()) - chunks)
+        self._puts.counters.add(NodeCount.CHUNKS_FOUND, found)
+        if self.mode is WriteMode.BEHIND:
+            self._puts.used(self._wanted, self._found, self._hints)
+        if self._root is not None:
+            self._root.publication.used(there)
+        return Written(there, chunks, size_bytes, found)
+
+    def abandon(self) -> None:
+        """Puts nothing more on the root. What memory took stays there. Idempotent."""
+        if self._root is not None:
+            self._root.abandon()
+
+    @contextmanager
+    def _root_may_refuse(self) -> Iterator[None]:
+        """Of what is put behind, as much as memory took is put, whatever the root does with the rest."""
+        try:
+            yield
+        except KVStoreError:
+            if self.mode is not WriteMode.BEHIND:
+                raise
+            self.abandon()
+
+    @property
+    def _tiers(self) -> TierStack:
+        tiers = self._puts.tiers
+        assert tiers is not None, "without them every write goes around"
+        return tiers
+
+    def _absorb(self, source: Sections, new: Indexes, deadline: Deadline) -> Indexes:
+        """Copies chunks into memory, from where they are written to the root later (rule W1); those that go to the root
+        now instead."""
+        if not new.size or (self._is_chain and self._root is not None):
+            return new
+        if self._is_shed:
+            left, goes_on = new, new[:0]
+        else:
+            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline)
+            self._there[new] = kept.there
+            self._absorbed += kept.written
+            self._absorbed_bytes += sum(self._sizes[index] for index in new[kept.fresh].tolist())
+            left = new[~self._there[new]]
+            goes_on = self._for_root(left, deadline)
+        self._is_shed = self._is_chain and len(goes_on) < len(left)
+        self._puts.counters.add(NodeCount.BEHIND_SHED, len(left) - len(goes_on))
+        return goes_on
+
+    def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
+        """Of what memory did not take, that which is put on the root instead."""
+        if left.size and self._sheds:
+            # Not for want of room: another put is bringing it at this moment. So what is behind it is not shed.
+            memory = self._tiers.memory
+            if self._is_chain:
+                left = left if memory.is_taken(self._wanted, int(left[0])) else left[:0]
+            else:
+                left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
+        if left.size and self._root is None and self._tiers.reaches_root(self._hints):
+            with suppress(KVStoreError):
+                self._root = self._puts.begin_rest(self._wanted, int(left[0]), self._hints, deadline)
+        return left if self._root is not None else left[:0]
+
+    def _add_to_root(
+        self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline, release: Callable[[], None]
+    ) -> None:
+        """Also without any chunk: ``release`` waits for the runs before it."""
+        *parts, last = np.split(new, np.flatnonzero(np.diff(new) != 1) + 1)
+        for part in parts:
+            root.add(source, int(part[0]), len(part), deadline)
+
+        def kept() -> None:
+            self._keep(root, source, new, deadline)
+            release()
+
+        done = kept if self.mode is WriteMode.THROUGH else release
+        root.add(source, int(last[0]) if last.size else 0, len(last), deadline, done)
+
+    def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
+        """Copies chunks that are on the root now into memory as well."""
+        if not self._is_chain:
+            new = new[root.publication.there()[new]]  # another writer's block may have another size
+        if new.size:
+            self._tiers.keep(*self._part(source, new), self._hints, deadline)
+
+    def _part(self, source: Sections, indexes: Indexes) -> tuple[Wanted, int, int, Sections]:
+        """Chunks as neighbours, and where their sections are."""
+        first, count = int(indexes[0]), len(indexes)
+        if isinstance(self._wanted, Chain) or indexes[-1] - first == count - 1:
+            return self._wanted, first, count, source
+        places = indexes.tolist()
+        return self._wanted.picked(places), 0, count, lambda at: source(places[at])

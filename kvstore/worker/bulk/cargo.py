@@ -1,0 +1,79 @@
+"""What a bulk put is about, as runs of bytes: how large each is, and what lies where in it.
+
+Apart from how runs arrive and where they go, which is the same for chunks and for engine-hashed blocks.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from kvstore.address import Chain
+from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.sections import Buffers, Planes, Sections
+from kvstore.wire.bulk.frames import RUN_BYTES_MAX
+from kvstore.wire.bulk.sums import block_sums, plane_sums
+from kvstore.wire.statuses import BrokenTransfer
+from kvstore.writes import RUNS_MAX
+
+RUNS_IN_MEMORY = RUNS_MAX + 1
+"""Runs of one put that have memory: those on their way to the root, and the one that arrives."""
+
+
+class Cargo:
+    """``count`` chunks or blocks of a put, from index ``first`` on."""
+
+    def __init__(self, wanted: Wanted, first: int, count: int) -> None:
+        self._wanted = wanted
+        self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
+        self.first = first
+        self.count = count
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all of them."""
+        return self._ends[-1]
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Memory for the runs that are here at once, where they come as bytes."""
+        largest = max((b - a for a, b in pairwise(self._ends)), default=0)
+        return min(self.all_bytes, RUNS_IN_MEMORY * max(RUN_BYTES_MAX, largest))
+
+    def size_bytes(self, first: int, count: int) -> int:
+        """Of ``count`` chunks from index ``first`` on."""
+        return self._ends[first + count - self.first] - self._ends[first - self.first]
+
+    def sums_count(self, count: int) -> int:
+        """Checksums that a run of so many chunks has."""
+        return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
+
+    def sections(self, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Sections:
+        """Those of a run that is here. Raises BrokenTransfer where they do not match its checksums, if it has any."""
+        return (
+            self._planes(self._wanted, first, count, memory, sums)
+            if isinstance(self._wanted, Chain)
+            else self._blocks(first, count, memory, sums)
+        )
+
+    def _planes(self, chain: Chain, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Planes:
+        layout = chain.namespace.layout
+        array = np.frombuffer(memory, np.uint8).reshape(layout.layers, 2, -1)
+        planes = Planes(array, layout.section_bytes, first)
+        if sums and sums != plane_sums(planes, first, count):
+            raise _broken("chunks", first, count)
+        return planes
+
+    def _blocks(self, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Buffers:
+        ends = self._ends[first - self.first : first - self.first + count + 1]
+        buffers = [memory[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
+        if sums and sums != block_sums(buffers):
+            raise _broken("blocks", first, count)
+        return Buffers(buffers, first)
+
+
+def _broken(unit: str, first: int, count: int) -> BrokenTransfer:
+    return BrokenTransfer(
+        f"{unit} {first} to {first + count - 1} do not match their checksums: bytes changed on the way; repeat the call"
+    )

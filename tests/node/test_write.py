@@ -1,0 +1,110 @@
+"""A write, run by run: whose memory a run is, what each mode leaves where, and what the answer says."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.hints import DEFAULT
+from kvstore.node.deadline import Deadline
+from kvstore.node.handed_blocks import keyed
+from kvstore.node.write import Write
+from kvstore.sections import Buffers, Planes
+from kvstore.sources import SystemClock
+from kvstore.writes import RUNS_MAX, WriteMode
+from tests.patience import NEVER_S
+from tests.root.faulty import EIO, Rule
+from tests.tiers.acting import LARGE, Acting, faulty, held
+
+
+def soon() -> Deadline:
+    return Deadline(SystemClock(), NEVER_S)
+
+
+def begin(node: Acting, number: int, chunks: int, mode: WriteMode) -> Write:
+    return node.node.puts.begin(node.chain(number, chunks), 0, soon(), DEFAULT, mode)
+
+
+def buffer_of(node: Acting, number: int, chunk: int) -> tuple[np.ndarray, Planes]:
+    """One chunk in memory of its own, as what comes over a network."""
+    array = node.prompts.kv(number, chunk + 1, chunk).copy()
+    return array, Planes(array.reshape(LARGE.layers, 2, -1).view(np.uint8), LARGE.section_bytes, chunk)
+
+
+@pytest.mark.parametrize("mode", [WriteMode.AROUND, WriteMode.THROUGH])
+def test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_order(mode: WriteMode) -> None:
+    """Whoever is told that the memory is free writes something else into it at once."""
+    root, given_back = faulty(), list[int]()
+    with Acting(root) as node:
+        write = begin(node, 1, 6, mode)
+
+        def add(chunk: int) -> None:
+            array, source = buffer_of(node, 1, chunk)
+
+            def release() -> None:
+                array[:] = 0
+                given_back.append(chunk)
+
+            write.add(source, chunk, 1, soon(), release)
+
+        with held(root):
+            for chunk in range(RUNS_MAX):
+                add(chunk)
+            third = threading.Thread(target=add, args=(RUNS_MAX,))
+            third.start()
+            third.join(0.2)
+            assert given_back == [] and third.is_alive(), "the root has none of them yet"
+        third.join(NEVER_S)
+        for chunk in range(RUNS_MAX + 1, 6):
+            add(chunk)
+        assert write.finish(soon()).there.all()
+        assert given_back == [*range(6)]
+        assert node.get(1, 6) == 6 and node.on_root(1, 6) == [True] * 6
+        assert node.in_memory(1, 6) == [True] * 6 or mode is WriteMode.AROUND
+
+
+def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
+    """Runs are given back in order, also one that nothing has to be stored of."""
+    root, given_back = faulty(), list[int]()
+    with Acting(root, write=WriteMode.AROUND) as node:
+        keys, blocks = [bytes([at]) * 16 for at in range(2)], [memoryview(bytes([at]) * 300_000) for at in range(2)]
+        node.node.put_blocks(node.cache.namespace, keys[1:], blocks[1:], write=WriteMode.AROUND)
+        node.node.forget()
+        write = node.node.puts.begin(keyed(node.cache.namespace, keys, [300_000] * 2), 0, soon())
+        with held(root):
+            for at in range(2):
+                write.add(Buffers([blocks[at]], at), at, 1, soon(), lambda at=at: given_back.append(at))  # type: ignore[misc]
+            assert given_back == []
+        assert write.finish(soon()).there.all() and given_back == [0, 1]
+
+
+def test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took() -> None:
+    root = faulty()
+    with Acting(root) as node:
+        slot = node.memory.claim(node.chain(1, 6), 4)
+        assert slot is not None, "another put is bringing the fifth chunk"
+        root.set_rules([Rule("stage", EIO)])
+        write = begin(node, 1, 6, WriteMode.BEHIND)
+        for chunk in range(6):
+            write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
+        assert write.finish(soon()).there.tolist() == [True] * 4 + [False] * 2
+        node.memory.drop([slot])
+        root.set_rules([])
+
+
+def test_a_write_that_failed_says_so_and_leaves_nothing_staged() -> None:
+    root = faulty()
+    with Acting(root) as node:
+        write = begin(node, 1, 6, WriteMode.THROUGH)
+        root.set_rules([Rule("publish", EIO)])
+        with pytest.raises(KVStoreError):
+            for chunk in range(6):
+                write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
+            write.finish(soon())
+        write.abandon()
+        root.set_rules([])
+        node.assert_settled()
+        assert node.stat("put_failed") == 1 and not any(node.in_memory(1, 6)) and not any(node.on_root(1, 6))
