@@ -45,7 +45,7 @@ from kvstore.client.cache import Cache
 from kvstore.node.settings import MEMORY_BYTES_MIN
 
 HYPOTHESIS = (
-    "through shared memory a put is acknowledged after 1.3 copies and a get takes 1.2; over TCP a deferred put takes "
+    "through shared memory a put is acknowledged after 1.3 copies and a get takes 1.2; over TCP a put behind takes "
     "2.2 and a streamed get 2.0; a verified mapped view takes half a copy (published for remote_kv_cache, in memory: "
     "set 3.1-4.2, deferred 2.2-3.2, get 5.9-7.7, streamed get 2.0-2.6)"
 )
@@ -62,11 +62,11 @@ KEEPING = {MEMORY: "shared", MEMORY_TCP: "tcp"}
 LOOPBACK = "loopback"
 """No store at all: the prompt's bytes from one process to another."""
 OVER_TCP = ("tcp", MEMORY_TCP)
-BESIDE = {"put": "put", "put deferred": "put", "read": "read", "streamed": "read"}
+BESIDE = {"put": "put", "put behind": "put", "read": "read", "streamed": "read"}
 """What of these is compared with what the bare connection does."""
 MEMORY_SHARE = 3
 """Memory of a worker that keeps chunks, in prompts: one is put while the one before is still being written behind."""
-DEFERRING = ("shared", "tcp", *KEEPING)
+BEHIND = ("shared", "tcp", *KEEPING)
 MAPPING = (IN_PROCESS, "shared", MEMORY)
 """Where a view is not a copy."""
 WAYS = (*PATHS, *KEEPING, LOOPBACK)
@@ -76,10 +76,10 @@ Caches = list[Cache]
 """One that waits until a put is stored, and where there is one, one that does not."""
 OPERATIONS = {
     "set": "set: 64 blocks a call, stored when it returns",
-    "set deferred": "set deferred: 64 blocks a call, acknowledged before they are stored",
+    "set behind": "set behind: 64 blocks a call, acknowledged before they are stored",
     "get": "get: 64 blocks a call, into random places",
     "put": "put: one prompt in one call, stored when it returns",
-    "put deferred": "put deferred: one prompt in one call, acknowledged before it is stored",
+    "put behind": "put behind: one prompt in one call, acknowledged before it is stored",
     "read": "read: one prompt in one call, into given memory",
     "streamed": "streamed: one prompt, layer by layer, each handed out while the next is read",
     "view": "view: the prompt's chunks mapped and verified, nothing copied",
@@ -197,7 +197,7 @@ def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], u
         if reason := way.why_not():
             skipped.append(reason)
             continue
-        ways = [way, replace(way, deferred=True)] if path in DEFERRING else [way]
+        ways = [way, replace(way, write="behind")] if path in BEHIND else [way]
         stores = [undo.enter_context(each.open()) for each in ways]
         caches = [store.namespace("memcpy", pool.layout) for store in stores]
         # What is in memory only its worker can clear.
@@ -252,8 +252,8 @@ def one_round(
     """Seconds of each operation that this path has, verified. ``settle`` waits until the worker has nothing to do."""
     found: dict[str, float] = {}
     cache = caches[0]
-    # Deferring comes first, so that what is read was stored by a put that waits; last where that keeps it in memory.
-    puts = list(zip(("", " deferred"), caches, strict=False))[:: 1 if path in KEEPING else -1]
+    # Behind comes first, so that what is read was stored by a put that waits; last where that keeps it in memory.
+    puts = list(zip(("", " behind"), caches, strict=False))[:: 1 if path in KEEPING else -1]
 
     def take(name: str, work: Callable[[], object]) -> None:
         found[name] = timed(work).wall_s

@@ -37,14 +37,14 @@ class Way:
     root: str
     worker: str = ""
     durability: str = "none"
-    deferred: bool = False
-    """Puts return once a worker has the bytes, before they are stored."""
+    write: str | None = None
+    """When puts return; by default as the worker is set."""
 
     def open(self) -> Store:
         """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` do."""
         if self.path == IN_PROCESS:
             return kvstore.open(self.root, durability=self.durability)
-        return kvstore.connect(self.worker, bulk=self.path, deferred=self.deferred)
+        return kvstore.connect(self.worker, bulk=self.path, write=self.write)
 
     def why_not(self) -> str | None:
         """Why this way cannot be gone, or is not the way that bytes go; None where all is well."""

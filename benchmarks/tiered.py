@@ -23,7 +23,7 @@ DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1,
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way to run a node. Sizes in blocks; ``drain`` is how many deferred blocks the root takes in a second."""
+    """One way to run a node. Sizes in blocks; ``drain`` is how many blocks behind the root takes in a second."""
 
     policy: str
     memory: int
@@ -48,7 +48,7 @@ class Counts:
     put: int = 0
     """Found nowhere, so computed and put."""
     shed: int = 0
-    """Of these, what was not taken: the queue of deferred writes was full, or memory was."""
+    """Of these, what was not taken: the queue of what is written behind was full, or memory was."""
     promoted: int = 0
     """Root to memory; the rest of what the root had is read straight into the caller's arrays."""
     demoted: int = 0
@@ -121,7 +121,7 @@ class SimulatedNode:
         self._memory = Bounded(setup.memory, setup.policy, self._demote)
         self._disk = Bounded(setup.disk, setup.policy, self._forget) if setup.disk else None
         self._admission = Admission()
-        self._deferred: deque[tuple[int, Entry]] = deque()
+        self._behind: deque[tuple[int, Entry]] = deque()
         self._now_s = 0.0
         self._drainable = 0.0
 
@@ -179,11 +179,11 @@ class SimulatedNode:
         return not self._setup.admission or self._admission.asked(address, self._now_s)
 
     def _put(self, chain: Sequence[int], held: list[Entry]) -> None:
-        """New blocks. Deferred ones are shed from the first on that finds the queue or memory full (W1)."""
+        """New blocks. PutsBehind ones are shed from the first on that finds the queue or memory full (W1)."""
         self.counts.put += len(chain)
         for index, block in enumerate(chain):
             behind = self._setup.write == "behind"
-            if behind and len(self._deferred) >= self._setup.dirty_max:
+            if behind and len(self._behind) >= self._setup.dirty_max:
                 self.counts.shed += len(chain) - index
                 return
             entry = self._claim(block, dirty=behind) if self._setup.write != "around" else None
@@ -193,7 +193,7 @@ class SimulatedNode:
                 self.counts.shed += len(chain) - index
                 return
             if behind and entry is not None:
-                self._deferred.append((block, entry))
+                self._behind.append((block, entry))
             else:
                 self._write(block)
 
@@ -209,15 +209,15 @@ class SimulatedNode:
         self.counts.to_root += 1
 
     def _drain(self, now_s: float) -> None:
-        """Writes what was deferred, as far as the time since the last request was enough for it."""
+        """Writes what is behind, as far as the time since the last request was enough for it."""
         self._drainable += (now_s - self._now_s) * self._setup.drain
         self._now_s = now_s
-        while self._deferred and self._drainable >= 1:
-            block, entry = self._deferred.popleft()
+        while self._behind and self._drainable >= 1:
+            block, entry = self._behind.popleft()
             self._write(block)
             self._memory.inventory.clean(entry)
             self._drainable -= 1
-        if not self._deferred:
+        if not self._behind:
             self._drainable = 0.0
 
     def _demote(self, entry: Entry) -> None:

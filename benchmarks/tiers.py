@@ -39,7 +39,7 @@ KV_BYTES_PER_TOKEN = 131_072
 """Llama 3.1 8B in 16 bit: 64 MiB a block."""
 GIB_PER_BLOCK = BLOCK_TOKENS * KV_BYTES_PER_TOKEN / (1 << 30)
 DRAIN = 2.0
-"""Times the mean rate of new blocks is what the root takes of deferred ones."""
+"""Times the mean rate of new blocks is what the root takes of those written behind."""
 WITHIN_POINTS = 0.2
 """Hit ratios this near to the best count as equal; of those the one that writes least is the best."""
 WRITTEN_MAX = 1.5

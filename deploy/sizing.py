@@ -27,7 +27,7 @@ LISTED_PER_S = 129_000
 
 # Limits and settings.
 LOW = 0.8  # kvstore-gc --low: a sweep leaves so much of the room in use
-PROCESS_BYTES = 3 * GiB  # calls in progress (1 GiB), deferred puts, connections, the interpreter
+PROCESS_BYTES = 3 * GiB  # calls in progress (1 GiB), puts behind, connections, the interpreter
 DIGESTS_BYTES_PER_S_MAX = 4 * MiB  # of all nodes together (MEMORY.md, Peers)
 DIGEST_BYTES_PER_S_MAX = 1 * MiB
 COMPACTION_S = 300  # etcd keeps at least this much history, and up to twice as much

@@ -12,12 +12,12 @@ which arrives meanwhile."""
 
 
 class WriteMode(enum.Enum):
-    """See kvstore/memory/MEMORY.md, "Writing". A node without memory knows only AROUND."""
+    """See kvstore/memory/MEMORY.md, "Writing"."""
 
     THROUGH = "through"
     """Acknowledged when the root has it; memory keeps a copy."""
     BEHIND = "behind"
-    """Acknowledged when memory has it, and written to the root soon; lost where this node is killed before."""
+    """Acknowledged when the node has the bytes, and written to the root soon; lost where it is killed before."""
     AROUND = "around"
     """Acknowledged when the root has it; memory gets it when it is read."""
 

@@ -80,7 +80,7 @@ def remote_port(
     etcd_user: EtcdUser | None = None,
     clock: Clock | None = None,
     bulk: str | None = None,
-    deferred: bool = False,
+    write: WriteMode | str | None = None,
     tls: ClientTls | None = None,
     token_file: str | Path | None = None,
 ) -> RemotePort:
@@ -89,9 +89,8 @@ def remote_port(
     ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
     ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
     is asked for and not there raises InvalidRequest; where a worker offers it and does not answer on it, that worker
-    does not answer.  With ``deferred`` a put that does not say how it is to be
-    acknowledged returns once the worker has its bytes, where they go past gRPC, else as one ``behind``: what the worker
-    cannot store then is lost, and a miss.  ``tls`` and ``token_file`` prove who we are, and who the workers are.
+    does not answer.  ``write`` is the mode of puts that do not say one; without it the worker's.  ``tls`` and
+    ``token_file`` prove who we are, and who the workers are.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
@@ -99,15 +98,14 @@ def remote_port(
         raise InvalidRequest("root= says which of the roots in etcd is meant: it needs etcd=host:port")
     limits = limits or ClientLimits()
     way = _way(bulk)
+    mode = None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:
         addresses = [check_address(each) for text in workers for each in text.split(",")]
-        return RemotePort(addresses, limits, clock=clock, bulk=way, deferred=deferred, credentials=credentials)
+        return RemotePort(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:
-        return RemotePort(
-            [], limits, discovery=discovery, clock=clock, bulk=way, deferred=deferred, credentials=credentials
-        )
+        return RemotePort([], limits, discovery=discovery, clock=clock, bulk=way, write=mode, credentials=credentials)
     except BaseException:
         discovery.close()
         raise
@@ -124,7 +122,7 @@ class RemotePort:
         discovery: Discovery | None = None,
         clock: Clock | None = None,
         bulk: Bulk = Bulk.AUTO,
-        deferred: bool = False,
+        write: WriteMode | None = None,
         credentials: Credentials = PLAIN,
     ) -> None:
         self._clock = clock = clock or SystemClock()
@@ -135,7 +133,7 @@ class RemotePort:
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
         self._watch = Watch(clock, "kvstore-client-watch")
-        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), deferred)
+        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), write)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
 
@@ -382,7 +380,7 @@ class RemotePort:
         self._tools.lanes.close()
 
     def _mode(self, write: WriteMode | None) -> WriteMode | None:
-        return WriteMode.BEHIND if write is None and self._tools.deferred else write
+        return self._tools.write if write is None else write
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
@@ -449,7 +447,7 @@ class RemotePort:
                     start,
                     ChunkCargo(sections, namespace.layout, count),
                     # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                    deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
+                    behind=start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self.limits.write_s,
                     timeout_s=timeout_s,

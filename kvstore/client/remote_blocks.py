@@ -83,7 +83,7 @@ class RemoteBlocks:
                     start,
                     BlockCargo(buffers),
                     # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                    deferred=self._tools.deferred and start.write == pb.WRITE_BEHIND,
+                    behind=start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self._tools.limits.write_s,
                     timeout_s=timeout_s,

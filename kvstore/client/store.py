@@ -190,9 +190,9 @@ def connect(
     Calls are spread over the workers that live; one that dies is left out until it is back.
     ``root`` is the root's id, needed only where etcd knows several.
     ``bulk`` says which way chunks go: ``shared`` (memory and files of the same host), ``tcp`` (a connection of its
-    own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``deferred=True`` returns from a put
-    once a worker has its bytes, before they are stored; what it cannot store then is lost, and a miss.  A put that
-    says ``write="through"`` or ``"around"`` still waits for the root.
+    own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``write`` says when puts
+    return that do not say it themselves: ``"behind"``, once a worker has their bytes (what it cannot store then is
+    lost, and a miss), ``"through"`` or ``"around"``, once the root has them; by default as the worker is set.
 
     ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers that speak TLS, and
     ``token_file=PATH`` for those that ask for a token; both are read again when their files change.

@@ -13,6 +13,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.sources import Clock
 from kvstore.wire.watch import Watch
+from kvstore.writes import WriteMode
 
 
 class FileLanes:
@@ -60,5 +61,5 @@ class Tools:
     watch: Watch
     lanes: FileLanes
     renewing: Renewing
-    deferred: bool
-    """Whether puts are acknowledged once a worker has their bytes."""
+    write: WriteMode | None
+    """The mode of puts that do not say one; None: the worker's."""

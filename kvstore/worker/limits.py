@@ -25,8 +25,8 @@ class WorkerLimits:
     """
     bytes_in_flight_max: int = 1 << 30
     """Memory for payload between network and root. A call that needs more than is free is refused."""
-    deferred_bytes_max: int = 256 << 20
-    """A deferred put over the network of more bytes is not deferred: all of them would be in memory at once."""
+    behind_bytes_max: int = 256 << 20
+    """A put behind of more bytes over the network waits for the root: all of them would be in memory at once."""
     arena_bytes_max: int = 1 << 30
     """Memory of its own that one client on this host may share over one connection."""
     buffers_bytes_max: int = 256 << 20

@@ -15,7 +15,7 @@ from kvstore.node.wanted import Keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
-from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.holds import ClientHolds
@@ -28,10 +28,10 @@ SETTLE_S = 2.0
 class Prompts:
     """Finds what requests are about."""
 
-    def __init__(self, member: Member, holds: ClientHolds, deferred: Deferred) -> None:
+    def __init__(self, member: Member, holds: ClientHolds, behind: PutsBehind) -> None:
         self._member = member
         self._holds = holds
-        self._deferred = deferred
+        self._behind = behind
 
     def namespace(self, digest: bytes, call: Call) -> Namespace:
         """The namespace with this digest, which ``call`` is allowed to be about: there is no other way to one.
@@ -57,7 +57,7 @@ class Prompts:
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
         chain = self._member.node.chains.of(namespace, tokens)
-        self._deferred.settle(chain.addresses, SETTLE_S)
+        self._behind.settle(chain.addresses, SETTLE_S)
         return chain
 
     def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:
@@ -76,8 +76,8 @@ class Prompts:
 
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""
-        if self._deferred.chunks_count:
-            self._deferred.settle(block_addresses(namespace, keys), SETTLE_S)
+        if self._behind.chunks_count:
+            self._behind.settle(block_addresses(namespace, keys), SETTLE_S)
 
     def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:
         """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody

@@ -23,8 +23,8 @@ from kvstore.wire.messages import namespace_message, namespace_of
 from kvstore.wire.watch import Watch
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.blocks import BlockStreams
-from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
@@ -43,7 +43,7 @@ Gauges = Callable[[], Mapping[str, float]]
 
 RENEWALS_MAX = 65_536
 """Holds that one call renews."""
-DEFERRED_S = 10.0
+BEHIND_S = 10.0
 """How long a worker that stops writes on what it has acknowledged."""
 
 
@@ -74,13 +74,13 @@ class Service:
         )
         self.watch = Watch(clock, "kvstore-worker-watch")
         self.handlers = Handlers(self.calls, self.watch, lambda: self._limits)
-        self.deferred = Deferred(self.calls)
+        self.behind = PutsBehind(self.calls)
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
         self.room = Space(None, None)
         """Of the root, as it last said."""
-        self.prompts = Prompts(member, self.holds, self.deferred)
-        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.deferred)
+        self.prompts = Prompts(member, self.holds, self.behind)
+        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
         self._blocks = BlockStreams(node, self.prompts, self.in_flight, self.calls, limits)
@@ -119,7 +119,7 @@ class Service:
             "bytes_in_flight": float(self.in_flight.count),
             "client_holds": float(len(self.holds)),
             "bulk_connections_open": float(self.bulk.connections_count if self.bulk else 0),
-            "deferred_chunks": float(self.deferred.chunks_count),
+            "puts_behind_chunks": float(self.behind.chunks_count),
             "leases": float(len(self.bulk_requests.leases or ())),
             "draining": float(self.gate.draining),
             **{name: value for gauges in self._more_gauges for name, value in gauges().items()},
@@ -161,7 +161,7 @@ class Service:
     def close(self) -> None:
         """Ends the watch over streams, and what is written behind; idempotent."""
         self.watch.close()
-        self.deferred.close(DEFERRED_S)
+        self.behind.close(BEHIND_S)
 
     # The calls
 
@@ -226,7 +226,7 @@ class Service:
 
     def _clear(self, request: pb.ClearRequest, call: Call) -> Message:
         namespace = self.prompts.namespace(request.namespace, call)
-        self.deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
+        self.behind.wait_empty(BEHIND_S)  # or what is written behind would come after it
         cleared = self._member.clear(namespace)
         return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed)
 

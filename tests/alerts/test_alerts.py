@@ -233,7 +233,7 @@ def test_a_local_disk_that_is_full_of_other_things(scene: Scene) -> None:
 
 def test_a_root_that_hangs(scene: Scene) -> None:
     store, cache = cache_of(scene.worker)
-    plain_store, plain = cache_of(scene.plain, deferred=True)
+    plain_store, plain = cache_of(scene.plain, write="behind")
     with store, plain_store, ThreadPoolExecutor(ALL_THREADS) as threads, scene.hanging.hung():
 
         def asked(number: int) -> None:

@@ -42,7 +42,7 @@ def test_the_copy_moves_each_block_to_its_place(pool: Pool) -> None:
 
 def test_in_this_process_all_but_deferring_is_measured(pool: Pool, tmp_root: Path) -> None:
     found = run_round(pool, tmp_root)
-    assert found.keys() == OPERATIONS.keys() - {"set deferred", "put deferred"}
+    assert found.keys() == OPERATIONS.keys() - {"set behind", "put behind"}
     assert min(found.values()) > 0
 
 
@@ -81,6 +81,6 @@ def test_the_table_has_a_row_for_each_path(tmp_root: Path, monkeypatch: pytest.M
     assert shares.column("path") == list(copies.OVER_TCP)
     assert all(isinstance(share, float) and share > 0 for share in shares.column("read"))
     assert table.column("path") == list(WAYS)
-    assert table.column("put deferred")[0] is None and None not in table.column("put deferred")[2:-1]
+    assert table.column("put behind")[0] is None and None not in table.column("put behind")[2:-1]
     assert table.column("path")[0] == IN_PROCESS and table.column("view")[0] is not None
     assert list(tmp_root.iterdir()) == []

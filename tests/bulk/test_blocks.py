@@ -66,14 +66,14 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
         assert not found.worker.service.bulk_requests.leases
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("reader", WAYS)
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, deferred: bool) -> None:
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, write: str | None) -> None:
     """Blocks of mixed sizes, more than one WANT asks for."""
-    seed = zlib.crc32(f"{writer} {reader} {deferred}".encode())
+    seed = zlib.crc32(f"{writer} {reader} {write}".encode())
     keys, blocks = keys_of(seed), blocks_of(seed)
-    with connected(served, bulk=writer, deferred=deferred) as store:
+    with connected(served, bulk=writer, write=write) as store:
         assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * COUNT
         assert counted(store, "puts") == {writer: 1}
     with connected(served, bulk=reader) as store:
@@ -129,17 +129,17 @@ def test_one_key_may_be_there_twice(served: Served, way: str) -> None:
         assert same(buffers, blocks * 3)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 40 << 20])
 @pytest.mark.parametrize("sizes", [(9 << 20,), (1 << 20, 100, 12 << 20)])
 def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
-    served: Served, sizes: tuple[int, ...], arena_bytes: int, deferred: bool
+    served: Served, sizes: tuple[int, ...], arena_bytes: int, write: str | None
 ) -> None:
     count = 6 if len(sizes) == 1 else 12
     keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
     limits = ClientLimits(arena_bytes_max=arena_bytes)
-    with connected(served, bulk="shared", limits=limits, deferred=deferred) as store:
-        cache = store.namespace(f"large-{sizes}-{arena_bytes}-{deferred}", MEDIUM).blocks
+    with connected(served, bulk="shared", limits=limits, write=write) as store:
+        cache = store.namespace(f"large-{sizes}-{arena_bytes}-{write}", MEDIUM).blocks
         assert cache.put(keys, blocks) == [True] * count
         buffers = buffers_for(blocks)
         assert cache.get(keys, buffers) == [True] * count
@@ -149,10 +149,10 @@ def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) -> None:
+def test_many_put_behinds_at_once_are_all_read_back(served: Served, way: str) -> None:
     """Whoever asks the worker for a block that it has not written yet waits for it: a match and a get over gRPC too."""
     calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(60)]
-    with connected(served, bulk=way, deferred=True) as store, ThreadPoolExecutor(6) as threads:
+    with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
         cache = store.namespace(f"many-{way}", MEDIUM).blocks
         assert all(threads.map(lambda call: all(cache.put(*call)), calls))
         with connected(served, bulk="grpc") as other:
@@ -163,8 +163,8 @@ def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) 
             buffers = buffers_for(blocks_put)
             assert cache.get(keys, buffers) == [True] * 5
             assert same(buffers, blocks_put)
-        assert store.stats()["puts_deferred_lost"] == 0
-    assert served.worker.service.gauges()["deferred_chunks"] == 0
+        assert store.stats()["puts_behind_lost"] == 0
+    assert served.worker.service.gauges()["puts_behind_chunks"] == 0
 
 
 def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
@@ -204,14 +204,14 @@ def test_a_worker_that_offers_no_bulk_path_gets_blocks_over_grpc(tmp_root: Path)
         member.close()
 
 
-def test_a_deferred_put_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
+def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
     keys, blocks = keys_of(14, 20), blocks_of(14, 20, (10_000,))
-    with serving(tmp_root, worker_limits=WorkerLimits(deferred_bytes_max=100_000)) as served:
-        with connected(served, bulk="tcp", deferred=True) as store:
+    with serving(tmp_root, worker_limits=WorkerLimits(behind_bytes_max=100_000)) as served:
+        with connected(served, bulk="tcp", write="behind") as store:
             assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * 20
-            assert store.stats()["puts_deferred"] == 0
+            assert store.stats()["puts_behind"] == 0
             assert store.namespace("m", MEDIUM).blocks.put(keys[:9], blocks[:9]) == [True] * 9
-            assert store.stats()["puts_deferred"] == 1
+            assert store.stats()["puts_behind"] == 1
 
 
 def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:

@@ -241,12 +241,12 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
             eventually(lambda: all(got(cache)), "the client comes back to the worker")
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", [None, "behind"])
 def test_a_worker_with_memory_that_is_killed_within_calls_leaves_right_bytes_or_none(
-    tmp_root: Path, deferred: bool
+    tmp_root: Path, write: str | None
 ) -> None:
     with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, bulk="shared", limits=hasty(), deferred=deferred) as store:
+        with connected(worker.said, bulk="shared", limits=hasty(), write=write) as store:
             cache = store.namespace("m", MEDIUM)
             killed = threading.Timer(0.3, worker.kill)
             killed.start()
@@ -340,16 +340,16 @@ def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypat
 
 
 @BOTH
-def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path, way: str) -> None:
+def test_a_put_behind_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path, way: str) -> None:
     """What was acknowledged is not shed: what memory has no room for goes to the root."""
     keys, blocks = keys_of(4, 300), blocks_of(4, 300, SIZES)
-    with serving_memory(tmp_root, 16 << 20) as hot, connected(hot, bulk=way, deferred=True) as store:
+    with serving_memory(tmp_root, 16 << 20) as hot, connected(hot, bulk=way, write="behind") as store:
         cache = store.namespace("m", MEDIUM).blocks
         assert cache.put(keys, blocks) == [True] * 300
         buffers = buffers_for(blocks)
         eventually(lambda: cache.get(keys, buffers) == [True] * 300, "all is there")
         assert same(buffers, blocks)
-        assert store.stats()["puts_deferred_lost"] == 0
+        assert store.stats()["puts_behind_lost"] == 0
 
 
 def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:

@@ -209,10 +209,10 @@ def test_bytes_that_do_not_match_their_checksums_are_not_stored(served: Served, 
             channel.receive_frame(Kind.STORED)
         else:
             assert "checksums" in refusal_of(channel)
-    eventually(lambda: not served.worker.service.deferred.chunks_count, "nothing is on its way")
+    eventually(lambda: not served.worker.service.behind.chunks_count, "nothing is on its way")
     assert nothing_new(served)
     counters = served.worker.service.counters()
-    assert counters["puts_deferred_lost" if flag else "wire_damaged"] == 1
+    assert counters["puts_behind_lost" if flag else "wire_damaged"] == 1
 
 
 @pytest.mark.parametrize("flag", [0, 1])

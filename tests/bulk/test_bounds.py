@@ -99,19 +99,19 @@ def test_a_worker_short_of_threads_closes_the_connection(
     assert listener.connections_count == 0
 
 
-def test_a_deferred_put_that_cannot_be_begun_gives_its_memory_back(
+def test_a_put_behind_that_cannot_be_begun_gives_its_memory_back(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = served.worker.service
-    with connected(served, bulk="tcp", deferred=True) as store:
+    with connected(served, bulk="tcp", write="behind") as store:
         cache = store.namespace("m", MEDIUM)
         with monkeypatch.context() as patch:
-            patch.setattr(service.deferred._writers, "submit", no_more_threads)
+            patch.setattr(service.behind._writers, "submit", no_more_threads)
             with pytest.raises(KVStoreError):
                 cache.put(TOKENS, KV)
         eventually(lambda: service.gate.inside_count == 0, "the call is over")
         assert service.in_flight.count == 0
-        assert service.deferred.chunks_count == 0
+        assert service.behind.chunks_count == 0
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
         assert same(cache.get(TOKENS)[1], KV)
 
@@ -182,7 +182,7 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
     limits = ClientLimits(bulk_links_max=4, arena_bytes_max=24 << 20)
     together = threading.Barrier(16)
     errors: list[BaseException] = []
-    with connected(served, bulk="shared", deferred=True, limits=limits) as store:
+    with connected(served, bulk="shared", write="behind", limits=limits) as store:
         cache = store.namespace("m", MEDIUM)
 
         def put(seed: int) -> None:
@@ -308,7 +308,7 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
     patient = ClientLimits(write_s=NEVER_S)
     with (
         worker_process(tmp_root) as worker,
-        connected(worker.address, bulk="shared", deferred=True, limits=patient) as store,
+        connected(worker.address, bulk="shared", write="behind", limits=patient) as store,
     ):
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)

@@ -299,7 +299,7 @@ import os, sys, time, signal
 import numpy as np, kvstore
 from tests.bulk.ways import MEDIUM, tokens_and_kv
 from kvstore.client.bulk import handed
-store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], deferred=True)
+store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], write="behind")
 cache = store.namespace("m", MEDIUM)
 tokens, kv = tokens_and_kv(100)
 cache.put(tokens, kv)
@@ -337,7 +337,7 @@ def test_a_client_that_is_killed_while_it_reads_leaves_nothing_open(tmp_root: Pa
 @BOTH
 def test_nothing_leaks_over_many_calls_and_clients(served: Served, way: str) -> None:
     def calls(seed: int) -> None:
-        with connected(served, bulk=way, deferred=bool(seed % 2)) as store:
+        with connected(served, bulk=way, write="behind" if seed % 2 else None) as store:
             cache = store.namespace("m", MEDIUM)
             tokens, kv = tokens_and_kv(70, seed)
             cache.put(tokens, kv)
@@ -379,7 +379,7 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
 def test_what_was_acknowledged_is_written_before_a_worker_ends(tmp_root: Path) -> None:
     prompts = [tokens_and_kv(40, seed) for seed in range(10)]
     with worker_process(tmp_root) as worker:
-        with connected(worker.address, deferred=True) as store:
+        with connected(worker.address, write="behind") as store:
             cache = store.namespace("m", MEDIUM)
             for each in prompts:
                 cache.put(*each)
@@ -390,15 +390,15 @@ def test_what_was_acknowledged_is_written_before_a_worker_ends(tmp_root: Path) -
             assert same(cache.get(tokens)[1], kv)
 
 
-def test_a_deferred_put_that_fails_is_counted_and_a_miss() -> None:
+def test_a_put_behind_that_fails_is_counted_and_a_miss() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with serving(root) as served, connected(served, deferred=True) as store:
+    with serving(root) as served, connected(served, write="behind") as store:
         cache = store.namespace("m", MEDIUM)
         root.set_rules([Rule("stage", ENOSPC)])
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
         assert cache.match(TOKENS) == 0
-        assert store.stats()["puts_deferred_lost"] == 1
-        assert store.stats()["deferred_chunks"] == 0
+        assert store.stats()["puts_behind_lost"] == 1
+        assert store.stats()["puts_behind_chunks"] == 0
         root.set_rules([])
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
         assert cache.match(TOKENS) == len(TOKENS)

@@ -52,10 +52,10 @@ def refused_count(served: Served) -> int:
     return served.worker.service.counters()["bulk_refused"]
 
 
-def put_request(served: Served, *, deferred: bool = False) -> bytes:
+def put_request(served: Served, *, behind: bool = False) -> bytes:
     with raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
-    return encode_request(WAIT_S, int(deferred), start.SerializeToString())
+    return encode_request(WAIT_S, int(behind), start.SerializeToString())
 
 
 def serves_others(served: Served, way: str) -> None:
@@ -240,13 +240,13 @@ def test_an_arena_that_could_kill_the_worker_is_refused(served: Served, tmp_path
     serves_others(served, "shared")
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("offset", [1, 1 << 20, (1 << 64) - 4096])
-def test_chunks_placed_outside_the_arena_are_refused(served: Served, offset: int, deferred: bool) -> None:
+def test_chunks_placed_outside_the_arena_are_refused(served: Served, offset: int, behind: bool) -> None:
     size_bytes = 4 * MEDIUM.chunk_bytes
     with greeted(served, "shared") as channel:
         share(channel, memory(size_bytes, fcntl.F_SEAL_SHRINK), size_bytes)
-        channel.send(Kind.PUT, 1, [put_request(served, deferred=deferred)])
+        channel.send(Kind.PUT, 1, [put_request(served, behind=behind)])
         channel.receive_frame(Kind.READY)
         channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, 4, offset))])
         _, payload = channel.receive_frame(Kind.REFUSED)
@@ -254,10 +254,10 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served, offset: int
     assert served.member.node.counters.snapshot()["chunks_written"] == 0
 
 
-def test_a_deferred_put_with_an_arena_takes_no_memory_of_the_worker(served: Served) -> None:
+def test_a_put_behind_with_an_arena_takes_no_memory_of_the_worker(served: Served) -> None:
     with greeted(served, "shared") as channel:
         share(channel, memory(4096, fcntl.F_SEAL_SHRINK), 4096)
-        channel.send(Kind.PUT, 1, [put_request(served, deferred=True)])
+        channel.send(Kind.PUT, 1, [put_request(served, behind=True)])
         channel.receive_frame(Kind.READY)
         channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         sock = socket.socket(fileno=os.dup(channel.fileno()))

@@ -128,7 +128,7 @@ def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> No
     other, other_kv = tokens_and_kv(300, seed=5)
     for start in range(0, 300, 100):
         filled_part = other[: (start + 100) * SIZE]
-        with connected(served, bulk="shared", deferred=True) as store:
+        with connected(served, bulk="shared", write="behind") as store:
             store.namespace("m", MEDIUM).put(filled_part, other_kv[:, :, : len(filled_part)])
     assert bytes(part) == wanted
     assert referenced_bytes(served) > 0
@@ -139,7 +139,7 @@ def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> No
 def test_views_outlive_the_hold_the_store_and_the_worker(tmp_root: Path) -> None:
     """A2."""
     with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, deferred=True) as store:
+        with connected(worker.said, write="behind") as store:
             cache = store.namespace("m", MEDIUM)
             cache.put(TOKENS, KV)
             eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
@@ -160,7 +160,7 @@ def test_two_clients_and_a_worker_share_one_copy(tmp_root: Path) -> None:
     """The kernel counts each page once over all processes (Pss), though each of the three has all chunks (Rss)."""
     chunk_bytes = COUNT * MEDIUM.chunk_bytes
     with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, deferred=True) as store:
+        with connected(worker.said, write="behind") as store:
             cache = store.namespace("m", MEDIUM)
             cache.put(TOKENS, KV)
             eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
@@ -296,8 +296,8 @@ def test_a_get_that_is_late_leaves_its_bytes_alone_until_the_client_is_done(tmp_
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_a_deferred_put_is_in_memory_and_reaches_the_root(served: Served, way: str) -> None:
-    with connected(served, bulk=way, deferred=True) as store:
+def test_a_put_behind_is_in_memory_and_reaches_the_root(served: Served, way: str) -> None:
+    with connected(served, bulk=way, write="behind") as store:
         cache = store.namespace("m", MEDIUM)
         assert cache.put(TOKENS, KV) == PutResult(len(TOKENS), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
         assert cache.match(TOKENS) == len(TOKENS)
@@ -305,13 +305,13 @@ def test_a_deferred_put_is_in_memory_and_reaches_the_root(served: Served, way: s
         assert memory_of(served).stats()["memory_chunks"] == COUNT
         eventually(lambda: not memory_of(served).stats()["memory_dirty_bytes"], "the root has it")
         assert served.member.node.counters.snapshot()["chunks_written"] == COUNT
-        assert store.stats()["puts_deferred_lost"] == 0
+        assert store.stats()["puts_behind_lost"] == 0
 
 
-def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path) -> None:
+def test_a_put_behind_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path) -> None:
     with (
         serving_memory(tmp_root, 16 << 20) as served,
-        connected(served, bulk="shared", deferred=True, limits=ClientLimits()) as store,
+        connected(served, bulk="shared", write="behind", limits=ClientLimits()) as store,
     ):
         cache = store.namespace("m", MEDIUM)
         prompts = [tokens_and_kv(300, seed=70 + seed) for seed in range(3)]
@@ -329,7 +329,7 @@ def test_a_deferred_put_larger_than_the_memory_is_stored_all_the_same(tmp_root: 
             assert cache.put(tokens, kv).tokens_present == len(tokens)
             got()
         # Not at once on a busy machine: the last ones may wait for room.
-        eventually(lambda: got() == 900 * SIZE or store.stats()["puts_deferred_lost"], "they are stored")
+        eventually(lambda: got() == 900 * SIZE or store.stats()["puts_behind_lost"], "they are stored")
 
 
 def test_one_mapping_serves_all_connections(served: Served) -> None:

@@ -32,12 +32,12 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
         yield found
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("reader", WAYS)
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, deferred: bool) -> None:
-    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {reader} {deferred}".encode()))
-    with connected(served, bulk=writer, deferred=deferred) as store:
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, write: str | None) -> None:
+    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {reader} {write}".encode()))
+    with connected(served, bulk=writer, write=write) as store:
         result = store.namespace("m", MEDIUM).put(tokens, kv)
         assert result == PutResult(len(tokens), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
         assert store.stats()[f"client_puts_{writer}"] == 1
@@ -67,13 +67,13 @@ def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served, w
         assert not larger[:, :, 13 * SIZE :].any()
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_grows_turn_by_turn(served: Served, way: str, deferred: bool) -> None:
+def test_a_prompt_grows_turn_by_turn(served: Served, way: str, write: str | None) -> None:
     """Each put builds on the one before, which may still be on its way to the root."""
     tokens, kv = tokens_and_kv(12, seed=8)
-    with connected(served, bulk=way, deferred=deferred) as store:
-        cache = store.namespace(f"turns-{way}-{deferred}", MEDIUM)
+    with connected(served, bulk=way, write=write) as store:
+        cache = store.namespace(f"turns-{way}-{write}", MEDIUM)
         for turn in range(12):
             start, end = turn * SIZE, (turn + 1) * SIZE
             result = cache.put(tokens[:end], kv[:, :, start:end], prefix=start)
@@ -104,11 +104,11 @@ def test_a_put_behind_a_hole_stores_nothing(served: Served, way: str) -> None:
 
 
 @pytest.mark.parametrize("arena_bytes", [1, 16 * MEDIUM.chunk_bytes, 35 << 20])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, deferred: bool) -> None:
+@pytest.mark.parametrize("write", [None, "behind"])
+def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, write: str | None) -> None:
     limits = ClientLimits(arena_bytes_max=arena_bytes)
-    with connected(served, bulk="shared", limits=limits, deferred=deferred) as store:
-        cache = store.namespace(f"arena-{arena_bytes}-{deferred}", MEDIUM)
+    with connected(served, bulk="shared", limits=limits, write=write) as store:
+        cache = store.namespace(f"arena-{arena_bytes}-{write}", MEDIUM)
         for seed in range(2):
             tokens, kv = tokens_and_kv(COUNT if arena_bytes < 1 << 20 else 400, 100 + seed + arena_bytes)
             assert cache.put(tokens, kv).chunks_written == len(tokens) // SIZE
@@ -116,9 +116,9 @@ def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, d
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) -> None:
+def test_many_put_behinds_at_once_are_all_read_back(served: Served, way: str) -> None:
     prompts = [tokens_and_kv(10, 1000 + number) for number in range(100)]
-    with connected(served, bulk=way, deferred=True) as store, ThreadPoolExecutor(6) as threads:
+    with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
         cache = store.namespace(f"many-{way}", MEDIUM)
         assert all(threads.map(lambda each: cache.put(*each).chunks_written == 10, prompts))
         for (tokens, kv), (count, array) in zip(
@@ -126,9 +126,9 @@ def test_many_deferred_puts_at_once_are_all_read_back(served: Served, way: str) 
         ):
             assert count == len(tokens)
             assert same(array, kv)
-        assert store.stats()["puts_deferred_lost"] == 0
+        assert store.stats()["puts_behind_lost"] == 0
     eventually(lambda: served.worker.service.in_flight.count == 0, "all memory is given back")
-    assert served.worker.service.gauges()["deferred_chunks"] == 0
+    assert served.worker.service.gauges()["puts_behind_chunks"] == 0
 
 
 def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
@@ -145,12 +145,12 @@ def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> Non
         assert stats["client_gets_shared"] > 0
 
 
-def test_a_deferred_put_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
+def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
     tokens, kv = tokens_and_kv(20)
-    with serving(tmp_root, worker_limits=WorkerLimits(deferred_bytes_max=10 * MEDIUM.chunk_bytes)) as served:
-        with connected(served, bulk="tcp", deferred=True) as store:
+    with serving(tmp_root, worker_limits=WorkerLimits(behind_bytes_max=10 * MEDIUM.chunk_bytes)) as served:
+        with connected(served, bulk="tcp", write="behind") as store:
             assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
-            assert store.stats()["puts_deferred"] == 0
+            assert store.stats()["puts_behind"] == 0
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])

@@ -76,11 +76,11 @@ def serving(
 
 
 def connected(
-    *workers: Served | str, limits: ClientLimits | None = None, bulk: str | None = None, deferred: bool = False
+    *workers: Served | str, limits: ClientLimits | None = None, bulk: str | None = None, write: str | None = None
 ) -> Store:
     """A store over workers."""
     addresses = (each if isinstance(each, str) else each.address for each in workers)
-    return kvstore.connect(*addresses, limits=limits, bulk=bulk, deferred=deferred)
+    return kvstore.connect(*addresses, limits=limits, bulk=bulk, write=write)
 
 
 @contextmanager

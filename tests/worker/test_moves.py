@@ -66,9 +66,9 @@ def working(
 
 
 @contextmanager
-def caching(served: Served, acting: Acting, bulk: str | None = None, *, deferred: bool = False) -> Iterator[Cache]:
+def caching(served: Served, acting: Acting, bulk: str | None = None, *, write: str | None = None) -> Iterator[Cache]:
     """A client's cache of the same namespace as the acting member's."""
-    with connected(served, bulk=bulk, deferred=deferred) as store:
+    with connected(served, bulk=bulk, write=write) as store:
         yield store.namespace("m", acting.cache.layout)
 
 
@@ -220,30 +220,30 @@ def test_a_request_that_changed_on_the_way_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
-def test_w1_a_put_behind_is_acknowledged_when_memory_has_it(bulk: str) -> None:
+def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memory(bulk: str) -> None:
     root = faulty()
     with working(root, write=WriteMode.AROUND) as (acting, served), caching(served, acting, bulk) as cache:
         tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
         with held(root):
             result = cache.put(tokens, kv, write="behind")
             assert result == PutResult(8 * acting.size, 8, 0, 8 * cache.layout.chunk_bytes)
-            assert all(acting.in_memory(1, 8)) and not any(acting.on_root(1, 8))
             count, array = cache.get(tokens)
             assert count == 8 * acting.size and same(array, kv)
+            assert all(acting.in_memory(1, 8)) and not any(acting.on_root(1, 8))
         acting.drain()
         assert all(acting.on_root(1, 8))
         acting.assert_settled()
 
 
 @pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("default", [None, "behind"])
 @pytest.mark.parametrize("write", ["through", "around"])
 def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
-    bulk: str, deferred: bool, write: str
+    bulk: str, default: str | None, write: str
 ) -> None:
     with (
         working(faulty(), write=WriteMode.BEHIND) as (acting, served),
-        caching(served, acting, bulk, deferred=deferred) as cache,
+        caching(served, acting, bulk, write=default) as cache,
     ):
         tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
         assert cache.put(tokens, kv, write=write).chunks_written == 8
@@ -253,14 +253,14 @@ def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_clien
 
 
 @pytest.mark.parametrize("bulk", ["shared", "grpc"])
-def test_a_client_that_defers_means_behind_where_a_put_does_not_say(bulk: str) -> None:
+def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) -> None:
     root = faulty()
-    with working(root) as (acting, served), caching(served, acting, bulk, deferred=True) as cache:
+    with working(root) as (acting, served), caching(served, acting, bulk, write="behind") as cache:
         with held(root):
             assert cache.put(acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)).tokens_present == 8 * acting.size
             assert cache.match(acting.prompts.tokens(1, 8)) == 8 * acting.size
             assert not any(acting.on_root(1, 8))
-        served.worker.service.deferred.wait_empty(WAIT_S)
+        served.worker.service.behind.wait_empty(WAIT_S)
         acting.drain()
         assert all(acting.on_root(1, 8))
 
@@ -318,6 +318,7 @@ def test_a_namespace_says_it_for_all_its_puts() -> None:
         cache = store.namespace("m", acting.cache.layout, write="behind")
         with held(root):
             cache.put(acting.prompts.tokens(1, 4), acting.prompts.kv(1, 4))
+            assert cache.match(acting.prompts.tokens(1, 4)) == 4 * acting.size
             assert all(acting.in_memory(1, 4)) and not any(acting.on_root(1, 4))
         cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), write="around")
         assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))

@@ -39,7 +39,7 @@ def send_put(
     start: pb.PutStart | pb.PutBlocksStart,
     cargo: Cargo,
     *,
-    deferred: bool,
+    behind: bool,
     reserve: Callable[[int], int],
     idle_s: float,
     timeout_s: float,
@@ -54,20 +54,20 @@ def send_put(
     channel.limit(idle_s, timeout_s)
     first = start.first if isinstance(start, pb.PutStart) else 0
     size_bytes = cargo.size_bytes(first, cargo.count - first)
-    link.share(size_bytes if deferred else min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
+    link.share(size_bytes if behind else min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
     while arena is not None and not arena.has_entry(number):
         if not channel.is_quiet():
             raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
         _pause(ends_s)
     # A put that does not fit into the arena as a whole has to be stored while it is copied.
-    deferred = deferred and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
+    behind = behind and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
     kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
-    channel.send(kind, number, [encode_request(timeout_s, int(deferred), traced(start))])
+    channel.send(kind, number, [encode_request(timeout_s, int(behind), traced(start))])
     begin, count = decode_span(link.receive(Kind.READY)[1])
     if count and not (first <= begin and begin + count == cargo.count):
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")
-    run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count), deferred=deferred)
+    run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count), behind=behind)
     try:
         for at, chunks in cargo.runs(begin, count, run_bytes or RUN_BYTES_MAX):
             if at > begin and not channel.is_quiet():
@@ -82,9 +82,9 @@ def send_put(
         raise broken
 
 
-def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int, *, deferred: bool) -> int:
+def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int, *, behind: bool) -> int:
     """How large runs in the arena may be, for a put of ``size_bytes``; 0 where it is too small for any."""
-    if deferred:
+    if behind:
         return size_bytes
     if arena.size_bytes >= size_bytes + cargo.placed_bytes:
         return cargo.placed_bytes

@@ -78,7 +78,7 @@ class Request:
 
     timeout_s: float
     flag: int
-    """A get's mode; of a put whether it is deferred."""
+    """A get's mode; of a put whether it is acknowledged when all of it has come."""
     message: bytes
 
 

@@ -34,18 +34,18 @@ class Arrived:
 class Arriving:
     """How runs come in. Thread-safe."""
 
-    def __init__(self, in_flight: BytesInFlight, calls: Calls, buffers: Buffers, deferred_bytes_max: int) -> None:
-        """``deferred_bytes_max`` is for one put whose runs come as bytes."""
-        self._deferred_bytes_max = deferred_bytes_max
+    def __init__(self, in_flight: BytesInFlight, calls: Calls, buffers: Buffers, behind_bytes_max: int) -> None:
+        """``behind_bytes_max`` is for one put whose runs come as bytes."""
+        self._behind_bytes_max = behind_bytes_max
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
 
-    def may_defer(self, connection: Connection, size_bytes: int, reserved: ExitStack) -> bool:
+    def has_room(self, connection: Connection, size_bytes: int, reserved: ExitStack) -> bool:
         """Whether there is memory for all of a put at once: the client's own, or ours, then reserved."""
         if connection.has_arena:
             return True
-        if size_bytes > self._deferred_bytes_max:
+        if size_bytes > self._behind_bytes_max:
             return False
         try:
             reserved.enter_context(self._in_flight.reserved(size_bytes))
@@ -54,16 +54,16 @@ class Arriving:
         return True
 
     def runs(
-        self, connection: Connection, cargo: Cargo, reserved: ExitStack, *, is_deferred: bool = False
+        self, connection: Connection, cargo: Cargo, reserved: ExitStack, *, is_behind: bool = False
     ) -> Iterator[Arrived]:
         """The runs of a client, in order.
 
-        Memory is reserved when the first comes as bytes. That of a deferred put was before, or is the client's own:
+        Memory is reserved when the first comes as bytes. That of a put behind was before, or is the client's own:
         then nothing may come as bytes.
         """
         channel = connection.channel
-        kinds = (Kind.PLACED,) if is_deferred and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
-        is_reserved = is_deferred
+        kinds = (Kind.PLACED,) if is_behind and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
+        is_reserved = is_behind
         index, stop = cargo.first, cargo.first + cargo.count
         while index < stop:
             head = channel.receive_head()

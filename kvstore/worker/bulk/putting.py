@@ -1,5 +1,5 @@
 """Put over a bulk connection: chunks or blocks come in the shared arena or as bytes, and are acknowledged when they are
-stored; or, deferred, when they are here.
+stored; or, put behind, when they are here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
@@ -54,11 +54,11 @@ class _Request:
 class BulkPuts:
     """Serves PUT and PUT_BLOCKS frames."""
 
-    def __init__(self, node: Node, prompts: Prompts, arriving: Arriving, deferred: Deferred) -> None:
+    def __init__(self, node: Node, prompts: Prompts, arriving: Arriving, behind: PutsBehind) -> None:
         self._node = node
         self._prompts = prompts
         self._arriving = arriving
-        self._deferred = deferred
+        self._behind = behind
 
     def put(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
         """Answers one request about a prompt."""
@@ -93,15 +93,16 @@ class BulkPuts:
         acknowledged = threading.Event()
         try:
             with ExitStack() as reserved:
-                is_deferred = (
+                is_behind = (
                     not request.waits
+                    and not self._node.durable
                     and count > 0
-                    and self._arriving.may_defer(request.connection, cargo.all_bytes, reserved)
+                    and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
                 )
                 channel.send(Kind.READY, request.number, [encode_span(first, count)])
-                runs = self._arriving.runs(request.connection, cargo, reserved, is_deferred=is_deferred)
-                if is_deferred:
-                    written = self._defer(request, write, cargo, list(runs), reserved, acknowledged)
+                runs = self._arriving.runs(request.connection, cargo, reserved, is_behind=is_behind)
+                if is_behind:
+                    written = self._write_behind(request, write, cargo, list(runs), reserved, acknowledged)
                 else:
                     written = self._store(request, write, cargo, runs, lambda: self._deadline(request))
         except BaseException:
@@ -126,7 +127,7 @@ class BulkPuts:
         self._arriving.let_go(run)
         request.released(run.first + run.count - cargo.first)
 
-    def _defer(
+    def _write_behind(
         self,
         request: _Request,
         write: Write,
@@ -151,7 +152,7 @@ class BulkPuts:
                 request.released(cargo.count)
 
         try:
-            self._deferred.submit(request.wanted.addresses[cargo.first :], store, acknowledged)
+            self._behind.submit(request.wanted.addresses[cargo.first :], store, acknowledged)
         except BaseException:
             kept.close()
             raise

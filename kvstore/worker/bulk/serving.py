@@ -17,11 +17,11 @@ from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.context import BulkContext, Refused
-from kvstore.worker.bulk.deferred import Deferred
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.getting_blocks import BlockGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.putting import BulkPuts
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
@@ -43,7 +43,7 @@ class BulkRequests:
         in_flight: BytesInFlight,
         calls: Calls,
         limits: WorkerLimits,
-        deferred: Deferred,
+        behind: PutsBehind,
     ) -> None:
         buffers = Buffers(limits.buffers_bytes_max)
         self._calls = calls
@@ -54,8 +54,8 @@ class BulkRequests:
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         self._block_gets = BlockGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
-        arriving = Arriving(in_flight, calls, buffers, limits.deferred_bytes_max)
-        self._puts = BulkPuts(node, prompts, arriving, deferred)
+        arriving = Arriving(in_flight, calls, buffers, limits.behind_bytes_max)
+        self._puts = BulkPuts(node, prompts, arriving, behind)
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvstore.census.selection import Selection
 from kvstore.node.member import Member
 from kvstore.v1 import control_pb2 as pb
-from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.control.runner import Step
 
-DEFERRED_S = 10.0
+BEHIND_S = 10.0
 """How long it waits for what clients have sent and this worker has yet to store."""
 
 
@@ -26,10 +26,10 @@ def selection_of(message: pb.Selection) -> Selection:
 
 
 def clear_selected(
-    member: Member, deferred: Deferred, selection: Selection, step: Step, *, dry_run: bool, pinned: bool
+    member: Member, behind: PutsBehind, selection: Selection, step: Step, *, dry_run: bool, pinned: bool
 ) -> str:
     """Does it. Raises what the member raised."""
-    deferred.wait_empty(DEFERRED_S)  # or what is written behind would come after it
+    behind.wait_empty(BEHIND_S)  # or what is written behind would come after it
     cleared = member.clear_selected(selection, step.progress, dry_run=dry_run, pinned=pinned)
     step.count(
         chunks=cleared.chunks,

@@ -131,7 +131,7 @@ class ControlService:
 
         def clear(step: Step) -> str:
             return clear_selected(
-                self._member, service.deferred, selection, step, dry_run=request.dry_run, pinned=request.pinned
+                self._member, service.behind, selection, step, dry_run=request.dry_run, pinned=request.pinned
             )
 
         return self._begin("clear", clear, said, "shards", tenant, request.deadline_s, call)

@@ -25,15 +25,15 @@ ACKNOWLEDGE_S = 0.05
 """How long writing waits for the acknowledgement to be sent."""
 
 
-class Deferred:
-    """The deferred puts of one worker. Thread-safe."""
+class PutsBehind:
+    """The puts of one worker that are written behind. Thread-safe."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._changed = threading.Condition()
         self._pending: Counter[Address] = Counter()
         self._jobs = 0
-        self._writers = DaemonThreads(WRITERS, "kvstore-deferred")
+        self._writers = DaemonThreads(WRITERS, "kvstore-puts-behind")
 
     @property
     def chunks_count(self) -> int:
@@ -49,7 +49,7 @@ class Deferred:
         with self._changed:
             self._pending.update(addresses)
             self._jobs += 1
-        self._calls.add(WorkerCount.PUTS_DEFERRED)
+        self._calls.add(WorkerCount.PUTS_BEHIND)
         try:
             self._writers.submit(self._run, addresses, write, acknowledged)
         except BaseException:
@@ -72,7 +72,7 @@ class Deferred:
         """Writes what is there, for at most ``timeout_s``; what is left is lost. Idempotent."""
         ends_s = time.monotonic() + timeout_s
         if not self.wait_empty(timeout_s):
-            log.warning("worker.deferred_lost chunks=%d", self.chunks_count)
+            log.warning("worker.behind_lost chunks=%d", self.chunks_count)
         self._writers.shutdown(timeout_s=max(0.0, ends_s - time.monotonic()))
 
     def _run(self, addresses: Sequence[Address], write: Callable[[], None], acknowledged: threading.Event) -> None:
@@ -80,12 +80,12 @@ class Deferred:
             acknowledged.wait(ACKNOWLEDGE_S)
             write()
         except KVStoreError as error:
-            self._calls.add(WorkerCount.PUTS_DEFERRED_LOST)
-            log.info("worker.deferred_lost chunks=%d why=%s", len(addresses), error)
+            self._calls.add(WorkerCount.PUTS_BEHIND_LOST)
+            log.info("worker.behind_lost chunks=%d why=%s", len(addresses), error)
         except Exception:
-            self._calls.add(WorkerCount.PUTS_DEFERRED_LOST)
+            self._calls.add(WorkerCount.PUTS_BEHIND_LOST)
             self._calls.add(WorkerCount.CALLS_FAILED)
-            log.exception("worker.deferred_failed")
+            log.exception("worker.behind_failed")
         finally:
             self._done(addresses)
 

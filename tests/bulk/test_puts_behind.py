@@ -9,8 +9,8 @@ import pytest
 from kvstore.address import Address
 from kvstore.sources import RandomIds
 from kvstore.worker.admission import Gate
-from kvstore.worker.bulk import deferred
-from kvstore.worker.bulk.deferred import Deferred
+from kvstore.worker.bulk import puts_behind
+from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.calls import Calls
 from tests.worker.serving import WAIT_S
 
@@ -18,12 +18,12 @@ ADDRESSES = [Address(bytes([number]) * 16) for number in range(3)]
 
 
 @pytest.fixture
-def writing() -> Deferred:
-    return Deferred(Calls(Gate(1), RandomIds()))
+def writing() -> PutsBehind:
+    return PutsBehind(Calls(Gate(1), RandomIds()))
 
 
-def test_writing_begins_once_the_put_was_acknowledged(writing: Deferred, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "ACKNOWLEDGE_S", WAIT_S)
+def test_writing_begins_once_the_put_was_acknowledged(writing: PutsBehind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puts_behind, "ACKNOWLEDGE_S", WAIT_S)
     acknowledged, seen = threading.Event(), list[bool]()
     writing.submit(ADDRESSES, lambda: seen.append(acknowledged.is_set()), acknowledged)
     assert writing.chunks_count == len(ADDRESSES), "whoever asks for them waits from now on"
@@ -34,9 +34,9 @@ def test_writing_begins_once_the_put_was_acknowledged(writing: Deferred, monkeyp
 
 
 def test_a_client_that_takes_no_answer_does_not_hold_up_what_it_put(
-    writing: Deferred, monkeypatch: pytest.MonkeyPatch
+    writing: PutsBehind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deferred, "ACKNOWLEDGE_S", 0.001)
+    monkeypatch.setattr(puts_behind, "ACKNOWLEDGE_S", 0.001)
     written = threading.Event()
     writing.submit(ADDRESSES, written.set, threading.Event())
     assert written.wait(WAIT_S)
