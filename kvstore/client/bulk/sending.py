@@ -86,10 +86,11 @@ def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int, *, behind: bool) 
     """How large runs in the arena may be, for a put of ``size_bytes``; 0 where it is too small for any."""
     if behind:
         return size_bytes
-    if arena.size_bytes >= size_bytes + cargo.placed_bytes:
-        return cargo.placed_bytes
+    placed_bytes = min(cargo.placed_bytes, size_bytes)
+    if arena.size_bytes >= size_bytes + placed_bytes:
+        return placed_bytes
     # With room for fewer the worker would wait for the next run, and we for it to release one.
-    placed_bytes = min(cargo.placed_bytes, arena.size_bytes // ARENA_RUNS)
+    placed_bytes = min(placed_bytes, arena.size_bytes // ARENA_RUNS)
     return placed_bytes if placed_bytes >= cargo.largest_bytes else 0
 
 
