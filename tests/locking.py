@@ -26,6 +26,8 @@ SOURCES = {"kvstore": ROOT / "kvstore", "gc": ROOT / "gc" / "kvstore_gc"}
 MAKERS = frozenset({"Lock", "Condition", "RLock", "Monitor"})
 _ROW = re.compile(r"\| `(\S+)` \| (\d+) \| .+ \|")
 _held = threading.local()
+_parsing = threading.Lock()
+"""Python 3.11 counts the depth of all parsers in one place: two threads at once, and one gets a SystemError."""
 _is_on = True
 _plain_begin: Any = None
 violations: list[str] = []
@@ -59,7 +61,8 @@ def locks_in(path: Path) -> dict[int, str]:
                         found[value.lineno] = f"{module}{within.removesuffix('.__init__')}.{name}"
             visit(child, inside)
 
-    tree = ast.parse(path.read_text())
+    with _parsing:
+        tree = ast.parse(path.read_text())
     bare.update(
         alias.name
         for node in ast.walk(tree)
