@@ -18,8 +18,7 @@ from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message

@@ -30,8 +30,7 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.encoded import Encodings
-from kvstore.node.handed_blocks import HandedBlocks, keyed
-from kvstore.node.handing import copying, open_files
+from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
@@ -53,11 +52,11 @@ from kvstore.node.staging import Staging
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
+from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode
@@ -141,7 +140,7 @@ class Node:
         self.blocks = Blocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
-        self.handed_blocks = HandedBlocks(
+        self.handing = Handing(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
         self.puts = Puts(
@@ -243,28 +242,6 @@ class Node:
     def hands_files(self) -> bool:
         """Whether chunks are files that can be handed to another process of this host."""
         return isinstance(self.root, PosixRoot)
-
-    def open_files(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> list[PosixReader]:
-        """The open files of ``count`` held chunks from index ``first`` on, the caller's to close, up to the first that
-        is missing.  Only their headers are verified; tell ``used`` at the end.
-
-        Raises HoldBroken where the hold has ended.
-        """
-        self.holds.check(hold)
-        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        indexes = range(first, first + count)
-        return open_files(self._chunks, self._lanes, self.counters, hold.chain, indexes, deadline)
-
-    def begin_copy(self, hold: Hold, first: int, count: int, into: Callable[[int], memoryview]) -> Reading:
-        """As ``begin_read``, but of whole files, header and all, of which only the header is verified."""
-        self.holds.check(hold)
-        indexes = range(first, first + count)
-        return copying(self._chunks, self._lanes, self.counters, hold.chain, indexes, into)
-
-    def bring(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> None:
-        """Brings of ``count`` held chunks from index ``first`` on into memory what is worth keeping there."""
-        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        self._bring(hold.chain, first, count, deadline, even_once=False, even_root=True)
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""

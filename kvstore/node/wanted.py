@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import NO_PARENT, Address, Chain
+from kvstore.address import NO_PARENT, Address, Chain, block_addresses
 from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
 from kvstore.memory.inventory import Place, place_of
 from kvstore.namespace import Namespace
@@ -47,6 +47,11 @@ class Keyed:
 
 
 Wanted = Chain | Keyed
+
+
+def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:
+    """The blocks of a request, with their addresses."""
+    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes)
 
 
 def kind_of(wanted: Wanted) -> Kind:

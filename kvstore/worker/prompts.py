@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from kvstore.address import Chain, block_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.handed_blocks import keyed
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace

@@ -22,7 +22,7 @@ from kvstore.format import places
 from kvstore.meta.interface import NO_LEASE, Event, KeyValue
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits

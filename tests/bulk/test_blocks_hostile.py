@@ -27,7 +27,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate

@@ -19,7 +19,7 @@ from kvstore.client.bulk.receiving import fill_verified
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken

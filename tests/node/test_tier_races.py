@@ -17,10 +17,9 @@ from kvstore.buffers import Pieces
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
 from kvstore.node.deadline import Deadline
-from kvstore.node.handed_blocks import keyed
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_puts import MemoryPuts
-from kvstore.node.wanted import image_bytes
+from kvstore.node.wanted import image_bytes, keyed
 from kvstore.node.write_behind import WriteBehind
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock

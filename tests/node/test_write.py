@@ -10,7 +10,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.hints import DEFAULT
 from kvstore.node.deadline import Deadline
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.node.write import Write
 from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
