@@ -1,7 +1,7 @@
-"""Engine-hashed blocks for whoever verifies them at the other end: as open files, or as whole images.
+"""Engine-hashed blocks for clients that verify them: as open files, or as whole images.
 
-Apart from ``blocks.py``, which reads them into the caller's memory and verifies them there.  Nobody holds blocks for a
-client, so each is looked at when it is handed over: what a sweep has condemned counts as absent.
+Separate from ``blocks.py``, which reads blocks into the caller's memory and verifies them there. Nobody holds blocks
+for a client, so each is checked when it is handed over: a condemned block counts as absent.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvstore.root.posix_reader import PosixReader
 
 
 def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:
-    """The blocks of a request, with their addresses."""
+    """Returns the blocks of a request, with their addresses."""
     return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes)
 
 
 class HandedBlocks:
-    """Blocks of all namespaces, for clients. Indexes are those of the request."""
+    """Hands out blocks of all namespaces to clients. Indexes are those of the request."""
 
     def __init__(
         self,
@@ -54,14 +54,15 @@ class HandedBlocks:
         self._tiers = tiers
 
     def allowed(self, wanted: Keyed, indexes: Sequence[int]) -> list[int]:
-        """Those that no sweep has condemned."""
+        """Returns the indexes that no sweep has condemned."""
         if self._view.leading([wanted.addresses[index] for index in indexes]) == len(indexes):
             return list(indexes)
         return [index for index in indexes if not self._view.condemns(wanted.addresses[index])]
 
     def in_memory(self, wanted: Keyed, indexes: Sequence[int], deadline: Deadline) -> Slots | None:
-        """What of them is in memory, after what is worth it was brought there; ``entries`` go by the place among
-        ``indexes``, and are referred to until it is released. None where this node has no memory.
+        """Brings blocks that are worth it into memory, and refers to those that are there until the slots are released.
+
+        ``entries`` are in the order of ``indexes``. None if this node has no memory.
         """
         if self._tiers is None:
             return None
@@ -77,11 +78,11 @@ class HandedBlocks:
         return memory.refer(picked, 0, len(picked))
 
     def open_files(self, wanted: Keyed, indexes: Sequence[int], deadline: Deadline) -> list[PosixReader | None]:
-        """The open files of blocks, the caller's to close; None for those that the root does not have."""
+        """Returns the open files of blocks, which the caller closes; None for blocks that the root does not have."""
         return open_each(self._chunks, self._lanes, self._counters, wanted, indexes, deadline)
 
     def is_elsewhere(self, wanted: Keyed, index: int) -> bool:
-        """Whether the root has, or may have, a block that ``open_files`` did not give because it is encoded."""
+        """True if the root has, or may have, a block that ``open_files`` did not open because it is encoded."""
         if self._chunks.is_private(wanted.namespace):
             return True
         return self._chunks.known.is_present(wanted.addresses[index], self._chunks.quantum())
@@ -91,7 +92,7 @@ class HandedBlocks:
         return copying(self._chunks, self._lanes, self._counters, wanted, indexes, into, stop_at_miss=False)
 
     def used(self, wanted: Keyed, indexes: Sequence[int]) -> None:
-        """Notes that these were handed over, whose recency is renewed."""
+        """Notes that these were handed over, and renews their recency."""
         if indexes:
             picked = wanted.picked(indexes)
             self._reads.used(picked, len(picked))

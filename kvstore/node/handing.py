@@ -1,7 +1,7 @@
-"""Chunks for whoever verifies them at the other end: open files, or the bytes of whole files, header and all.
+"""Chunks for clients that verify them: open files, or the bytes of whole files, header and all.
 
-Kept apart from reading because nothing but the header is verified here; a damaged section is found by the client,
-who then reads that chunk the long way, where it is set aside.
+Separate from reading because only the header is verified here. The client finds a damaged section, and reads that chunk
+again through the node, which sets it aside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copying(
     *,
     stop_at_miss: bool = True,
 ) -> Reading:
-    """Begins to read the whole files of chunks into ``into(index)``, which has the size of the file."""
+    """Begins to read whole chunk files into ``into(index)``, which has the size of the file."""
 
     def read(at: int, borrowed: Borrowed) -> bool:
         expected = expected_of(wanted, indexes[at])
@@ -47,7 +47,7 @@ def copying(
                 if reader.read([memory], 0, borrowed) != len(memory):
                     counters.add(NodeCount.MISS_UNREADABLE)
                     return False
-            except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+            except Damaged as damaged:  # an encoded file is verified as it is decoded
                 borrowed.check()
                 chunks.set_aside(expected, damaged.damage)
                 return False
@@ -60,7 +60,7 @@ def copying(
 def open_files(
     chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
 ) -> list[PosixReader]:
-    """The open files of chunks, the caller's to close, up to the first that is missing; their headers are verified."""
+    """Opens chunk files up to the first that is missing, and verifies their headers. The caller closes them."""
     opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=True)
     leading: list[PosixReader] = []
     while len(leading) in opened:
@@ -73,7 +73,7 @@ def open_files(
 def open_each(
     chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
 ) -> list[PosixReader | None]:
-    """The same of each by itself; None for those that are missing."""
+    """Opens each chunk file and verifies its header; None for those that are missing. The caller closes them."""
     opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=False)
     return [opened.get(at) for at in range(len(indexes))]
 
@@ -88,7 +88,7 @@ def _opened(
     *,
     stop_at_miss: bool,
 ) -> dict[int, PosixReader]:
-    """Open files by their place among ``indexes``."""
+    """Opens files; returns them by their position in ``indexes``."""
     lock = threading.Lock()
     opened: dict[int, PosixReader] = {}
     given_up = False
@@ -102,7 +102,7 @@ def _opened(
         if found is None:
             return not stop_at_miss
         with lock:
-            # Opened after the caller gave up: nobody else would close it.
+            # The caller gave up before this file was open: nobody else would close it.
             keep = not given_up
             if keep:
                 opened[at] = found
