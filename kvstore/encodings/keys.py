@@ -126,7 +126,7 @@ class KeyFile:
                     f'the {_WHAT} no longer lists tenants {gone}: say "current": null first, then restart without them'
                 )
         except InvalidRequest as error:
-            log.error("keys.refused %s; the keys from before stay in use", error)
+            log.error("keys.refused %s; the previous keys stay in use", error)
             self.noted(NodeCount.KEYS_REFUSED)
         else:
             self._ring = ring
