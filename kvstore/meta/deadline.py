@@ -29,7 +29,8 @@ class Deadline:
         return self._clock.monotonic_s() >= self._ends_s
 
     def left_s(self, share: float = 1.0) -> float:
-        """``share`` of the time left, as the timeout of a request; never zero, so that a late request fails by itself.
+        """Returns ``share`` of the time left, as the timeout of a request; never zero, so that a late request fails by
+        itself.
 
         A request whose lost reply has to be read back gets less than all, or there would be no time to read.
         """
