@@ -1,6 +1,6 @@
 """Orders to clear by selection, and the answers of nodes that have dropped the chunks.
 
-    /kv/<root>/clears/<id>               an order; one that stands without a lease, so that who is away hears it later
+    /kv/<root>/clears/<id>               an order; one that stands has no lease: a node that is away hears it later
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
                                          swept; under its session's lease, and as long as the order is kept
 

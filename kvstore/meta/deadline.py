@@ -12,7 +12,7 @@ _LEAST_S = 0.001
 
 
 class Deadline:
-    """``timeout_s`` from now (5 s where None), on ``clock``. Raises InvalidRequest outside 0 to 3600 s."""
+    """``timeout_s`` from now (5 s if None), on ``clock``. Raises InvalidRequest outside 0 to 3600 s."""
 
     def __init__(self, timeout_s: float | None, clock: Clock | None = None) -> None:
         self.timeout_s = TIMEOUT_S if timeout_s is None else timeout_s

@@ -34,7 +34,7 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
-"""How long the other nodes have to say that they dropped it; a node that hangs, or knows no orders, never answers."""
+"""Time for the other nodes to answer that they dropped it; a node that hangs, or knows no orders, never answers."""
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5

@@ -145,7 +145,7 @@ class ClearsFollower:
             try:
                 self._orders[told.id] = ClearOrder.from_json(told.content)
             except InvalidRequest as error:
-                self._asked.pop(told.id, None)  # from a later version: whoever ordered it sees no answer from this node
+                self._asked.pop(told.id, None)  # from a later version: its issuer sees no answer from this node
                 log.warning("clears.not_understood %s %s", told.id.hex(), error)
 
     def _drop(self, id: bytes) -> None:

@@ -32,8 +32,7 @@ SHARD_BITS = 8
 LOCK = "lock"
 
 _OURS_BEFORE_FORMAT = frozenset({LOCK, places.STAGING}) | FILE_SYSTEMS_OWN
-"""What a folder may hold before it becomes a disk tier: this includes what a node leaves if it is killed while making
-it.
+"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some of them.
 """
 
 

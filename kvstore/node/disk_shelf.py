@@ -52,7 +52,7 @@ class Claimed:
 
     entry: Entry
     clears_count: int
-    """How many namespaces had been cleared when it was claimed."""
+    """Number of namespaces cleared before it was claimed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,9 @@ class Lanes:
     def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
         """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
 
-        With ``helped`` it uses one lane less: the caller MUST call ``Batch.help``, which alone begins work for a single
-        lane. Raises Overloaded if too much waits already, and Unavailable at once if the root hangs.
+        With ``helped`` it uses one lane less, because the caller does a share. The caller MUST call ``Batch.help``: no
+        lane begins work that needs only one. Raises Overloaded if too much waits already, and Unavailable at once if
+        the root hangs.
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")

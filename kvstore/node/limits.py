@@ -59,7 +59,7 @@ class Limits:
     collectors.
     """
     follow_s: float = 0.25
-    """How long the follower of garbage collection waits for events before it checks whether an announcement is due."""
+    """Time that the follower of garbage collection waits for events before it checks whether an announcement is due."""
     gap_check_s: float = 10.0
     """After this long without an event, the watch is checked against etcd."""
     holds_max: int = 100_000
@@ -75,7 +75,7 @@ class Limits:
     behind_give_up_s: float = 60.0
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
-    """How long the node, when it closes, writes the chunks that the root lacks."""
+    """Limit on the time that a closing node spends writing chunks that the root lacks."""
     moves_max: int = 32
     """Prefetches, moves and releases that may be unfinished; more are refused with Overloaded."""
     move_deadline_s: float = 600.0

@@ -80,7 +80,7 @@ class MemoryCopy:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where one chunk lies."""
+    """The places of one chunk."""
 
     index: int
     address: Address

@@ -58,7 +58,7 @@ class References:
 
 
 class Slots(References):
-    """Those of the chunks from ``first`` on that are in memory."""
+    """The chunks from ``first`` on that are in memory."""
 
     __slots__ = ("entries", "first", "wanted")
 

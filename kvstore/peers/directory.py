@@ -1,4 +1,4 @@
-"""Which peers report which chunks: a sorted array that never changes, so that look-ups need no lock while a thread
+"""The reports of all peers: a sorted array that never changes, so that look-ups need no lock while a thread
 builds the next.
 
 One number for each print of each peer: shard (6 bits), print (32 bits) and peer (16 bits), the most significant first.

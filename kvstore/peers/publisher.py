@@ -28,7 +28,7 @@ from kvstore.sources import Clock
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 128
-"""What a key and its envelope add to a digest, about."""
+"""Bytes that a key and its envelope add to a digest, about."""
 BURST_BYTES_MIN = DIGEST_BYTES_MAX + KEY_BYTES
 """After a quiet time, one second's share may be written at once, and never less than one digest."""
 NOTHING = checksum(b"")

@@ -1,4 +1,4 @@
-"""Which conditions a store's server honours: tried on the store itself when it is opened, never assumed.
+"""The conditions that a store's server honours: tried on the store itself when it is opened, never assumed.
 
 Separate from ``objects.py``, which relies on the answers. A server that ignores a condition answers as if it had been
 met. So does a client library that does not know the condition and omits it. Only a refusal proves anything.

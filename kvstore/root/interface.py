@@ -77,7 +77,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """How native code opens the files of a root by itself, in the way that this root would."""
+    """Everything native code needs to open the files of a root by itself, in the way that this root would."""
 
     path: str
     """Absolute path of the root's folder."""

@@ -18,7 +18,7 @@ from kvstore.security.permissions import EVERY
 BURST_S = 1.0
 """Unused tokens may be used later, up to what comes in this time."""
 TENANTS_MAX = 4096
-"""Limit on remembered tenants; the one not heard of for longest is forgotten, and begins anew."""
+"""Limit on remembered tenants; the one not heard of for longest is forgotten, and starts again from zero."""
 
 
 @dataclass(frozen=True, slots=True)

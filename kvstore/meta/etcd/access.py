@@ -17,7 +17,7 @@ PEM_BYTES_MAX = 1 << 20
 class EtcdTls:
     """PEM files for TLS. Without ``ca_file`` the system's roots count; ``cert_file`` and ``key_file`` go together.
 
-    ``server_name`` is the name expected in the server's certificate where it differs from the endpoint's host.
+    ``server_name`` is the name expected in the server's certificate if it differs from the endpoint's host.
     """
 
     ca_file: str | Path | None = None
