@@ -79,9 +79,7 @@ def _decompressed(stored: ReadBuffer, size_bytes: int) -> bytes:
 
 
 def split_planes(section: memoryview, itemsize: int) -> memoryview:
-    """Returns all first bytes of elements, then all second ones, and so on; bytes that fill no element stay at
-    the end.
-    """
+    """Returns all first bytes of elements, then all second ones, and so on; bytes that fill no element come last."""
     whole = len(section) - len(section) % itemsize
     if itemsize == 1 or not whole:
         return section

@@ -186,9 +186,7 @@ def inner_of(header: ReadBuffer) -> memoryview:
 
 
 def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
-    """Returns the header of version 1 that a whole header stands for; ``inner`` is its identity and checksums,
-    decrypted.
-    """
+    """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
     fields = _FIXED.unpack_from(header)
     kind, (depth, identity_bytes, section_count, section_bytes), names = Kind(fields[4]), fields[8:12], fields[12:16]
     return encode_parts(kind, depth, identity_bytes, section_count, section_bytes, b"".join(names), inner)

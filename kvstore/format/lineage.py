@@ -61,9 +61,7 @@ class Writer:
 
     @classmethod
     def from_json(cls, content: bytes) -> Writer:
-        """Parses what ``to_json`` returned; ignores fields that this version does not know. Raises InvalidRequest
-        otherwise.
-        """
+        """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(content)
             texts = {name: _text(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}

@@ -90,9 +90,7 @@ def replaced(session: bytes, number: int, until_s: int) -> Name:
 
 
 def parse_replaced(file_name: str) -> int | None:
-    """Returns the time until which a replaced file must stay, from the last part of its name; None for anything
-    else.
-    """
+    """Returns until when a replaced file must stay, from the last part of its name; None for anything else."""
     number, _, rest = file_name.partition(".")
     until, _, suffix = rest.partition(".")
     if suffix != "old" or not (number + until).isascii() or not (number.isdecimal() and until.isdecimal()):
@@ -120,9 +118,7 @@ def trash_folder(sweep: bytes) -> Name:
 
 
 def trashed(sweep: bytes, chunk_name: Name, run: bytes) -> Name:
-    """Returns the name that one run of a sweep gives a chunk; ``run`` is used once, so that nothing is ever replaced
-    there.
-    """
+    """Returns the name that one run of a sweep gives a chunk; ``run`` is used once, so that no file is replaced."""
     return Name(f"{TRASH}/{sweep.hex()}/{chunk_name.rpartition('/')[2]}.{run.hex()}")
 
 
@@ -138,9 +134,7 @@ def parse_sweep(folder_name: str) -> bytes | None:
 
 
 def plan(sweep: bytes, checksum: bytes) -> Name:
-    """Returns the name of the exact list of a sweep's victims; the checksum of its content tells two lists of a sweep
-    apart.
-    """
+    """Returns the name of the exact list of a sweep's victims; its checksum tells two lists of a sweep apart."""
     return Name(f"{PLANS}/{sweep.hex()}.{checksum.hex()}")
 
 

@@ -53,9 +53,7 @@ class Arena:
         self.fd = -1
         """The descriptor to hand over: a process that gets it can map it for reading only."""
         self.memory = memoryview(bytearray())
-        """The whole arena, writable; empty before ``open`` and after ``close``. Parts of it stay readable after
-        that.
-        """
+        """The whole arena, writable; empty before ``open`` and after ``close``. Its parts stay readable after that."""
         self._closing = Flag()
         self._filling: threading.Thread | None = None
 

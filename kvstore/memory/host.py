@@ -43,9 +43,7 @@ def memory_free_bytes() -> int | None:
 
 
 def _limits() -> Iterator[Path]:
-    """Yields the files that may state limits of this process: its cgroup of either version, and all cgroups
-    around it.
-    """
+    """Yields the files that may limit this process: its cgroup of either version, and all cgroups around it."""
     yield CGROUPS / "memory.max"
     yield CGROUPS / "memory" / "memory.limit_in_bytes"
     with suppress(OSError, ValueError):

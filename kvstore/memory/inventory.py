@@ -87,9 +87,7 @@ class Inventory:
         return self._tree.leading(addresses, first)
 
     def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[Entry]:
-        """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing
-        them.
-        """
+        """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing."""
         return self._tree.match(namespace, packed)
 
     def claim(

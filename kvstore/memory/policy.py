@@ -35,17 +35,13 @@ ASKED_LASTS_S = 3_600.0
 
 
 class Policy(Protocol):
-    """An order of eviction. Each inventory has its own object, which may keep state. There must be few different
-    worths.
-    """
+    """An order of eviction. Each inventory has its own object, which may keep state. There are few different worths."""
 
     def worth(self, entry: Entry) -> Worth:
         """Returns which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
-        """Returns the queue whose head goes first: one of ``candidates``, which are those of ``queues`` with an
-        evictable entry.
-        """
+        """Returns the queue whose head goes first: one of ``candidates``, the queues with an evictable entry."""
 
     def evicted(self, entry: Entry) -> None:
         """Notes that an entry was evicted."""

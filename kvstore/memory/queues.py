@@ -19,9 +19,7 @@ RETIRED = Worth(octaves=-math.inf)
 
 
 class Queues:
-    """The order of eviction. A stale turn stays in its heap until it surfaces, or until there are more stale turns than
-    others.
-    """
+    """The order of eviction. A stale turn stays in its heap until it surfaces, or until most turns are stale."""
 
     def __init__(self, policy: Policy, is_evictable: Callable[[Entry], bool]) -> None:
         self._policy = policy
@@ -64,9 +62,7 @@ class Queues:
             self._clean()
 
     def pop(self, now_s: float) -> Entry | None:
-        """Returns the entry that goes first, without its turn: the caller drops it or calls ``put_back``. None: none
-        may go.
-        """
+        """Returns the entry that goes first, without its turn, to be dropped or ``put_back``; None if none may go."""
         queues = list(self._queues.values())
         candidates = [queue for queue in queues if self._has_head(queue)]
         if not candidates:

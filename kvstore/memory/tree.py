@@ -125,9 +125,7 @@ class Tree(Generic[C]):
         return found
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
-        """Returns how many consecutive chunks from index ``first`` on are here and ready; of one chain, or any
-        blocks.
-        """
+        """Returns how many consecutive chunks from index ``first`` on are here and ready; a chain's, or any blocks."""
         at = first
         while at < len(addresses) and (chunk := self._chunks.get(addresses[at])) is not None and chunk.is_ready:
             run: Run[C] = chunk.run

@@ -22,9 +22,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class AddressTold:
-    """The address of a session's memory; None if it is no longer served. ``since`` orders the sessions of one
-    address.
-    """
+    """The address of a session's memory; None if no longer served. ``since`` orders the sessions of one address."""
 
     session: SessionId
     address: str | None

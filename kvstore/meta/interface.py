@@ -186,9 +186,7 @@ class Meta(Protocol):
         ...
 
     def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Watches changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once and connects by
-        itself.
-        """
+        """Watches changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once, then connects."""
         ...
 
     def close(self) -> None:

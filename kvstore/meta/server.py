@@ -179,9 +179,7 @@ def find_etcd() -> str:
 
 
 def _ports(client_port: int, peer_port: int) -> tuple[int, int]:
-    """Returns the given ports, those of 0 replaced by free ones (both held open until both are known, so that they
-    differ).
-    """
+    """Returns the given ports, with free ones for 0 (both are held open until both are known, so that they differ)."""
     with socket.socket() as one, socket.socket() as two:
         for held in (one, two):
             held.bind((HOST, 0))

@@ -261,9 +261,7 @@ class Session:
         announced: int | None,
         deadline: Deadline,
     ) -> TxnResult | None:
-        """Tries once to write the next link; None if an earlier write of ours has landed instead, so try the
-        next one.
-        """
+        """Tries once to write the next link; None if an earlier write of ours has landed instead: then try again."""
         before = self._written_at
         number = max((self._record.write, *self._unsettled)) + 1
         record = SessionRecord(self._record.announced if announced is None else announced, number)
@@ -290,9 +288,7 @@ class Session:
         return result if self._written_at == before else None
 
     def _settle(self, deadline: Deadline) -> int:
-        """Reads the session's key back; returns the number of the write that landed last. Raises SessionLost if it is
-        not ours.
-        """
+        """Reads the session's key back; returns the number of the write that landed last. Raises SessionLost."""
         found = self._meta.get(self.key, deadline.left_s())
         if found is None:
             raise self._broken("its key is gone from the store")
@@ -330,8 +326,6 @@ class Session:
             self._on_lost(self)
 
     def _pause_s(self) -> float:
-        """Returns the seconds until the next keepalive is due: a third of the ttl after the last acknowledged one, 0 if
-        late.
-        """
+        """Returns the seconds until the next keepalive is due, a third of the ttl after the last one; 0 if late."""
         with self._lock:
             return max(0.0, self._acknowledged_s + self.ttl_s / 3 - self._clock.monotonic_s())

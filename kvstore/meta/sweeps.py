@@ -103,9 +103,7 @@ class Condemned:
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Condemned:
-        """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: then nobody knows what is
-        condemned.
-        """
+        """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: nobody knows what it condemns."""
         start = len(_MAGIC)
         body = value[start + 2 * ID_BYTES :]
         flags = body[4] if len(body) > 4 else 0xFF

@@ -35,9 +35,7 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, value: bytes) -> WorkerRecord:
-        """Parses what ``to_json`` returned; ignores fields of newer versions. Raises InvalidRequest for
-        anything else.
-        """
+        """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(value)
             return cls(

@@ -56,9 +56,7 @@ class RecentChains:
         return sum(recent.cost_bytes for recent in self._recent)
 
     def of(self, namespace: Namespace, tokens: TokenArray) -> Chain:
-        """Returns ``Chain.of``, taking the shared leading chunks from a recent prompt. Raises InvalidRequest as it
-        does.
-        """
+        """Returns ``Chain.of``, taking the shared leading chunks from a recent prompt. Raises InvalidRequest."""
         count = chunk_count(namespace, tokens)
         size = 4 * namespace.layout.chunk_tokens
         if count < CHUNKS_MIN:

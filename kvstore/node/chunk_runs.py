@@ -130,9 +130,7 @@ class ChunkRuns:
         return found, mtimes_ns
 
     def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-        """Reads and verifies part of a run; True for each chunk that is right in its sections. ``Chunks.read`` does the
-        rest.
-        """
+        """Reads and verifies part of a run; True for each chunk that is right. ``Chunks.read`` does the rest."""
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
@@ -232,9 +230,7 @@ class ChunkRuns:
         return chunks, size_bytes
 
     def _doubt(self, run: Run, places: Places) -> bool:
-        """Leaves to ``Chunks`` the chunks that were found by size alone and were unreadable before; True if there were
-        any.
-        """
+        """Leaves to ``Chunks`` what was found by size alone and was unreadable before; True if there was any."""
         if not len(self._unreadable):
             return False
         suspects = [
@@ -246,9 +242,7 @@ class ChunkRuns:
         return bool(suspects)
 
     def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
-        """Returns fresh incarnations, derived for chunks from images from those of the image: only this publication is
-        new.
-        """
+        """Returns fresh incarnations; those of chunks from images keep writer and time of the image."""
         if not run.origins:
             return self._incarnations.fresh_each(len(indexes))
         return [self._incarnations.renewed(run.origins[index]) for index in indexes.tolist()]

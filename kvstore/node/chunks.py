@@ -116,9 +116,7 @@ class Chunks:
         return self.look(expected) is not None
 
     def look(self, expected: Expected) -> Stat | None:
-        """Returns what the root says of a file of the right size; None if there is none. Otherwise as
-        ``is_present``.
-        """
+        """Returns the stat of a file of the right size; None if there is none. Otherwise as ``is_present``."""
         self.settle(expected.address, self._name_of(expected))
         epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
@@ -399,9 +397,7 @@ class Chunks:
         return self._encodings.reader(reader, expected)
 
     def _is_encoded(self, expected: Expected) -> bool:
-        """True if a file that lacks the size of version 1 is an encoded one that this node can read; sets any other
-        file aside.
-        """
+        """True if a file without the size of version 1 is encoded and readable here; sets any other file aside."""
         reader = self.root.open(self._name_of(expected))
         if reader is None:
             self.known.forget(expected.address)
@@ -425,9 +421,7 @@ class Chunks:
         self._counters.add(reason.counter)
 
     def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
-        """Sets aside a file of the wrong size, unless the engine asked for a block with another size than it was put
-        with.
-        """
+        """Sets aside a file of the wrong size, unless the engine asked for a block with another size than it has."""
         if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
             self._counters.add(NodeCount.MISS_OTHER_SIZE)
             return

@@ -66,9 +66,7 @@ class Clearing:
         self._timeout_s = node.limits.meta_deadline_s
 
     def resolve(self, selection: Selection) -> ClearOrder:
-        """Returns the order that a selection stands for. Raises InvalidRequest if it selects nothing, and the root's
-        errors.
-        """
+        """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
         node = self._node
         writers = node.on_root(lambda: read_writers(node.root))
         return selection.resolve(node.namespaces(), writers, node.clock.now_s())

@@ -159,9 +159,7 @@ class ClearsFollower:
             self._stale.add(id)
 
     def _answer(self, session: Session) -> None:
-        """Obeys new orders, and answers those that somebody waits for. The next step retries what cannot be
-        done yet.
-        """
+        """Obeys new orders, and answers those that somebody waits for. The next step retries what is not done yet."""
         new = [id for id in self._orders if id not in self._obeyed]
         if new or self._is_looser:
             orders = [self._orders[id] for id in new]

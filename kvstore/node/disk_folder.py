@@ -24,16 +24,13 @@ from kvstore.root.posix_errors import REFUSED_ERRORS
 from kvstore.sources import Clock, Ids
 
 FORMAT_NAME = "kvstore-disk"
-"""The name in ``FORMAT``. Because of it, nothing opens this folder as a root, and this module refuses every other
-folder.
-"""
+"""The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
 VERSION = 1
 SHARD_BITS = 8
 LOCK = "lock"
 
 _OURS_BEFORE_FORMAT = frozenset({LOCK, places.STAGING}) | FILE_SYSTEMS_OWN
-"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some of them.
-"""
+"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some."""
 
 
 class DiskFolder:

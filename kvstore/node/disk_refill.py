@@ -79,9 +79,7 @@ class Refill:
             self._ended()
 
     def _listed(self) -> bytearray:
-        """Returns records of all files with names of chunks. Removes remains of cut-off writes, and files with other
-        names.
-        """
+        """Returns records of all files with names of chunks. Removes files with other names, and cut-off writes."""
         for session in self._entries(places.STAGING):
             folder = Name(f"{places.STAGING}/{session}")
             for part in self._entries(folder):
@@ -106,9 +104,7 @@ class Refill:
         return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
 
     def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
-        """Returns which files stay, most recently used first, and the bytes they take. Removes the others: the bound
-        may have shrunk.
-        """
+        """Returns which files stay, most recently used first, and their bytes. Removes those over the bound."""
         # Most recently used first is also parents first (kvstore/recency.py).
         order: list[int] = np.argsort(-np.frombuffer(records, _MTIMES)["mtime_ns"], kind="stable").tolist()
         kept: list[int] = []

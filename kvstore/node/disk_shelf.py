@@ -170,16 +170,12 @@ class DiskShelf:
             return True
 
     def leave(self, entry: Entry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to. Its room stays taken until its file, or the files ``names``,
-        are gone.
-        """
+        """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
         with self._lock:
             self._leave(entry, *names)
 
     def take_leaving(self) -> Leaving | None:
-        """Returns the next entry whose files must be removed. Call ``left`` when they are, ``put_back`` if they could
-        not be.
-        """
+        """Returns the next entry whose files must be removed. Call ``left`` afterwards, or ``put_back`` on failure."""
         with self._lock:
             return self._leaving.popleft() if self._leaving else None
 

@@ -257,9 +257,7 @@ class Follower:
         self._counters.add(NodeCount.WATCHES_LOST)
 
     def _stand_aside(self, session: Session, why: str) -> None:
-        """Makes this session protect nothing: chunks are still served, pins are refused, and no collector waits
-        for it.
-        """
+        """Makes this session protect nothing: chunks are still served, pins are refused, no collector waits for it."""
         log.error("%s: this node protects nothing", why)
         session.txn((), announced=ANNOUNCED_MAX, timeout_s=self._limits.meta_deadline_s)
 

@@ -27,9 +27,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class ImagesIn(Sequence[memoryview]):
-    """Images of one size at offsets of one memory, the arena: a sequence of views that makes each view only
-    when asked.
-    """
+    """Images of one size at offsets of one memory, the arena: a sequence that makes each view only when asked."""
 
     __slots__ = ("_memory", "_offsets", "_size_bytes")
 

@@ -68,9 +68,7 @@ class Known:
         return bool(mark & 1) and mark >> 1 >= self._number(quantum_start_s)
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
-        """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is of this
-        quantum.
-        """
+        """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
         with self._lock:
             if epoch == self.epoch:
                 self._add(_print(address), self._number(quantum_start_s) << 1 | renewed)

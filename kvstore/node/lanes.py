@@ -96,9 +96,7 @@ class Batch:
                 error = None  # else its traceback and this frame would refer to each other
 
     def help(self, deadline: Deadline) -> None:
-        """Does a share of the work in the calling thread, up to the deadline: for work that never waits for a
-        device.
-        """
+        """Does a share of the work in the calling thread, until the deadline: for work that waits for no device."""
 
         def tick() -> None:
             if deadline.left_s() <= 0:
@@ -173,9 +171,7 @@ class Lanes:
         self.start(count, work).wait(deadline)
 
     def share(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
-        """Starts a batch, does a share of it in the calling thread, and waits: for work that never waits for a
-        device.
-        """
+        """Starts a batch, does a share of it in the calling thread, and waits: for work that waits for no device."""
         batch = self.start(count, work, helped=True)
         batch.help(deadline)
         batch.wait(deadline)

@@ -45,9 +45,7 @@ class Limits:
     known_max: int = 1 << 20
     """Addresses remembered as present (a power of two, rounded down), 12 bytes each, allocated at the start."""
     chains_bytes_max: int = 32 << 20
-    """Memory for recent prompts and their addresses: a prompt that begins like one of them hashes only its new
-    tokens.
-    """
+    """Memory for recent prompts and their addresses: a prompt that begins like one hashes only its new tokens."""
     quantum_s: int = 60
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
@@ -55,9 +53,7 @@ class Limits:
     announce_s: float = 0.2
     """At most one announcement to collectors in this time; they ask for fewer if there are many nodes."""
     announce_lag_max_s: float = 330.0
-    """A node that has not announced a sweep for this long stops its keepalives, so that it no longer delays
-    collectors.
-    """
+    """A node that has not announced a sweep for this long stops its keepalives, so that collectors go on."""
     follow_s: float = 0.25
     """Time that the follower of garbage collection waits for events before it checks whether an announcement is due."""
     gap_check_s: float = 10.0

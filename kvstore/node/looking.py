@@ -111,8 +111,9 @@ class Looking:
         self._read_again_s = -math.inf
 
     def places(self, chain: Chain, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
-        """Yields the places of the leading chunks of a chain, in steps, up to the first that is nowhere. Raises the
-        root's errors.
+        """Yields where a chain's leading chunks are, in steps, up to the first that is nowhere.
+
+        Raises the root's errors.
         """
         for start in range(0, len(chain), STEP):
             found = self._step(chain, start, min(len(chain), start + STEP), deadline)

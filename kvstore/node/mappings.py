@@ -29,7 +29,5 @@ class _Mapped:
 
 
 def mapped(address: int) -> memoryview:
-    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when neither they nor any slice of them
-    lives.
-    """
+    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when no slice of them lives."""
     return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]

@@ -88,9 +88,7 @@ class MemoryPuts:
         behind: WriteBehind | None,
         slots: list[tuple[int, Slot]],
     ) -> None:
-        """Claims room for those that are not ``there``; adds it to ``slots`` with their indexes, and updates
-        ``there``.
-        """
+        """Claims room for those that are not ``there``; adds slots with their indexes, and updates ``there``."""
         own: set[Address] = set()  # a block that is given twice is claimed once
         try:
             for at in range(len(there)):

@@ -83,9 +83,7 @@ class MemoryTier:
             return 0 if self._is_closed else self._inventory.leading(wanted.addresses, first)
 
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
-        """Refers to ``count`` chunks from index ``first`` on: those in memory stay there until the slots are
-        released.
-        """
+        """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
         with self._lock:
             entries = [self._found(wanted, index) for index in range(first, first + count)]
             for entry in entries:
@@ -225,9 +223,7 @@ class MemoryTier:
             return wanted.addresses[index] in self._filling or self._inventory.find(wanted.addresses[index]) is not None
 
     def admits(self, wanted: Wanted, index: int) -> bool:
-        """True if a chunk that is asked for and is elsewhere is worth bringing here (rule R2); remembers the
-        request.
-        """
+        """True if a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); notes the request."""
         with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
 
@@ -285,9 +281,7 @@ class MemoryTier:
         return len(entries)
 
     def drop_ordered(self, orders: Sequence[ClearOrder], standing: Standing) -> int:
-        """Drops all chunks that orders name; returns how many. ``standing`` says what must not be fetched from
-        now on.
-        """
+        """Drops all chunks that orders name; returns how many. ``standing`` is what must not be fetched any more."""
         with self._lock:
             # Set it before the entries are listed: a chunk that is being fetched is then either listed, or checked in
             # ``ready``.

@@ -93,9 +93,7 @@ class Move:
         return self._is_cancelled
 
     def wait(self, timeout_s: float | None = None, *, beyond: int | None = None) -> int:
-        """Waits until it is done, has passed ``beyond`` chunks, or ``timeout_s`` is over; returns how many chunks it is
-        done with.
-        """
+        """Waits until it is done, past ``beyond`` chunks, or out of time; returns how many chunks it is done with."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or (beyond is not None and self._chunks > beyond), timeout_s)
             return self._chunks

@@ -109,9 +109,7 @@ class Publication:
         self._lacking.update(indexes[lacking].tolist())
 
     def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:
-        """Publishes chunk ``index`` once its parents are published, unless it is in the store; ``origin`` as for
-        ``stage``.
-        """
+        """Publishes chunk ``index`` once its parents are, unless it is in the store; ``origin`` as for ``stage``."""
         if self.look(index):
             self._completed({index: None})
             return
@@ -331,9 +329,7 @@ class Publication:
         return count
 
     def _renew_before(self, depth: int) -> None:
-        """Renews the ancestors before the first new chunk gets its fresh stamp: a chunk is never staler than
-        its child.
-        """
+        """Renews the ancestors before the first new chunk gets its stamp: a chunk is never staler than its child."""
         if self._renewed:
             return
         self._renewed = True

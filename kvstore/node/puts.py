@@ -183,9 +183,7 @@ class Puts:
         return np.array([not self._view.condemns(address) for address in wanted.addresses], np.bool_)
 
     def write_out(self, chain: Chain, timeout_s: float) -> None:
-        """Waits until the chunks of this prompt that were put behind are on the root or lost, or ``timeout_s``
-        is over.
-        """
+        """Waits until this prompt's chunks that were put behind are on the root or lost, or out of time."""
         if self.tiers is not None:
             self.tiers.behind.settle(chain, 0, len(chain), timeout_s)
 

@@ -116,9 +116,7 @@ class Turns(Protocol):
     """Chunks that lanes read together: each takes the next ones until none is left (``chunk_runs.SharedReads``)."""
 
     def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """Takes one lane's turn. Returns the chunks to be read one by one, and whether there may be more. Raises
-        Withdrawn.
-        """
+        """Takes one lane's turn; returns the chunks to read one by one, and whether more may come. Raises Withdrawn."""
         ...
 
     def stop(self) -> None:
@@ -180,9 +178,7 @@ def files_at_most(count: int, share: int) -> int:
 
 
 class Reading:
-    """Chunks on their way into the caller's memory. It is begun and waited for separately, so that the caller can work
-    meanwhile.
-    """
+    """Chunks on their way into the caller's memory; the caller can work between beginning it and waiting."""
 
     def __init__(
         self,

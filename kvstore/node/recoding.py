@@ -193,9 +193,7 @@ class Recoder:
                 return True
 
     def _wish(self, found: _Found, act: Recoding) -> Wish | None:
-        """Returns the target encoding, or None if the file already has it. Raises NotDecodable if its tenant is
-        unknown.
-        """
+        """Returns the target encoding, or None if the file already has it. Raises NotDecodable without a tenant."""
         key, is_compressed = self._key(found.plain), Encoding.COMPRESSED in found.stored.encoding
         compress = is_compressed if act is Recoding.REENCRYPT else act is Recoding.COMPRESS
         wish = Wish(compress, key)

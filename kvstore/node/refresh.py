@@ -180,8 +180,6 @@ class Refresher:
         return looked
 
     def _is_kept(self, name: Name, stamp_ns: int) -> bool:
-        """True if this root keeps times as exactly as hints need. If it does not, each put would raise the
-        hints again.
-        """
+        """True if this root keeps times as exactly as hints need; if not, each put would raise the hints again."""
         stat = self._chunks.root.stat(name)
         return stat is None or not is_coarse(stat.mtime_ns) or is_coarse(stamp_ns)

@@ -59,9 +59,7 @@ class RootWrite:
         self._pending.append((self._begin(source, first, count), release))
 
     def finish(self, deadline: Deadline) -> Mask:
-        """Waits for what is on its way; returns which chunks are in the store. Raises the root's errors, or
-        Unavailable.
-        """
+        """Waits for what is on its way; returns which chunks are stored. Raises Unavailable and the root's errors."""
         try:
             while self._pending:
                 self._wait(deadline)

@@ -110,9 +110,7 @@ class Run(Items):
         return found, part["mtime_ns"][found]
 
     def map(self, start: int, stop: int) -> list[memoryview | None]:
-        """Verifies chunks and maps their sections, read-only; None for a chunk that is not right, or cannot be
-        mapped.
-        """
+        """Verifies chunks and maps their sections, read-only; None for one that is wrong, or cannot be mapped."""
         at, count = self.part(start, stop)
         addresses = np.zeros(count, np.uint64)
         native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
@@ -134,9 +132,7 @@ class Run(Items):
         return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
 
     def _read_cold(self, index: int, borrowed: Borrowed) -> None:
-        """Reads from a device: into memory of ours, and from there into the sections while the bytes are in the
-        cache.
-        """
+        """Reads from a device into memory of ours, and from there into the sections while the bytes are cached."""
         item, (at, _) = self.items[index - self.first], self.part(index, index + 1)
         item["status"] = native.OTHER
         library, fd, size = native.library, int(item["fd"]), self.file_bytes(index)

@@ -44,9 +44,7 @@ class TieredReads:
 
     @property
     def above(self) -> Above | None:
-        """Returns how many consecutive chunks from an index on are in memory or reported by a tier below it; None
-        without tiers.
-        """
+        """Returns how many consecutive chunks from an index on are in memory or a tier below it; None without tiers."""
         return self._leading if self._tiers is not None else None
 
     def has(self, wanted: Wanted) -> list[bool]:

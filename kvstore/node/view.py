@@ -121,9 +121,7 @@ class View:
         self._is_alive = is_alive
 
     def reread(self, snapshot: Snapshot) -> None:
-        """Replaces the view after a lost watch (rule V3). The caller marks holds as older than everything, under the
-        same lock.
-        """
+        """Replaces the view after a lost watch (rule V3). Under the same lock the caller marks holds as oldest."""
         self._read(snapshot)
 
     def end(self) -> None:
@@ -193,9 +191,7 @@ class View:
         self._known.clear()
 
     def _hear(self, kv: KeyValue | None) -> None:
-        """Reads the collectors' word. It is not a link of the chain: it orders nothing, and an unreadable word counts
-        as absent.
-        """
+        """Reads the collectors' word, which orders nothing in the chain. An unreadable word counts as absent."""
         try:
             self.usage.hear(None if kv is None else Room.from_json(kv.value), kv.create_revision if kv else 0)
         except InvalidRequest:

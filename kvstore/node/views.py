@@ -45,9 +45,7 @@ class Views:
         self._open_files_max = open_files_max
 
     def of(self, chain: Chain, deadline: Deadline) -> list[npt.NDArray[Any]]:
-        """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer if a chunk was
-        lost.
-        """
+        """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss."""
         found = self._in_memory(self._memory, chain, deadline) if self._memory is not None else {}
         mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
         layout = chain.namespace.layout
@@ -138,9 +136,7 @@ class Views:
         return arrays | found
 
     def _copied(self, chain: Chain, index: int) -> memoryview | None:
-        """Returns a copy of a chunk that memory has and may not lease any more (rule L1): the root may not have
-        it yet.
-        """
+        """Returns a copy of a chunk that memory has and may not lease (rule L1): the root may not have it yet."""
         if self._memory is None:
             return None
         with self._memory.refer(chain, index, 1) as slots:

@@ -103,9 +103,7 @@ def place_at(wanted: Wanted, index: int) -> Place:
 
 
 def describe(wanted: Wanted, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    """Fills the structures of native code, except for where sections lie; returns the objects that their pointers point
-    into.
-    """
+    """Fills native structures, except for where sections lie; returns the objects that their pointers point into."""
     return (
         _describe_chain(wanted, indexes, items)
         if isinstance(wanted, Chain)

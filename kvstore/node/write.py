@@ -167,9 +167,7 @@ class Write:
         return tiers
 
     def _absorb(self, source: Sections, new: Indexes, deadline: Deadline) -> Indexes:
-        """Copies chunks into memory, to be written to the root later (rule W1); returns those that go to the root now
-        instead.
-        """
+        """Copies chunks into memory, to be written to the root later (rule W1); returns those for the root now."""
         if not new.size or (self._is_chain and self._root is not None):
             return new
         if self._is_shed:

@@ -31,9 +31,7 @@ AFTER_S = 0.05
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 REFUSED_S = 3.0
-"""At the end, the node stops waiting for a root that refused (a full one, for example) and took nothing for
-this long.
-"""
+"""At the end, the node stops waiting for a root that has taken nothing and refused for this long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +64,7 @@ Raises the root's errors, after which some chunks may be there.
 
 
 class WriteBehind:
-    """Bounded by ``bytes_max``; a chunk that cannot be written within ``give_up_s`` is lost, and counted.
-    Thread-safe.
-    """
+    """Bounded by ``bytes_max``; a chunk not written within ``give_up_s`` is lost, and counted. Thread-safe."""
 
     def __init__(
         self,
@@ -238,9 +234,7 @@ class WriteBehind:
         return None
 
     def _pause_s(self, now_s: float) -> float | None:
-        """Returns the seconds until the next job may begin; a job that waits for another one is told when that has
-        ended.
-        """
+        """Returns the seconds until the next job may begin; a job behind another one is woken when that ends."""
         later_s = [job.begins_s - now_s for job in self._waiting if job.begins_s > now_s]
         return min(later_s) if later_s else None
 

@@ -12,9 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Clearing:
-    """Calls ``drop`` for each namespace that it is given, one at a time; once if a namespace is given again
-    meanwhile.
-    """
+    """Calls ``drop`` for each namespace that it is given, one at a time; repeats are merged while they wait."""
 
     def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
         self._drop = drop

@@ -69,9 +69,7 @@ class Directory:
         return starts, np.searchsorted(self.entries, (spots << _PEER_BITS) + _PEER, "right")
 
     def _any(self, spots: Spots) -> npt.NDArray[np.bool_]:
-        """Returns for each spot whether it has a peer. Looks them up in order, which keeps most of each search in the
-        cache.
-        """
+        """Returns for each spot whether it has a peer. Looks them up in order, so that most entries are cached."""
         if not len(self.entries):
             return np.zeros(len(spots), np.bool_)
         order = np.argsort(spots)

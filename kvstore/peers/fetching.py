@@ -27,9 +27,7 @@ class Fetch:
         self._passed: set[str] = set()
 
     def run(self, first: int, images: Sequence[memoryview]) -> Iterator[tuple[int, str]]:
-        """Fills ``images`` with the chunks from index ``first`` on; yields the position of each that came, and its
-        peer.
-        """
+        """Fills ``images`` with the chunks from index ``first`` on; yields the position and the peer of each."""
         at = 0
         while at < len(images) and self._tries_left and not self._ends.passed:
             start = first + at

@@ -30,9 +30,7 @@ class PeerLimits:
     prints_max: int = 1 << 23
     """Remembered prints of all peers, 8 bytes each; beyond it, each peer gets an equal share."""
     answer_s: float = 2.0
-    """A peer that moves no byte for this long has failed; a fetch takes at most this long plus the time for its
-    bytes.
-    """
+    """A peer that moves no byte for this long has failed; a fetch may take this long plus its bytes' time."""
     bytes_per_s_min: int = 64 << 20
     """A peer slower than this on the whole is given up: the disk or the root may be faster."""
     links_max: int = 4

@@ -166,9 +166,7 @@ class Peers:
         self._roster.close()
 
     def _hear_cleared(self, namespace: NamespaceDigest) -> None:
-        """Stops reads of a namespace first, then drops it: a peer that has not heard of the clear must not give it
-        back.
-        """
+        """Stops reads of a namespace, then drops it: a peer that has not heard of the clear must not give it back."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:

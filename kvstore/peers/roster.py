@@ -28,9 +28,7 @@ S_PER_BYTE_MIN = 1 / (64 << 30)
 
 
 class Peer:
-    """One peer. Its fields belong to the roster, under its lock; the caller that asks it uses ``endpoint`` and
-    ``turn``.
-    """
+    """One peer. Its fields belong to the roster, under its lock; its callers use ``endpoint`` and ``turn``."""
 
     def __init__(self, address: str, limits: PeerLimits, credentials: Credentials = PLAIN) -> None:
         self.address = address

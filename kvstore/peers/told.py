@@ -30,9 +30,7 @@ class _Speaker:
 
 
 class Told:
-    """``own`` is this node's own address. Reports from it are left out, also those of an earlier process at that
-    address.
-    """
+    """``own`` is this node's address. Reports from there are left out, also those of an earlier process."""
 
     def __init__(self, own: str | None, prints_max: int) -> None:
         self._own = own
@@ -76,9 +74,7 @@ class Told:
         return Directory(np.concatenate(self._shards), addresses, dict(self._numbers))
 
     def _elect(self) -> None:
-        """Elects the session that speaks for each address: the later one, if a worker has two for a while after a
-        restart.
-        """
+        """Elects the session that speaks for each address: the later one, if a restarted worker has two."""
         heard: dict[str, _Speaker] = {}
         for speaker in sorted(self._speakers.values(), key=lambda each: each.since):
             # Bulk connections to others go over TCP, which a worker that listens only on a unix socket does not offer.

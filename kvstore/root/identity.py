@@ -26,9 +26,7 @@ RootId = NewType("RootId", bytes)
 FORMAT_NAME = "kvstore"
 VERSION = 1
 SHARD_BITS_DEFAULT = 8
-"""256 folders, which suit up to ten million chunks or so. Folders are made when needed, and each costs the
-first put.
-"""
+"""256 folders, which suit about ten million chunks. Folders are made when needed; each costs the first put."""
 FORMAT_BYTES_MAX = 4096
 TOP = Name("")
 """The root's own folder, for listings."""
@@ -58,9 +56,7 @@ SCRATCH_FOLDER = re.compile(r"\.check-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class RootIdentity:
-    """The content of ``FORMAT``: the root's id (16 bytes), its generation, and the number of address bits that name a
-    shard.
-    """
+    """The content of ``FORMAT``: the root's id (16 bytes), its generation, and how many address bits name a shard."""
 
     root: RootId
     generation: int
@@ -157,9 +153,7 @@ def create_or_open(
 
 
 def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
-    """Returns a small file as a whole; None if there is none. Reads up to ``bytes_max`` + 1 bytes, so that excess
-    shows.
-    """
+    """Returns a small file; None if there is none. Reads up to ``bytes_max`` + 1 bytes, so that excess shows."""
     reader = root.open(name)
     if reader is None:
         return None
@@ -226,9 +220,7 @@ def _settled(root: Root, pause: Callable[[float], object]) -> RootIdentity:
 
 
 def _foreign_entry(root: Root) -> str | None:
-    """Returns the name of an entry that keeps this folder from becoming a root: a foreign one, or chunks without
-    FORMAT.
-    """
+    """Returns an entry that keeps this folder from becoming a root: a foreign one, or chunks without FORMAT."""
     for entry in root.list(TOP):
         if entry.name in FILE_SYSTEMS_OWN or SCRATCH_FOLDER.fullmatch(entry.name):
             continue

@@ -23,9 +23,7 @@ class Traits:
     """The abilities of a root; without one, the store uses a slower or weaker way and says so."""
 
     exclusive_publish: bool
-    """If several writers publish one name, exactly one wins. Without it the last one wins, with equal content or a
-    miss.
-    """
+    """If several writers publish one name, exactly one wins. Without it the last wins: equal content or a miss."""
     ordered_publish: bool
     """Publishing is cheap next to staging, so chunks are published strictly parents first."""
     touch: bool
@@ -90,9 +88,7 @@ class LocalFiles:
 
 
 def local_files(root: Root) -> LocalFiles | None:
-    """Returns how native code opens a root's files; None if it must ask the root for each: wrappers, object stores,
-    memory.
-    """
+    """Returns how native code opens a root's files; None if the root must open each (wrappers, objects, memory)."""
     found = getattr(root, "local_files", None)
     return found if isinstance(found, LocalFiles) else None
 

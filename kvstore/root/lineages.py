@@ -30,9 +30,7 @@ def read_writers(root: Root) -> dict[LineageId, Writer]:
 
 
 def read_writer(root: Root, name: Name) -> Writer | None:
-    """Returns the writer of one record; None if it is gone, not a record, or another session's. Raises the root's
-    errors.
-    """
+    """Returns the writer of a record; None if it is gone, damaged, or another session's. Raises the root's errors."""
     content = read_small(root, name, RECORD_BYTES_MAX)
     if content is None:
         return None

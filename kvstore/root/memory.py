@@ -36,9 +36,7 @@ class MemoryFile:
 
 
 class MemoryFiles:
-    """The files and folders that several MemoryRoots share. ``capacity_bytes`` limits their size; None means no
-    limit.
-    """
+    """The files and folders that several MemoryRoots share; at most ``capacity_bytes``, or any number if None."""
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -54,9 +52,7 @@ class MemoryFiles:
         return self._folders.get(folder, {}).get(last)
 
     def write(self, name: str, file: MemoryFile) -> None:
-        """Sets a file, making its folders. Raises Unavailable if a folder has that name, or a file has a
-        folder's name.
-        """
+        """Sets a file, making its folders. Raises Unavailable if a folder has its name, or a file one of theirs."""
         folder, last = _split(name)
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")

@@ -18,9 +18,7 @@ READ_TIMEOUT_S = 10
 REQUEST_ATTEMPTS_MAX = 3
 """Attempts of botocore for one request: connection errors, 5xx, throttling."""
 CALL_ATTEMPTS_MAX = 2
-"""Attempts of s3fs for a call, also after a broken answer. Its default times botocore's is 25: minutes on a dead
-network.
-"""
+"""Attempts of s3fs for a call, also after a broken answer. Its default times botocore's is 25: minutes of waiting."""
 CONNECTIONS_MAX = 64
 SINGLE_PUT_BYTES = 1 << 31
 """s3fs writes up to twice this size with one PUT; a multipart upload is not conditional on every server."""

@@ -84,9 +84,7 @@ class Certificate:
         return self._pems
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Returns a context for sockets of our own: TLS 1.3, both ends being ours. A server with an authority asks for
-        certificates.
-        """
+        """Returns a context for sockets of our own, TLS 1.3. A server with an authority asks for certificates."""
         version, pems = self.version, self.pems
         with self._lock:
             known = self._contexts.get(server)
@@ -97,9 +95,7 @@ class Certificate:
             return made
 
     def expires_s(self) -> float | None:
-        """Returns when the certificate expires, in seconds since the epoch; None without one, or if it cannot be read
-        here.
-        """
+        """Returns when the certificate expires, in seconds since the epoch; None without one, or without a parser."""
         cert = self.pems.cert
         try:
             from cryptography import x509

@@ -14,9 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> grpc.ServerCredentials:
-    """Returns a worker's credentials; with ``asks_certificates`` every client needs a certificate. Raises
-    InvalidRequest.
-    """
+    """Returns a worker's credentials; ``asks_certificates`` demands one of each client. Raises InvalidRequest."""
     used = certificate.version
     first = _configuration(certificate, asks_certificates)
 

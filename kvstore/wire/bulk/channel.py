@@ -207,21 +207,15 @@ class Channel:
         return native.library is not None and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
 
     def receive_by(self, step: Callable[[int], int]) -> int:
-        """Calls ``step(descriptor)``, native code that receives, until it no longer returns BLOCKED; returns its
-        result.
-        """
+        """Calls ``step(descriptor)``, native code that receives, until it is not BLOCKED; returns its result."""
         return self._moved("receiving", step, select.POLLIN)
 
     def send_by(self, step: Callable[[int], int]) -> int:
-        """Calls ``step(descriptor)``, native code that sends, until it no longer returns BLOCKED; returns its
-        result.
-        """
+        """Calls ``step(descriptor)``, native code that sends, until it is not BLOCKED; returns its result."""
         return self._moved("sending", step, select.POLLOUT)
 
     def take_files(self, count: int) -> list[int]:
-        """Returns the files that came with the last frame, which the caller closes. Raises LinkBroken for another
-        count.
-        """
+        """Returns the files of the last frame, which the caller closes. Raises LinkBroken for another count."""
         files, self._files = self._files, []
         if len(files) != count:
             _close(files)

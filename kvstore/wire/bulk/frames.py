@@ -141,9 +141,7 @@ def decode_request(payload: bytes) -> Request:
 
 
 def encode_span(first: int, count: int) -> bytes:
-    """Encodes the payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, which also precedes the bytes in
-    CHUNKS.
-    """
+    """Encodes the payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, which also begins that of CHUNKS."""
     return _SPAN.pack(first, count)
 
 

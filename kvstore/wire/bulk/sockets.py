@@ -1,6 +1,4 @@
-"""Makes the sockets of the bulk protocol at both ends, and no other module does; TLS wraps those that leave the
-host.
-"""
+"""Makes the sockets of the bulk protocol at both ends, as no other module does. TLS wraps those between hosts."""
 
 from __future__ import annotations
 
