@@ -76,7 +76,7 @@ class Arena:
         except (OSError, ValueError, OverflowError) as cause:
             self.close()
             raise Unavailable(
-                f"cannot make an arena of {self.size_bytes} bytes ({cause}): give less memory, or use Linux 5.1"
+                f"cannot make an arena of {self.size_bytes} bytes ({cause}): give less memory, or Linux 5.1 or newer"
             ) from cause
         with suppress(OSError, ValueError):
             # Has an effect only if the administrator allows huge pages for shared memory.

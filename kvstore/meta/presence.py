@@ -59,7 +59,7 @@ class Presence:
         self._told: list[_Hook] = []
         self._session: Session | None = None
         self._heard_s = self._clock.monotonic_s()
-        """Time at which the store last acknowledged a request of earlier sessions."""
+        """The last time that the store acknowledged something of the sessions before this one."""
         self._ready = False
         self._why_none: Exception | None = None
         self._closed = False
@@ -86,7 +86,7 @@ class Presence:
             if self._ready:
                 return
             error = self._none()
-        self.close(timeout_s=0.1)  # the caller has waited enough; the thread ends with its current request
+        self.close(timeout_s=0.1)  # the caller has waited long enough; the thread ends with the request it is in
         raise error
 
     def current(self) -> Session:

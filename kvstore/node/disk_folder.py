@@ -125,7 +125,7 @@ class DiskFolder:
         if name != FORMAT_NAME:
             raise InvalidRequest(
                 f"disk tier {self.path} is a root, or something else: its FORMAT begins with {content[:60]!r}; "
-                "give a folder that is not a root"
+                "give a folder that no root is in"
             )
         if version != VERSION:
             raise InvalidRequest(

@@ -118,9 +118,7 @@ class Move:
         if self._is_cancelled:
             return False
         if self.deadline.passed:
-            raise Unavailable(
-                f"the {self.act.value} did not end in time: {self._chunks} of {len(self.chain)} chunks done"
-            )
+            raise Unavailable(f"the {self.act.value} was not done in time: {self._chunks} of {len(self.chain)} chunks")
         return True
 
     def advance(self, chunks: int) -> None:

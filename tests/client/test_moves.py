@@ -261,7 +261,7 @@ def test_past_its_deadline_it_ends_where_it_is() -> None:
             acting.put(1, 8)
             ticket = acting.cache.move(acting.prompts.tokens(1, 8), "root")
             assert timed(lambda: ticket.wait(WAIT_S)) < IN_TIME_S
-            assert ticket.done and isinstance(ticket.error, Unavailable) and "did not end in time" in str(ticket.error)
+            assert ticket.done and isinstance(ticket.error, Unavailable) and "not done in time" in str(ticket.error)
             assert all(acting.in_memory(1, 8)), "nothing goes that is nowhere else"
 
 

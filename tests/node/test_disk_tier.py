@@ -565,7 +565,7 @@ def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: 
     root.mkdir()
     create_or_open(PosixRoot(root), RandomIds())
     before = set(root.iterdir())
-    with pytest.raises(InvalidRequest, match="not a root"):
+    with pytest.raises(InvalidRequest, match="no root is in"):
         Disk(root).tier.open()
     assert set(root.iterdir()) == before, "nothing is left there"
     with disk_on(folder):
