@@ -80,7 +80,7 @@ def prepare_links(folder: str, prefix: str, names_count: int, me: str) -> None:
 
 
 def link_names(folder: str, prefix: str, names_count: int, at_s: float, me: str) -> list[int]:
-    """Links a file to many names; returns those that this process linked."""
+    """Links files of its own to many names; returns the names that this process won."""
     return _compete(
         at_s, names_count, lambda number: os.link(f"{folder}/{prefix}{me}-{number}", f"{folder}/{prefix}{number}")
     )
