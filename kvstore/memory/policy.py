@@ -18,7 +18,7 @@ from kvstore.memory.entry import Entry, Queue, Worth
 
 OCTAVES_PER_USE = 0.5
 OCTAVES_PER_PRIORITY = 0.1
-"""The same weight as the collector's for chunks on the root (gc/kvstore_gc/policy.py)."""
+"""Octaves of age that one unit of priority is worth, as in the collector (gc/kvstore_gc/policy.py)."""
 REPLICA_OCTAVES = 1.0
 """A replica counts as twice as old (P4). It does not go before all others: a full node would then keep no replica until
 its second use, however hot.
