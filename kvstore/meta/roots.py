@@ -1,4 +1,4 @@
-"""The root that is at a URL: notices a host whose mount is missing before it fills the empty mount point."""
+"""Records which root is at a URL: this reveals a missing mount before the host fills the empty mount point."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def bind_root(meta: Meta, url: str, root_id: bytes, timeout_s: float | None = No
 
 
 def bound_root(meta: Meta, url: str, timeout_s: float | None = None) -> bytes | None:
-    """The id of the root that this cluster knows at ``url``; None if it knows none. Raises Unavailable."""
+    """Returns the id of the root that this cluster knows at ``url``; None if it knows none. Raises Unavailable."""
     found = meta.get(root_binding(url), timeout_s)
     return found.value if found else None

@@ -1,7 +1,7 @@
-"""Chunks for whoever verifies them at the other end: in memory, as open files, or as the bytes of whole files.
+"""Chunks for clients that verify them: in memory, as open files, or as the bytes of whole files.
 
-Kept apart from reading because nothing but the header is verified here; a damaged section is found by the client,
-who then reads that chunk the long way, where it is set aside.
+Separate from reading because only the header is verified here. The client finds a damaged section, and reads that chunk
+again through the node, which sets it aside.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Handing:
         self._tiers = tiers
 
     def allowed(self, wanted: Wanted, indexes: Sequence[int]) -> Sequence[int]:
-        """Those that may be handed over: of blocks, which nobody holds, those that no sweep has condemned."""
+        """Return the indexes that may be handed over.
+
+        Nobody holds blocks for a client, so blocks that a sweep has condemned are left out.
+        """
         if isinstance(wanted, Chain) or self._view.leading([wanted.addresses[at] for at in indexes]) == len(indexes):
             return indexes
         return [index for index in indexes if not self._view.condemns(wanted.addresses[index])]
@@ -62,10 +65,9 @@ class Handing:
     def in_memory(
         self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
     ) -> Slots | None:
-        """Those that are in memory; if it ``brings``, after what is worth it was brought there.
+        """Refer to those chunks that are in memory, one entry for each index. None if this node has no memory.
 
-        ``entries`` go by the place among ``indexes``, and are referred to until it is released. None where this node
-        has no memory.
+        With ``brings``, chunks that are worth it are brought to memory first.
         """
         if self._tiers is None:
             return None
@@ -83,9 +85,9 @@ class Handing:
         return memory.refer(part, first, len(indexes))
 
     def open_files(self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
-        """The open files of chunks, the caller's to close; their headers are verified.
+        """Open the files of chunks, and verify their headers. The caller closes them.
 
-        Without those that the root does not have; of a prompt up to the first of them.
+        Chunks that the root does not have are left out. A prompt ends at the first of them.
         """
         stop_at_miss = isinstance(wanted, Chain)
         opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
@@ -98,15 +100,15 @@ class Handing:
         return {indexes[at]: opened[at] for at in sorted(opened)}
 
     def is_elsewhere(self, wanted: Wanted, index: int) -> bool:
-        """Whether the root has, or may have, a chunk that ``open_files`` did not give because it is encoded."""
+        """Return whether the root has, or may have, a chunk that ``open_files`` left out because it is encoded."""
         if self._chunks.is_private(wanted.namespace):
             return True
         return self._chunks.known.is_present(wanted.addresses[index], self._chunks.quantum())
 
     def begin_copy(self, wanted: Wanted, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
-        """Begins to read the whole files of chunks into ``into(index)``, which has the size of the file.
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
 
-        Of a prompt up to the first that is missing.
+        A prompt ends at its first miss.
         """
 
         def read(at: int, borrowed: Borrowed) -> bool:
@@ -132,7 +134,7 @@ class Handing:
         return Reading(self._lanes, self._counters, len(indexes), read, isinstance(wanted, Chain))
 
     def used(self, keyed: Keyed, indexes: Sequence[int]) -> None:
-        """Notes that these blocks were handed over, whose recency is renewed."""
+        """Renew the recency of blocks that were handed over."""
         if indexes:
             picked = keyed.picked(indexes)
             self._reads.used(picked, len(picked))

@@ -1,7 +1,7 @@
-"""Recoding: a chunk that is stored is written again, compressed, decompressed or with another key (FORMAT.md, W5).
+"""Recoding: writes a stored chunk again, compressed, decompressed or with another key (FORMAT.md, W5).
 
-Apart from puts, which never replace a file.  Nobody is asked to wait: readers that have the old file open go on with
-it, and it stays where it can be read until every hold that may know of it has ended.
+Separate from puts, which never replace a file. Nobody waits for it: readers that have the old file open go on with it,
+and it stays where it can be read until every hold that may know of it has ended.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
 
 ASIDE_SHARE = 1 / 4
-"""Of the free space of the root, so much may be taken by files that were replaced and must not go yet."""
+"""Share of the root's free space that replaced files may take while they must not go yet."""
 
 
 class Recoding(enum.Enum):
-    """What is wanted; whichever it is, what is written is encrypted as the key file says now."""
+    """The wanted change; in each case the new file is encrypted as the key file says now."""
 
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
@@ -64,7 +64,7 @@ class Recoding(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What became of one chunk."""
+    """The outcome for one chunk."""
 
     REWRITTEN = "rewritten"
     KEPT = "kept"
@@ -73,16 +73,16 @@ class Outcome(enum.Enum):
     CONDEMNED = "condemned"
     """A collector is taking it."""
     NO_KEY = "no_key"
-    """It is encrypted with a key that this node does not have, or it is not known whose it is."""
+    """It is encrypted with a key that this node lacks, or its tenant is unknown."""
     DAMAGED = "damaged"
-    """Left where it is, for the next read or ``fsck`` to set aside."""
+    """It stays where it is, for the next read or ``fsck`` to set aside."""
     CHANGED = "changed"
-    """Another file came under its name meanwhile."""
+    """Another file took its name meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recoded:
-    """Of one chunk; sizes are those of whole files, and equal where it was not rewritten."""
+    """The result for one chunk; sizes are those of whole files, and equal if it was not rewritten."""
 
     outcome: Outcome
     before_bytes: int = 0
@@ -92,14 +92,14 @@ class Recoded:
 def recode(node: Node, name: Name, act: Recoding) -> Recoded:
     """Writes one chunk file of the node's root again, as ``act`` and the key file want it.
 
-    Waits at most for a write's deadline. Raises InvalidRequest where the root cannot replace files, ``name`` is no
-    chunk's, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
+    Waits at most for a write's deadline. Raises InvalidRequest if the root cannot replace files, ``name`` is not a
+    chunk, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
     """
     return node.on_root(lambda: node.recoder.recode(name, act))
 
 
 class Recoder:
-    """Of one node. Thread-safe; called on lanes."""
+    """Recodes chunks for one node. Thread-safe; called on lanes."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class Recoder:
 
     @property
     def has_asides(self) -> bool:
-        """Whether ``sweep`` may have something to do."""
+        """True if ``sweep`` may have something to do."""
         return bool(self._asides)
 
     def recode(self, name: Name, act: Recoding) -> Recoded:
         """See ``recode``."""
         parsed = places.parse_chunk(name.rpartition("/")[2])
         if parsed is None or not name.startswith(f"{places.CHUNKS}/"):
-            raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+            raise InvalidRequest(f"{name!r} is not a chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
         if act is Recoding.COMPRESS:
             squeezing.check_available()
         elif self._view.is_full or self._view.usage.is_spent:
@@ -173,7 +173,10 @@ class Recoder:
         return self._replaced(name, seen, pieces)
 
     def sweep(self, *, even_held: bool = False) -> bool:
-        """Removes the replaced files that nobody can be reading any more, or all. True. Never raises KVStoreError."""
+        """Removes the replaced files that nobody can be reading any more, or, with ``even_held``, all. Always True.
+
+        Never raises KVStoreError.
+        """
         while True:
             with self._lock:
                 if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
@@ -184,13 +187,13 @@ class Recoder:
                 if self._root.remove(name):
                     self._view.usage.removed(size_bytes)
             except KVStoreError:
-                with self._lock:  # the next one tries again: else it would stay as long as the session lives
+                with self._lock:  # the next sweep tries again: else it would stay as long as the session lives
                     self._asides.appendleft((until_s, name, size_bytes))
                     self._aside_bytes += size_bytes
                 return True
 
     def _wish(self, found: _Found, act: Recoding) -> Wish | None:
-        """How a file is to be; None where it is so. Raises NotDecodable where nobody can say."""
+        """Returns the target encoding, or None if the file already has it. Raises NotDecodable without a tenant."""
         key, is_compressed = self._key(found.plain), Encoding.COMPRESSED in found.stored.encoding
         compress = is_compressed if act is Recoding.REENCRYPT else act is Recoding.COMPRESS
         wish = Wish(compress, key)
@@ -202,7 +205,7 @@ class Recoder:
             return None
         namespace = self._namespace_of(header)
         if namespace is None:
-            raise NotDecodable(NodeCount.MISS_KEY)  # rather than written as plain text
+            raise NotDecodable(NodeCount.MISS_KEY)  # rather than write it as plain text
         return self._encodings.key_of(namespace.tenant)
 
     def _namespace_of(self, header: Header) -> Namespace | None:
@@ -214,7 +217,7 @@ class Recoder:
         return known
 
     def _pieces(self, found: _Found, wish: Wish) -> list[memoryview] | None:
-        """The bytes of the new file; None where it is not worth its while. Raises Damaged."""
+        """Returns the bytes of the new file; None if nothing would be gained. Raises Damaged."""
         expected = found.expected(self._namespace_of(found.plain))
         sections = found.sections()
         moved_on()
@@ -225,7 +228,7 @@ class Recoder:
         payload_bytes = expected.payload_bytes + (TAG_BYTES * expected.section_count if wish.key else 0)
         if byte_length(pieces[1:]) + PAGE_BYTES <= payload_bytes:
             return pieces
-        # Nothing to gain: as it would be uncompressed, which it may be already.
+        # Compression gains nothing: write it uncompressed, unless it already is.
         plain = Wish(key=wish.key)
         if (plain.encoding, wish.key.id if wish.key else b"") == (found.stored.encoding, found.stored.key_id):
             return None
@@ -240,7 +243,7 @@ class Recoder:
         staged = places.staged(session, next(self._numbers))
         aside = places.replaced(session, next(self._numbers), until_s)
         try:
-            # With the time of the old one: it was used no later and no more than that.
+            # Keep the old file's time, so that the new one seems used neither later nor more often.
             self._root.stage(staged, pieces, stamp_ns=seen.stat.mtime_ns, durable=self._durable)
             replaced = self._root.replace(staged, name, seen, aside, durable=self._durable)
         except BaseException:
@@ -250,7 +253,7 @@ class Recoder:
         if not replaced:
             self._discard(staged)
             return Recoded(Outcome.CHANGED, before_bytes, before_bytes)
-        self._view.usage.wrote(after_bytes)  # the old file takes its room until ``sweep`` removes it
+        self._view.usage.wrote(after_bytes)  # the old file keeps its room until ``sweep`` removes it
         with self._lock:
             self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
             self._aside_bytes += before_bytes
@@ -260,16 +263,16 @@ class Recoder:
         return Recoded(Outcome.REWRITTEN, before_bytes, after_bytes)
 
     def _keep_time(self, name: Name, seen: Seen, aside: Name) -> None:
-        """Where the old file was used since we looked at it, the new one was."""
+        """Renews the new file's time if the old file was used since we looked at it."""
         try:
             old = self._root.stat(aside)
             if old is not None and old.mtime_ns > seen.stat.mtime_ns:
                 self._root.touch(name, old.mtime_ns)
         except KVStoreError:
-            return  # one renewal is lost, as where a node ends
+            return  # one renewal is lost, as when a node ends
 
     def _check_room(self, size_bytes: int) -> None:
-        """Raises Overloaded where what was replaced lately takes too much of the root."""
+        """Raises Overloaded if files replaced lately take too much of the root."""
         free_bytes = self._root.space().free_bytes
         with self._lock:
             aside_bytes = self._aside_bytes
@@ -288,7 +291,7 @@ class Recoder:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A stored chunk: its header as it is stored and as it is of version 1, and where its plain bytes are read."""
+    """A stored chunk: its header as stored and as of version 1, and the reader of its plain bytes."""
 
     stored: Header
     plain: Header
@@ -296,7 +299,7 @@ class _Found:
 
     @classmethod
     def of(cls, reader: Reader, encodings: Encodings) -> _Found:
-        """Raises Damaged, NotDecodable."""
+        """Reads the headers of a file. Raises Damaged, NotDecodable."""
         opened = encodings.header_of(reader)
         if opened is not None:
             plain, decoding = opened
@@ -308,13 +311,13 @@ class _Found:
             found = cls(header, header, reader)
         if not is_self_consistent(found.plain):
             raise Damaged(Damage.IDENTITY)
-        # A compressed file may claim sections of any size, and nothing else says here how large they should be.
+        # A compressed file may claim sections of any size, and nothing else limits them here.
         if len(found.plain.checksums) * found.plain.section_bytes > CHUNK_BYTES_MAX:
             raise Damaged(Damage.GEOMETRY)
         return found
 
     def expected(self, namespace: Namespace | None) -> Expected:
-        """What the new file must hold."""
+        """Returns what the new file must hold."""
         plain = self.plain
         return Expected(
             plain.kind,
@@ -330,7 +333,7 @@ class _Found:
         )
 
     def sections(self) -> list[memoryview]:
-        """All of them, verified. Raises Damaged."""
+        """Returns all sections, verified. Raises Damaged."""
         plain, size = self.plain, self.plain.section_bytes
         payload = memoryview(bytearray(len(plain.checksums) * size))
         sections = [payload[at * size : (at + 1) * size] for at in range(len(plain.checksums))]

@@ -142,7 +142,7 @@ def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(
     found = gets(cache)
     tokens = TOKENS if found[0] < len(TOKENS) else OTHER
     for _ in range(3):
-        with pytest.raises(PermissionDenied, match=r"cannot be read.*not be set aside"):
+        with pytest.raises(PermissionDenied, match=r"cannot be read.*cannot be set aside"):
             cache.put(tokens, kv_of(TINY, tokens))
         assert cache.match(tokens) < len(tokens) or cache.get(tokens)[0] < len(tokens)
     root.set_rules([])

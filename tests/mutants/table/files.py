@@ -144,7 +144,7 @@ CHUNKS = [
     mutant(
         "chunks-withdrawn-is-damage",
         "FORMAT 4.3: memory that was taken back is no damage",
-        edit("kvstore.node.chunks:Chunks.read", "borrowed.check()  # or", "pass  # or"),
+        edit("kvstore.node.chunks:Chunks.read", "borrowed.check()  # the", "pass  # the"),
         f"{DAMAGE}memory_that_was_taken_back_while_it_was_verified_is_no_damage",
     ),
     mutant(
