@@ -119,9 +119,13 @@ def measure(
     loads, root = case.loads, folder / "root"
     moved = sum(load.size_bytes for load in loads) * case.calls
     job = Job(
-        folder / "fio", loads[0].chunk_bytes, moved, case.jobs,
-        cold=case.cache == "cold", fsync=case.durability == "fsync",
-    )  # fmt: skip
+        folder / "fio",
+        loads[0].chunk_bytes,
+        moved,
+        case.jobs,
+        cold=case.cache == "cold",
+        fsync=case.durability == "fsync",
+    )
     figures = Figures(loads[0].chunk_bytes)
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, root, ignore_errors=True)

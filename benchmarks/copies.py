@@ -111,15 +111,26 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     rows = [row for each in measured for row in each.rows()]
     kept = [name for at, name in enumerate(OPERATIONS) if any(row[3 + at] is not None for row in rows)]
     columns = ("model", "path", "copy s", *OPERATIONS)
-    tables = [Table(
-        "Multiples of a naive block copy", columns, rows,
-        "; ".join(OPERATIONS[name] for name in kept),
-        Plot("path", ("put", "read"), series="model", unit="copies"),
-    )]  # fmt: skip
+    tables = [
+        Table(
+            "Multiples of a naive block copy",
+            columns,
+            rows,
+            "; ".join(OPERATIONS[name] for name in kept),
+            Plot("path", ("put", "read"), series="model", unit="copies"),
+        )
+    ]
     if shares := [row for each in measured for row in each.shares()]:
-        tables.append(Table("Shares of bare loopback", ("model", "path", *BESIDE), shares, "; ".join(
-            f"{name}: speed, relative to the {base} of the row loopback" for name, base in BESIDE.items()
-        )))  # fmt: skip
+        tables.append(
+            Table(
+                "Shares of bare loopback",
+                ("model", "path", *BESIDE),
+                shares,
+                "; ".join(
+                    f"{name}: speed, relative to the {base} of the row loopback" for name, base in BESIDE.items()
+                ),
+            )
+        )
     conditions = (
         f"{tokens:,} tokens in blocks of {BLOCK_TOKENS}, {TASK_BLOCKS} random blocks a task; no fsync",
         f"warm page cache on {machine.file_system(options.directory)}; medians of {options.rounds} rounds' ratios",

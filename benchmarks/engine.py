@@ -43,9 +43,15 @@ class Batch:
 
 
 BATCHES = (
-    Batch(1024, 2.45), Batch(768, 2.28), Batch(512, 2.31), Batch(384, 2.03), Batch(256, 1.74), Batch(128, 1.08),
-    Batch(64, 0.56), Batch(32, 0.29),
-)  # fmt: skip
+    Batch(1024, 2.45),
+    Batch(768, 2.28),
+    Batch(512, 2.31),
+    Batch(384, 2.03),
+    Batch(256, 1.74),
+    Batch(128, 1.08),
+    Batch(64, 0.56),
+    Batch(32, 0.29),
+)
 PUSHES: tuple[Push, ...] = ("none", "step", "behind")
 LONG_PUBLISHED = (0.88, 47.94, 48.69, 5.54, 48.28, 48.80, 0.89, 9.26, 9.26, 5.56, 9.27, 9.28)
 
@@ -98,9 +104,13 @@ def transfer_out(scene: Scene) -> Table:
         qps: dict[Push, float] = {}
         for push in PUSHES:
             settings = Settings(
-                QWEN_3B, length, push=push, batch_tokens=batch.tokens,
-                prefill_tokens_per_s=batch.published_qps * 8192, decode_step_s=0.0,
-            )  # fmt: skip
+                QWEN_3B,
+                length,
+                push=push,
+                batch_tokens=batch.tokens,
+                prefill_tokens_per_s=batch.published_qps * 8192,
+                decode_step_s=0.0,
+            )
             with scene.open() as store:
                 cache = scene.cache(store, QWEN_3B)
                 qps[push] = _serve(settings, cache if push != "none" else None, prompts, 1, 1)
@@ -110,12 +120,18 @@ def transfer_out(scene: Scene) -> Table:
         rows.append([batch.tokens, *qps.values(), qps["step"] / qps["none"], qps["behind"] / qps["none"]])
     return Table(
         "Transfer-out overhead (emulated)",
-        ("tokens a step", "no store QPS", "pushed each step QPS", "pushed behind QPS", "each step / none",
-         "behind / none"),
+        (
+            "tokens a step",
+            "no store QPS",
+            "pushed each step QPS",
+            "pushed behind QPS",
+            "each step / none",
+            "behind / none",
+        ),
         rows,
         f"{QWEN_3B.name}, {count} prompts of {length:,} tokens, one output token, nothing cached",
         Plot("tokens a step", ("each step / none", "behind / none"), unit="of the QPS without a store", log_x=True),
-    )  # fmt: skip
+    )
 
 
 def hit_rate(scene: Scene) -> Table:

@@ -81,14 +81,21 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 def _latency_table(chunk_tokens: int, rows: list[list[Cell]]) -> Table:
     return Table(
         f"Match latency, chunks of {chunk_tokens} tokens",
-        ("root chunks", "prompt tokens", "known p50 ms", "known p99 ms", "repeated p50 ms",
-         "cold p50 ms", "absent p50 ms"),
+        (
+            "root chunks",
+            "prompt tokens",
+            "known p50 ms",
+            "known p99 ms",
+            "repeated p50 ms",
+            "cold p50 ms",
+            "absent p50 ms",
+        ),
         rows,
         "known: the node knows the chunks, not the prompt, and hashes all of it; repeated: the same prompt once more; "
         "cold: the first match of a node that has just opened the root; absent: no chunk of the prompt is stored; "
         "root chunks: those of others",
         Plot("prompt tokens", ("known p50 ms", "cold p50 ms"), "root chunks", "ms", True, True),
-    )  # fmt: skip
+    )
 
 
 def latency(root: Path, chunk_tokens: int, length: int, size: int) -> list[Cell]:

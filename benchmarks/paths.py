@@ -89,9 +89,19 @@ def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int
     """
     with EmbeddedEtcd(folder / "etcd") as etcd:
         command = kvstore_command(
-            "worker", "--root", str(root), "--etcd", etcd.endpoints, "--listen", "127.0.0.1:0", "--drain", "2s",
-            "--durability", durability, *(("--memory", f"{memory_bytes >> 20}MiB") if memory_bytes else ()),
-        )  # fmt: skip
+            "worker",
+            "--root",
+            str(root),
+            "--etcd",
+            etcd.endpoints,
+            "--listen",
+            "127.0.0.1:0",
+            "--drain",
+            "2s",
+            "--durability",
+            durability,
+            *(("--memory", f"{memory_bytes >> 20}MiB") if memory_bytes else ()),
+        )
         worker = Program("worker", command, messages=folder / "worker.log")
         try:
             worker.start()

@@ -136,17 +136,59 @@ class Certificates:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.ca = folder / "ca.pem"
-        self._make("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-                   "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
+        self._make(
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=test ca",
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+        )
         self.server = self._issue("server", "subjectAltName=IP:127.0.0.1,DNS:etcd.test")
         self.client = self._issue("client", "extendedKeyUsage=clientAuth")
 
     def _issue(self, name: str, extension: str) -> tuple[Path, Path]:
         (self._folder / f"{name}.ext").write_text(extension)
-        self._make("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                   "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        self._make("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-                   "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem")  # fmt: skip
+        self._make(
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+        )
+        self._make(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-days",
+            "2",
+            "-extfile",
+            f"{name}.ext",
+            "-out",
+            f"{name}.pem",
+        )
         return self._folder / f"{name}.pem", self._folder / f"{name}.key"
 
     def _make(self, *arguments: str) -> None:
@@ -159,12 +201,20 @@ def tls_etcd(folder: Path, certificates: Certificates) -> Iterator[str]:
     port, peer = free_port(), free_port()
     client_url, peer_url = f"https://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     command = [
-        find_etcd(), f"--data-dir={folder / 'tls'}", "--name=tls", f"--initial-cluster=tls={peer_url}",
-        f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}",
-        f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}",
-        f"--cert-file={certificates.server[0]}", f"--key-file={certificates.server[1]}",
-        f"--trusted-ca-file={certificates.ca}", "--client-cert-auth", "--log-level=error",
-    ]  # fmt: skip
+        find_etcd(),
+        f"--data-dir={folder / 'tls'}",
+        "--name=tls",
+        f"--initial-cluster=tls={peer_url}",
+        f"--listen-client-urls={client_url}",
+        f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}",
+        f"--initial-advertise-peer-urls={peer_url}",
+        f"--cert-file={certificates.server[0]}",
+        f"--key-file={certificates.server[1]}",
+        f"--trusted-ca-file={certificates.ca}",
+        "--client-cert-auth",
+        "--log-level=error",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"

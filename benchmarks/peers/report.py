@@ -17,9 +17,20 @@ DURABLE = "kvstore-fsync"
 SYNCING = ("vineyard", "vineyard-lists")
 """Peers that sync each file: on a disk they are compared with our durable put."""
 COLUMNS = (
-    "contender", "put GiB/s", "get GiB/s", "view GiB/s", "kvstore put ratio", "kvstore get ratio", "kvstore view ratio",
-    "put ratio range", "get ratio range", "put CPU s/GiB", "get CPU s/GiB", "view CPU s/GiB", "failure",
-)  # fmt: skip
+    "contender",
+    "put GiB/s",
+    "get GiB/s",
+    "view GiB/s",
+    "kvstore put ratio",
+    "kvstore get ratio",
+    "kvstore view ratio",
+    "put ratio range",
+    "get ratio range",
+    "put CPU s/GiB",
+    "get CPU s/GiB",
+    "view CPU s/GiB",
+    "failure",
+)
 TARGET_COLUMNS = ("target", "workload", "wanted", "ratio", "met")
 
 

@@ -31,16 +31,42 @@ class Authority:
     def found(self) -> None:
         """Makes the authority itself."""
         self._folder.mkdir(mode=0o700, parents=True)
-        self._openssl("req", "-x509", *CURVE, "-days", DAYS, "-subj", "/CN=cluster authority",
-                      "-keyout", "ca.key", "-out", "ca.crt")  # fmt: skip
+        self._openssl(
+            "req",
+            "-x509",
+            *CURVE,
+            "-days",
+            DAYS,
+            "-subj",
+            "/CN=cluster authority",
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.crt",
+        )
 
     def issue(self, name: str, *addresses: str) -> Papers:
         """A certificate for ``name`` at these IP addresses."""
         names = ",".join((f"DNS:{name}", "IP:127.0.0.1", *(f"IP:{each}" for each in addresses)))
         (self._folder / f"{name}.ext").write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
         self._openssl("req", *CURVE, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        self._openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
-                      "-days", DAYS, "-extfile", f"{name}.ext", "-out", f"{name}.crt")  # fmt: skip
+        self._openssl(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.crt",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-days",
+            DAYS,
+            "-extfile",
+            f"{name}.ext",
+            "-out",
+            f"{name}.crt",
+        )
         (self._folder / f"{name}.key").chmod(0o600)
         return self.papers(name)
 

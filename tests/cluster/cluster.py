@@ -175,21 +175,48 @@ class Cluster:
     def start_worker(self, host: Host) -> None:
         """The worker as a service; it starts once the mount is there."""
         command = [
-            *kvstore("worker"), "--root", ROOT, *self.etcd_options(host), "--listen", host.worker,
-            "--metrics", "127.0.0.1:0", "--drain", DRAIN,
-            "--memory", str(MEMORY_BYTES), "--shard-bits", str(SHARD_BITS),
-            "--tls-cert", str(host.papers.cert), "--tls-key", str(host.papers.key),
-            "--tls-client-ca", str(host.papers.ca), "--access", str(self._access),
-            "--audit-log", str(host.machine.logs / "audit.log"),
-        ]  # fmt: skip
-        host.machine.start(WORKER, ["sh", "-c", f'mountpoint -q {MOUNT} && exec "$@"', "sh", *command],
-                           environment=PYTHON)  # fmt: skip
+            *kvstore("worker"),
+            "--root",
+            ROOT,
+            *self.etcd_options(host),
+            "--listen",
+            host.worker,
+            "--metrics",
+            "127.0.0.1:0",
+            "--drain",
+            DRAIN,
+            "--memory",
+            str(MEMORY_BYTES),
+            "--shard-bits",
+            str(SHARD_BITS),
+            "--tls-cert",
+            str(host.papers.cert),
+            "--tls-key",
+            str(host.papers.key),
+            "--tls-client-ca",
+            str(host.papers.ca),
+            "--access",
+            str(self._access),
+            "--audit-log",
+            str(host.machine.logs / "audit.log"),
+        ]
+        host.machine.start(
+            WORKER, ["sh", "-c", f'mountpoint -q {MOUNT} && exec "$@"', "sh", *command], environment=PYTHON
+        )
 
     def etcd_options(self, host: Host) -> list[str]:
         """How a command on this host reaches etcd."""
         papers = host.papers
-        return ["--etcd", self.endpoints, "--etcd-ca", str(papers.ca), "--etcd-cert", str(papers.cert),
-                "--etcd-key", str(papers.key)]  # fmt: skip
+        return [
+            "--etcd",
+            self.endpoints,
+            "--etcd-ca",
+            str(papers.ca),
+            "--etcd-cert",
+            str(papers.cert),
+            "--etcd-key",
+            str(papers.key),
+        ]
 
     @property
     def endpoints(self) -> str:
@@ -202,8 +229,16 @@ class Cluster:
 
     def collecting(self, host: Host) -> list[str]:
         """The command of a collector's round."""
-        return [*kvstore_gc(), "--root", ROOT, *self.etcd_options(host), "--once", "--json",
-                "--max-bytes", str(ROOT_BYTES_MAX)]  # fmt: skip
+        return [
+            *kvstore_gc(),
+            "--root",
+            ROOT,
+            *self.etcd_options(host),
+            "--once",
+            "--json",
+            "--max-bytes",
+            str(ROOT_BYTES_MAX),
+        ]
 
     def ready_count(self, host: Host) -> int:
         """How often its worker has said that it serves."""

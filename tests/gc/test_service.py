@@ -186,8 +186,9 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
     assert not set(root.calls) & {"stage", "publish", "discard", "touch", "move", "make_folder", "remove"}
     assert [each.address for each in summary.examples] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
     assert [(each.goes, each.reason) for each in summary.explained] == [
-        (False, "within capacity"), (True, "over capacity"),
-    ]  # fmt: skip
+        (False, "within capacity"),
+        (True, "over capacity"),
+    ]
     done = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2)).run()
     assert done.to_json()["chosen"] == summary.to_json()["chosen"]
     assert done.used_after_bytes == summary.used_after_bytes
@@ -539,9 +540,13 @@ sys.exit("it did not end")
 @pytest.mark.slow
 def test_a_signal_ends_a_collector_whose_root_hangs() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        [sys.executable, "-c", HANGING],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "gc.left_hanging" in done.stderr
 
