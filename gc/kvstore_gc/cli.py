@@ -49,11 +49,7 @@ class Limits:
         """The policy file, with what the options say instead. Raises InvalidRequest where it makes no sense."""
         config = Config()
         if self.policy is not None:
-            config = read_config(
-                self.policy,
-                lambda text: DURATION.convert(text, None, None),
-                lambda text: SIZE.convert(text, None, None),
-            )
+            config = read_config(self.policy, DURATION, SIZE)
         given: dict[str, Any] = {
             "ttl_s": self.room.ttl_s,
             "max_bytes": self.room.max_bytes,
@@ -70,9 +66,7 @@ class Rounds:
     """When a collector works, and what it tells."""
 
     once: bool = flag("--once", help="One round over all shards, then end.")
-    interval_s: float | None = option(
-        "--interval", type=DURATION, metavar="TIME", help="A round every TIME, at once when it is full."
-    )
+    interval_s: float | None = option("--interval", type=DURATION, help="A round every TIME, at once when it is full.")
     dry_run: bool = flag("--dry-run", help="Say what would be deleted and why; change nothing at all.")
     examples: int = option(
         "--examples",
@@ -86,9 +80,7 @@ class Rounds:
         "--explain", multiple=True, metavar="ADDRESS", help="With --dry-run: say why a chunk stays or goes."
     )
     as_json: bool = flag("--json", help="Print one JSON object for each round, on a line.")
-    metrics: str | None = option(
-        "--metrics", type=HOST_PORT, metavar="HOST:PORT", help="With --interval: serve Prometheus metrics there."
-    )
+    metrics: str | None = option("--metrics", type=HOST_PORT, help="With --interval: serve Prometheus metrics there.")
     niceness: int = option(
         "--nice",
         type=click.IntRange(0, 19),

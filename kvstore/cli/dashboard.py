@@ -56,7 +56,6 @@ class PageAccess:
     type=HOST_PORT,
     default="127.0.0.1:8080",
     show_default=True,
-    metavar="HOST:PORT",
     help="Where to serve the page; port 0: any free one.",
 )
 @takes("page", PageAccess)

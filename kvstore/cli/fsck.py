@@ -32,9 +32,7 @@ class _Wanted:
     repair: bool = flag("--repair", help="Repair what is wrong; the root may be in use meanwhile.")
     adopt: bool = flag("--adopt", help="Make an empty, restored or other etcd this root's, first.")
     quick: bool = flag("--quick", help="Read headers only, not the KV itself.")
-    rate: int | None = option(
-        "--rate", type=SIZE, metavar="SIZE", help="Read at most this much a second, such as 200MiB."
-    )
+    rate: int | None = option("--rate", type=SIZE, help="Read at most this much a second, such as 200MiB.")
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Check every file of a root, and repair it.")

@@ -93,13 +93,11 @@ class Addresses:
         "--listen",
         type=LISTEN,
         required=True,
-        metavar="HOST:PORT",
         help="Where to serve gRPC; port 0: any free one. Or unix:PATH.",
     )
     advertise: str | None = option(
         "--advertise",
         type=LISTEN,
-        metavar="HOST:PORT",
         help="How clients reach this worker, where that is not what it listens on (0.0.0.0, a container).",
     )
     metrics: str = option(
@@ -107,7 +105,6 @@ class Addresses:
         type=HOST_PORT,
         default="127.0.0.1:0",
         show_default=True,
-        metavar="HOST:PORT",
         help="Where to serve Prometheus metrics (path /metrics).",
     )
     bulk: int | None = option(
