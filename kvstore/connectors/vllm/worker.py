@@ -23,7 +23,6 @@ class WorkerHalf:
 
     def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
         self._settings = settings
-        self._shape = shape
         self._stores = stores
         self.counts = EngineCounts()
         self._link = Link(settings, [namespace])
