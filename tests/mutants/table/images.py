@@ -5,32 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import edit, replace, several, skip
 
-HEADER = "format/test_header.py::test_"
-REASONS = f"{HEADER}each_reason_is_told_apart"
-FIELDS = f"{HEADER}every_field_of_the_identity_counts"
-DAMAGE = "node/test_damage.py::test_"
-LARGE = "node/test_verifying.py::test_"
 IMAGES = "node/test_images.py::test_"
 CODEC = "encodings/test_codec.py::test_"
 ENCODED = "encodings/test_node.py::test_"
 DISK = "node/test_disk_tier.py::test_"
 TIERS = "tiers/test_reading.py::test_"
 PAST = "tiers/test_read_image.py::test_"
-FSCK = "fsck/test_fsck.py::test_"
-IDENTITY = "root/test_identity.py::test_"
-
-DECODE = "kvstore.format.header:decode"
-MATCHES = "kvstore.format.header:matches"
-
-
-def unmatched(field: str) -> Mutant:
-    """A header whose ``field`` may be any."""
-    return mutant(
-        f"header-{field}",
-        f"FORMAT 4.3: {field}",
-        edit(MATCHES, f"header.{field} == expected.{field}", "True"),
-        FIELDS,
-    )
 
 
 MEMORY = [
