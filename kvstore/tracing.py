@@ -85,7 +85,7 @@ def disable() -> None:
 
 
 def is_on() -> bool:
-    """Whether spans are made."""
+    """True if spans are made."""
     return _tracer is not None
 
 
@@ -130,7 +130,7 @@ def called(name: str, **attributes: str) -> Generator[str]:
 
 
 def metadata() -> Metadata:
-    """What goes with a call to a worker, so that it knows what it works for."""
+    """The metadata of a call to a worker: the request and span that it belongs to."""
     id = _request.get()
     pairs: Metadata = ((REQUEST_ID_KEY, id),) if id else ()
     parent = _parent()
