@@ -34,7 +34,7 @@ INTERVAL_S_MIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a collector deletes: options win over the policy file."""
+    """The limits of a collector: options win over the policy file."""
 
     room: Room = group(Room)
     high: float | None = option(

@@ -235,7 +235,7 @@ class Sweeper:
                 # Those that were due and not ready after all have changed meanwhile: the next look tells how.
                 done = {one.sweep for one in ready}
                 left += [one for one in look.due if one.sweep not in done]
-                self._waits_since_s = self._clock.monotonic_s()  # what is deleted is no wait
+                self._waits_since_s = self._clock.monotonic_s()  # deleting does not count as waiting
                 continue
             if not left:
                 break

@@ -35,7 +35,7 @@ READ_BYTES = 8 << 20
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     """A digest of the weight files at ``path``, a folder or one file, in hexadecimal.
 
-    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest where there
+    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest if there
     are no weights, or they cannot be read.
     """
     place = Path(path)

@@ -62,8 +62,8 @@ class Serving:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serves; returns the URL. Raises InvalidRequest where it cannot listen there or the certificate is no good,
-        Unavailable where it does not get ready.
+        """Serves; returns the URL. Raises InvalidRequest if it cannot listen there or the certificate is not valid,
+        Unavailable if it is not ready in time.
         """
         if self._certificate is not None:
             context = self._certificate.context(server=True)

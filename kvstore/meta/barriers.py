@@ -43,7 +43,7 @@ class Barrier:
         self._sent_s = sent_s
 
     def take_down(self, timeout_s: float) -> None:
-        """Lets pins in again: only once nothing is being deleted any more. It goes by itself where etcd is silent."""
+        """Allows pins again, once nothing is being deleted any more. If etcd does not answer, the lease ends it."""
         self._sent_s = float("-inf")
         try:
             self._meta.revoke(self._lease, timeout_s)

@@ -63,7 +63,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a key; deleting an absent key is no error."""
+    """Delete a key; deleting an absent key is not an error."""
 
     key: str
 

@@ -53,8 +53,8 @@ class Namespaces:
         """Records ``namespace``; returns at once where it is recorded already.
 
         Raises LayoutMismatch if its name stands for another layout, InvalidRequest over 1024 variants of one name,
-        Unavailable if the store did not answer. May be repeated: what is found recorded counts as success,
-        whoever wrote it, so a lost reply needs no more than reading back.
+        Unavailable if the store did not answer. May be repeated: a record that is found counts as
+        success, so a lost reply needs no more than reading back.
         """
         deadline = Deadline(timeout_s)
         name_key = self._keys.namespace_name(namespace.tenant, namespace.name)

@@ -86,7 +86,7 @@ class Presence:
             if self._ready:
                 return
             error = self._none()
-        self.close(timeout_s=0.1)  # whoever asked has waited enough; the thread ends with the request it is in
+        self.close(timeout_s=0.1)  # the caller has waited long enough; the thread ends with the request it is in
         raise error
 
     def current(self) -> Session:

@@ -54,7 +54,7 @@ class PublicKey:
         try:
             key = serialization.load_pem_public_key(pem)
         except ValueError as cause:
-            raise InvalidRequest(f"the token key {where!r} is no public key in PEM format") from cause
+            raise InvalidRequest(f"the token key {where!r} is not a public key in PEM format") from cause
         if not isinstance(key, ed25519.Ed25519PublicKey):
             raise InvalidRequest(f"the token key {where!r} is of another kind: expected Ed25519 (kvstore token key)")
         return cls(_key_id(key), key)
@@ -158,7 +158,7 @@ def _private_key(pem: bytes) -> Any:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as cause:
-        raise InvalidRequest("the token key is no private key in PEM format without a password") from cause
+        raise InvalidRequest("the token key is not a private key in PEM format without a password") from cause
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise InvalidRequest("the token key is of another kind: expected Ed25519 (kvstore token key)")
     return key

@@ -76,7 +76,7 @@ def _roles(name: str, value: Any) -> dict[str, Role]:
 
 def _name(what: str, name: str) -> str:
     if not name or len(name.encode(errors="surrogatepass")) > NAME_BYTES_MAX or not name.isprintable():
-        raise InvalidRequest(f"{what}: {name!r} is no name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
+        raise InvalidRequest(f"{what}: {name!r} is not a name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
     return name
 
 

@@ -66,7 +66,7 @@ def _read(
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidRequest(f"the {what} {str(path)!r} is no regular file")
+                raise InvalidRequest(f"the {what} {str(path)!r} is not a regular file")
             check(path, what, status)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(bytes_max + 1)

@@ -58,7 +58,7 @@ class Shape:
             or min(self.block_tokens)
         )
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
-            raise InvalidRequest(f"blocks of {self.block_tokens} tokens are no multiples of {self.hash_tokens}")
+            raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
         self.kinds = [_kind(group.kv_cache_spec) for group in groups]
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 

@@ -68,7 +68,7 @@ def event(message: Message) -> Event:
 
 
 def _text(key: bytes) -> str:
-    # A key that is no text is not ours, and must not stop the reading of those that are.
+    # A key that is not text is not ours, and must not stop us from reading the others.
     return key.decode(errors="replace")
 
 

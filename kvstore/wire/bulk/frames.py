@@ -117,7 +117,7 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
     """The fields of a head. Raises InvalidRequest where it is none, or its payload is larger than its kind may have."""
     magic, number, request, length = HEAD.unpack(raw)
     if magic != MAGIC or number not in Kind._value2member_map_:
-        raise InvalidRequest("what came is no frame of the bulk protocol: the connection is closed")
+        raise InvalidRequest("the peer sent bytes that are not a frame of the bulk protocol: the connection is closed")
     kind = Kind(number)
     most = REQUEST_BYTES_MAX if kind in REQUESTS else CONTROL_BYTES_MAX
     if kind not in BULKY and length > most:
