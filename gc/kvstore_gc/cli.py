@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """When a collector works, and what it tells."""
+    """The rounds of a collector, and their output."""
 
     once: bool = flag("--once", help="One round over all shards, then end.")
     interval_s: float | None = option("--interval", type=DURATION, help="A round every TIME, at once when it is full.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """How the page is secured."""
+    """The security of the page."""
 
     cert_file: str | None = option(
         "--https-cert", metavar="FILE", help="PEM file of the page's certificate; needed beyond this host."
@@ -116,7 +116,7 @@ def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
 
 
 def _reach(cluster: ClusterAccess, access: Access, collector: list[str] | None) -> Reach:
-    """How the board reaches the cluster: as the options say, each source when it is needed."""
+    """The board's way to the cluster: as the options say, each source when it is needed."""
     from kvstore.dashboard.board import Reach
 
     assert cluster.etcd is not None

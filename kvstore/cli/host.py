@@ -26,10 +26,10 @@ GC_INTERVAL_S = 60
 """Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
-"""A worker that lived shorter died of its start. After three of those in a row ``up`` gives up."""
+"""A worker that lived shorter than this failed to start. After three such in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 AGAIN_S = 60.0
-"""From one start of the collector or the dashboard to the next, where it ends by itself."""
+"""The least time between two starts of the collector or the dashboard, if it ends by itself."""
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
 
 @contextmanager
 def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
-    """How to reach etcd, and the bundled one where none is given."""
+    """The way to etcd, and the bundled etcd if no other is given."""
     if serving.cluster.etcd is not None:
         yield serving.cluster.etcd, None
         return
@@ -155,7 +155,7 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
 
 
 def state_folder(root: str) -> Path:
-    """Where the bundled etcd of a root keeps its files: ``$XDG_STATE_HOME``, else ``~/.local/state``."""
+    """The folder for the files of a root's bundled etcd, in ``$XDG_STATE_HOME``, else ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     key = local_path(root) or root
     return Path(base) / "kvstore" / f"etcd-{blake2b(key.encode(), digest_size=8).hexdigest()}"

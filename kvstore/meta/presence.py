@@ -59,7 +59,7 @@ class Presence:
         self._told: list[_Hook] = []
         self._session: Session | None = None
         self._heard_s = self._clock.monotonic_s()
-        """When the store last acknowledged something of the sessions before this one."""
+        """The last time that the store acknowledged something of the sessions before this one."""
         self._ready = False
         self._why_none: Exception | None = None
         self._closed = False

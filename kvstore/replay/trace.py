@@ -36,7 +36,7 @@ class Request:
         return self.input_length // BLOCK_TOKENS
 
     def to_json(self) -> str:
-        """As one line of a trace."""
+        """The request as one line of a trace."""
         return json.dumps(
             {
                 "timestamp": self.timestamp_ms,

@@ -23,7 +23,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As vLLM logs them."""
+        """The counts for vLLM's log."""
         return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:

@@ -37,7 +37,7 @@ class Tracked:
     request: Any
     lookup: Lookup | None = None
     answered_s: float | None = None
-    """When the look-up had an answer."""
+    """The time of the look-up's answer."""
     asked_tokens: int = 0
     """Tokens in the engine's own cache, as of the last look-up."""
     stored_tokens: int = 0
