@@ -132,7 +132,7 @@ def test_a_head_of_another_protocol_is_refused() -> None:
     head = bytearray(encode_head(Kind.GET, 1, 8))
     assert decode_head(head).length == 8
     head[0] ^= 1
-    with pytest.raises(InvalidRequest, match="no frame"):
+    with pytest.raises(InvalidRequest, match="not a frame"):
         decode_head(head)
 
 
