@@ -8,7 +8,7 @@ from tests.mutants.planters import edit, replace, several, skip
 IMAGES = "node/test_images.py::test_"
 CODEC = "encodings/test_codec.py::test_"
 ENCODED = "encodings/test_node.py::test_"
-DISK = "node/test_disk_tier.py::test_"
+DISK = "disk/test_disk_tier.py::test_"
 TIERS = "tiers/test_reading.py::test_"
 PAST = "tiers/test_read_image.py::test_"
 
@@ -183,7 +183,7 @@ DISKS = [
                 "if plain.read([image], 0, Borrowed()) < 0:",
             ),
         ),
-        f"{DISK}a_missing_or_short_file_is_a_miss_and_forgotten",
+        "disk/test_disk_trouble.py::test_a_missing_or_short_file_is_a_miss_and_forgotten",
     ),
     mutant(
         "disk-takes-any-folder",
@@ -193,7 +193,7 @@ DISKS = [
             "if entry.name not in _OURS_BEFORE_FORMAT and entry.name != places.FORMAT:",
             "if False:",
         ),
-        f"{DISK}a_folder_that_holds_something_else_is_refused",
+        "disk/test_disk_start.py::test_a_folder_that_holds_something_else_is_refused",
     ),
 ]
 
