@@ -90,7 +90,7 @@ def run(options: Options, opener: Callable[[], Store]) -> Table:
 
 
 def conversations(count: int, share: float, seed: int) -> list[Conversation]:
-    """The same conversations for every share; the share of them that use the store are spread evenly."""
+    """Conversations, equal for every share; those that use the store are spread evenly."""
     random = np.random.default_rng(seed)
     system = random.integers(0, 1 << 32, SYSTEM_TOKENS, np.uint32)
     talks = []

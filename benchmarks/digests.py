@@ -1,4 +1,4 @@
-"""What knowing what peers hold costs: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups, reads.
+"""The cost of knowing what peers hold: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups, reads.
 
 Hypotheses: another node knows of a chunk after half a sync interval at the median, and after one and a little at the
 99th percentile; etcd sees one transaction an interval whatever changes; a look-up takes microseconds.  Baseline: the

@@ -1,4 +1,4 @@
-"""What the store adds to an engine and saves it: the engine benchmarks of remote_kv_cache and prefix_vLLM, EMULATED.
+"""The cost and the gain of the store for an engine: the engine benchmarks of remote_kv_cache and prefix_vLLM, EMULATED.
 
 No GPU and no model: compute is slept at published prefill rates, KV bytes are real (``benchmarks.emulated``).
 
@@ -58,7 +58,7 @@ LONG_PUBLISHED = (0.88, 47.94, 48.69, 5.54, 48.28, 48.80, 0.89, 9.26, 9.26, 5.56
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a part takes place: a root that is opened anew for each engine that starts."""
+    """The place of a part: a root that is opened anew for each engine that starts."""
 
     options: Options
     open: Callable[[], Store]
@@ -69,7 +69,7 @@ class Scene:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which parts, and by which path."""
+    """The choice of parts, and of the path."""
     parser.add_argument("--part", type=names_of(PARTS), metavar="NAME,...", help=", ".join(PARTS))
     parser.add_argument("--path", default=IN_PROCESS, choices=PATHS, help="how the engine reaches the store")
 

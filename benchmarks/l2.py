@@ -29,7 +29,7 @@ VERIFIED = "data verified OK"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one store at one object size: MiB/s, and keys/s of look-ups; medians over the runs."""
+    """The figures of one store at one object size: MiB/s, and keys/s of look-ups; medians over the runs."""
 
     store: str
     size_kib: int
@@ -39,7 +39,7 @@ class Figures:
 
 
 def specs(directory: Path) -> dict[str, dict[str, object]]:
-    """What LMCache is told of each store."""
+    """LMCache's specification of each store."""
     plugin = {"type": "plugin", "module_path": "kvstore.connectors.lmcache", "class_name": "KVStoreL2Adapter"}
     return {
         "fs": {"type": "fs", "base_path": str(directory / "fs")},

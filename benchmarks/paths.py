@@ -31,14 +31,14 @@ IDLE_S = 0.1
 
 @dataclass(frozen=True)
 class Way:
-    """How to reach the store at ``root``; sent to other processes, which open it for themselves."""
+    """The way to the store at ``root``; sent to other processes, which open it for themselves."""
 
     path: str
     root: str
     worker: str = ""
     durability: str = "none"
     write: str | None = None
-    """When puts return; by default as the worker is set."""
+    """The write mode of puts; None: the worker's own."""
 
     def open(self) -> Store:
         """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` do."""
@@ -114,7 +114,7 @@ def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int
 
 @contextmanager
 def reached(path: str, folder: Path) -> Iterator[Callable[[], Store]]:
-    """What opens the store on ``folder / "root"`` by a path, with a worker behind it where the path needs one."""
+    """An opener of the store on ``folder / "root"`` by a path, with a worker behind it if the path needs one."""
     way = Way(path, str(folder / "root"))
     if path == IN_PROCESS:
         yield way.open

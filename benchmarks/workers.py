@@ -98,7 +98,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 
 
 def standard(size_bytes: int, *, quick: bool) -> list[Sweep]:
-    """What the results page shows."""
+    """The sweeps of the results page."""
     base = Case(size_bytes=size_bytes)
     small = replace(base, size_bytes=size_bytes // 2)
     sizes = [2, 32] if quick else [1, 2, 8, 32]

@@ -22,7 +22,7 @@ READY = ".ready"
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed, with dependencies and without."""
+    """The packages of one environment, with dependencies and without."""
 
     name: str
     packages: tuple[str, ...]
@@ -42,7 +42,7 @@ class Environment:
         return "\n".join((*self.packages, "without dependencies:", *self.alone))
 
     def is_ready(self) -> bool:
-        """Whether it was made, with the packages as they are listed now."""
+        """True if it was made with the packages as they are listed now."""
         try:
             return (self.folder / READY).read_text() == self.contents
         except FileNotFoundError:
