@@ -229,7 +229,7 @@ RESTORED = [
         "C6",
         "collector-runs-on-a-foreign-etcd",
         edit("kvstore_gc.rounds:Rounds._join", "raise RootMismatch(standing.why)", "pass"),
-        "gc/test_service.py::test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root",
+        "gc/test_rounds.py::test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root",
     ),
 ]
 
