@@ -12,7 +12,8 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.cli.children import Program, kvstore_command
+from kvstore.children import Program
+from kvstore.cli.programs import kvstore_command
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
