@@ -17,12 +17,13 @@ from kvstore.cli import logs
 from kvstore.cli.access import ClusterAccess
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, group, option, takes
-from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, is_loopback, split
+from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import LOG_FORMAT, Room
 from kvstore.cli.output import print_table, progress_bar, size
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
+from kvstore.security.networks import is_loopback
 from kvstore_gc.config import Config, read_config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary

@@ -12,12 +12,13 @@ import click
 from kvstore.cli.access import Access, ClusterAccess, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.declared import arguments, flag, option, takes
-from kvstore.cli.kinds import HOST_PORT, is_loopback, split
+from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging, Room
 from kvstore.cli.programs import gc_command
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
+from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.dashboard.board import Board, Reach

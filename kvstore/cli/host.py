@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from kvstore.children import Program
 from kvstore.cli.dashboard import PageAccess
 from kvstore.cli.declared import arguments
-from kvstore.cli.kinds import is_loopback, split
+from kvstore.cli.kinds import split
 from kvstore.cli.options import Room
 from kvstore.cli.programs import gc_command, kvstore_command
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.meta.server import EmbeddedEtcd

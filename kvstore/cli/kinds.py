@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-from kvstore.security.networks import is_loopback as is_loopback
-
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
