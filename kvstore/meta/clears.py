@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvstore.errors import Unavailable
 from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 from kvstore.meta.keys import Keys, SessionId, parse_id
-from kvstore.meta.session import Session
+from kvstore.meta.session import Session, live_sessions
 
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""
@@ -70,8 +70,7 @@ class Clears:
         """Returns the sessions of live nodes that have not answered. Raises Unavailable."""
         # Read the sessions last: one that begins in between has read the order at its start, and answers as well.
         answers = self._answers(order, timeout_s).keys()
-        sessions = {self._keys.parse_session(kv.key) for kv in self._meta.list(self._keys.sessions, timeout_s).items}
-        return {session for session in sessions if session is not None and session not in answers}
+        return live_sessions(self._meta, self._keys, timeout_s) - answers
 
     def still_silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
         """Returns live sessions that answered once, but not again since the order was done.

@@ -38,6 +38,8 @@ PinId = NewType("PinId", bytes)
 SweepId = NewType("SweepId", bytes)
 
 ID_BYTES = 16
+ROOTS = "/kv/roots/"
+"""The prefix of the bindings of URLs to roots."""
 OWNER_BYTES_MAX = 256
 
 
@@ -159,7 +161,7 @@ class Keys:
 
 def root_binding(url: str) -> str:
     """Returns the key of the id of the root that was found at ``url``."""
-    return f"/kv/roots/{blake2b(url.encode(), digest_size=16, person=b'kvstore.url.1').hexdigest()}"
+    return f"{ROOTS}{blake2b(url.encode(), digest_size=16, person=b'kvstore.url.1').hexdigest()}"
 
 
 def parse_id(text: str) -> bytes | None:

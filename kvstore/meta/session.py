@@ -60,6 +60,12 @@ def check_session_ttl(ttl_s: int) -> None:
         raise InvalidRequest(f"session ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX}")
 
 
+def live_sessions(meta: Meta, keys: Keys, timeout_s: float) -> set[SessionId]:
+    """The sessions of a root that live now. Raises Unavailable."""
+    found = (keys.parse_session(kv.key) for kv in meta.list(keys.sessions, timeout_s).items)
+    return {session for session in found if session is not None}
+
+
 class Session:
     """One live session. Made by ``open``; ``start`` keeps it alive in a thread; ends with ``close`` or by itself.
 

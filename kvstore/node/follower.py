@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
-from kvstore.format import places
 from kvstore.meta.generation import Foreign, Standing
 from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
@@ -23,7 +21,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.holds import Holds
 from kvstore.node.limits import Limits
 from kvstore.node.view import ChainBroken, View
-from kvstore.root.fence import lift
+from kvstore.root.fence import lift_unnamed
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
 from kvstore.waiting import Flag
@@ -263,18 +261,9 @@ class Follower:
 
     def _fence_unnamed(self) -> int:
         """Follows rule C4: a trash folder that no condemned key names belongs to a sweep that etcd has forgotten."""
-        folders = {places.parse_sweep(entry.name) for entry in self._root.list(places.TRASH)} - {None}
-        if not folders:
-            return 0
-        lifted = 0
-        for sweep in sorted(sweep for sweep in folders - self._named() if sweep is not None):
-            lifted += lift(self._root, sweep, self._shard_bits, partial(self._is_named, sweep))
-        return lifted
+        return lift_unnamed(self._root, self._shard_bits, self._named)
 
-    def _is_named(self, sweep: bytes) -> bool:
-        return sweep in self._named()
-
-    def _named(self) -> set[bytes | None]:
+    def _named(self) -> set[bytes]:
         """Returns the sweeps in flight. Raises Unavailable if one cannot be read: it may name any folder."""
         found = self._meta.list(self._keys.condemned, self._limits.meta_deadline_s)
         try:

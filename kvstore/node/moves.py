@@ -87,11 +87,6 @@ class Move:
         """The error that ended it early; None if nothing failed."""
         return self._error
 
-    @property
-    def is_cancelled(self) -> bool:
-        """True if somebody asked it to end."""
-        return self._is_cancelled
-
     def wait(self, timeout_s: float | None = None, *, beyond: int | None = None) -> int:
         """Waits until it is done, past ``beyond`` chunks, or out of time; returns how many chunks it is done with."""
         with self._changed:

@@ -76,9 +76,18 @@ def open_member(
         if etcd:
             bind_root(meta, root.url, identity.root)
         member = join(
-            root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd),
-            settings=settings, label=label, keys=keys,
-        )  # fmt: skip
+            root,
+            identity,
+            meta,
+            durable=durable,
+            limits=limits,
+            clock=clock,
+            ids=ids,
+            shared=bool(etcd),
+            settings=settings,
+            label=label,
+            keys=keys,
+        )
         undo.pop_all()
         return member
 
@@ -104,9 +113,18 @@ def join(
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
     arena = Arena(settings.memory_bytes // PAGE_BYTES * PAGE_BYTES).open() if settings.memory_bytes else None
     node = Node(
-        root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids,
-        arena=arena, settings=settings, label=label, keys=keys,
-    )  # fmt: skip
+        root,
+        identity,
+        session=lambda: sessions[0],
+        durable=durable,
+        limits=limits,
+        clock=clock,
+        ids=ids,
+        arena=arena,
+        settings=settings,
+        label=label,
+        keys=keys,
+    )
 
     def standing() -> Standing:
         return node.on_root(
@@ -121,9 +139,18 @@ def join(
         )
 
     follower = Follower(
-        meta, etcd_keys, root, identity.shard_bits, node.gc_view, node.holds, node.counters, limits, clock,
-        node.on_root, standing if shared else None,
-    )  # fmt: skip
+        meta,
+        etcd_keys,
+        root,
+        identity.shard_bits,
+        node.gc_view,
+        node.holds,
+        node.counters,
+        limits,
+        clock,
+        node.on_root,
+        standing if shared else None,
+    )
 
     def began(session: Session) -> None:
         node.staging.leave(sessions[0])

@@ -44,7 +44,7 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
         yield Probe("the second mount", True, f"shows the same folder as {path}")
     rival = Contender(other)
     try:
-        tries = _PosixTries(folder, other, rival, second is not None)
+        tries = _PosixTries(folder, rival, second is not None)
         for attempt in (
             tries.exclusive_creation,
             tries.exclusive_link,
@@ -64,11 +64,10 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
 
 
 class _PosixTries:
-    """The probes of a mounted root; ``folder`` and ``other`` are one folder through one mount or two."""
+    """The probes of a mounted root in ``folder``; ``rival`` is another process, by a second mount if there is one."""
 
-    def __init__(self, folder: str, other: str, rival: Contender, has_two: bool) -> None:
+    def __init__(self, folder: str, rival: Contender, has_two: bool) -> None:
         self._folder = folder
-        self._other = other
         self._rival = rival
         self._has_two = has_two
         self._between = "two mounts" if has_two else "two processes on one mount"

@@ -7,7 +7,8 @@ stops collectors that etcd has forgotten.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 
 from kvstore.errors import Unavailable
 from kvstore.format import places
@@ -44,6 +45,21 @@ def lift(root: Root, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]
             else:
                 restore(root, name, shard_bits)
     return False
+
+
+def lift_unnamed(root: Root, shard_bits: int, named: Callable[[], Set[bytes]]) -> int:
+    """Lifts the fence of every trash folder whose sweep is not in ``named()`` (rule F3); returns how many.
+
+    ``named`` reads the sweeps in flight from etcd. Raises the root's errors, and what ``named`` raises.
+    """
+    folders = {sweep for entry in root.list(places.TRASH) if (sweep := places.parse_sweep(entry.name)) is not None}
+    if not folders:
+        return 0
+
+    def is_named(sweep: bytes) -> bool:
+        return sweep in named()
+
+    return sum(lift(root, sweep, shard_bits, partial(is_named, sweep)) for sweep in sorted(folders - named()))
 
 
 def put_aside(root: Root, entry: Name) -> None:

@@ -47,9 +47,17 @@ class RolledOut:
             16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0, root_priority_min=root_priority_min
         )
         self.member = join(
-            root, create_or_open(root, ids), MemoryMeta(store, clock=clock), durable=False, limits=limits, clock=clock,
-            ids=ids, shared=True, settings=settings, label=label,
-        )  # fmt: skip
+            root,
+            create_or_open(root, ids),
+            MemoryMeta(store, clock=clock),
+            durable=False,
+            limits=limits,
+            clock=clock,
+            ids=ids,
+            shared=True,
+            settings=settings,
+            label=label,
+        )
         self.node = self.member.node
         self.cache = Store(LocalPort(self.member)).namespace("m", LAYOUT)
 

@@ -45,10 +45,27 @@ def command(*arguments: str) -> Any:
 def worker(root: Path, etcd: str, label: str, disk: Path) -> Iterator[str]:
     """A worker with memory and a local disk; its address."""
     program = [
-        sys.executable, "-m", "kvstore.cli.main", "worker", "--root", str(root), "--etcd", etcd, "--label", label,
-        "--listen", "127.0.0.1:0", "--memory", "32MiB", "--disk", f"{disk}:64MiB", "--sync-interval", "100ms",
-        "--log-level", "warning",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "kvstore.cli.main",
+        "worker",
+        "--root",
+        str(root),
+        "--etcd",
+        etcd,
+        "--label",
+        label,
+        "--listen",
+        "127.0.0.1:0",
+        "--memory",
+        "32MiB",
+        "--disk",
+        f"{disk}:64MiB",
+        "--sync-interval",
+        "100ms",
+        "--log-level",
+        "warning",
+    ]
     running = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None

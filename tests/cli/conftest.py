@@ -120,9 +120,13 @@ def serving(folder: Path, *arguments: str) -> Iterator[Running]:
     log = folder / f"{arguments[0]}-{time.monotonic_ns()}.log"
     with open(log, "w") as messages:
         child = subprocess.Popen(
-            [*KVSTORE, *arguments], stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE,
+            [*KVSTORE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            cwd=SOURCE,
             env={**os.environ, "XDG_STATE_HOME": str(folder / "state")},
-        )  # fmt: skip
+        )
     assert child.stdout is not None
     try:
         ready = child.stdout.readline()

@@ -51,9 +51,16 @@ def opened(
     clock, ids = SystemClock(), RandomIds()
     identity = create_or_open(found, ids)
     member = join(
-        found, identity, MemoryMeta(clock=clock), durable=False, limits=limits or Limits(), clock=clock, ids=ids,
-        settings=settings, keys=keys,
-    )  # fmt: skip
+        found,
+        identity,
+        MemoryMeta(clock=clock),
+        durable=False,
+        limits=limits or Limits(),
+        clock=clock,
+        ids=ids,
+        settings=settings,
+        keys=keys,
+    )
     store = Store(LocalPort(member))
     try:
         yield member, store

@@ -84,9 +84,10 @@ def collector(root: Path, etcd: str, max_bytes: int, log: Path) -> Iterator[list
     command = [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--json"]
     said: list[dict[str, Any]] = []
     command += ["--interval", "1s", "--max-bytes", str(max_bytes)]
-    with open(log, "w") as messages, subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=messages, text=True
-    ) as child:  # fmt: skip
+    with (
+        open(log, "w") as messages,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as child,
+    ):
         assert child.stdout is not None
         lines = child.stdout
         said.append(json.loads(lines.readline()))

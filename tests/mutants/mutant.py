@@ -32,3 +32,8 @@ def mutant(name: str, rule: str, planter: Planter, *tests: str, native: bool = T
     """One row of the table; ids of tests are given without ``tests/``."""
     assert tests, name
     return Mutant(name, rule, planter, tests, native, hangs)
+
+
+def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
+    """A row for a rule of gc/PROTOCOL.md, whose name begins with the rule's number."""
+    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from kvstore import Layout
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.format.checksum import checksum
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
@@ -71,6 +73,14 @@ def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: by
 def same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
     """Bit for bit equal, NaNs included."""
     return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
+    """A chunk file with a header field changed and the header's checksum made right again."""
+    header = bytearray(whole[:4096])
+    header[offset : offset + len(value)] = value
+    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
+    return bytes(header) + whole[4096:]
 
 
 def chunk_files(root: Path) -> list[Path]:

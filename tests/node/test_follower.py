@@ -88,14 +88,28 @@ class Alone:
         self.meta = HookedMeta(MemoryStore(clock))
         self.keys = Keys(identity.root)
         self.node = Node(
-            root, identity, session=lambda: bytes(16), durable=False, limits=Limits(lanes=1, width=1), clock=clock,
+            root,
+            identity,
+            session=lambda: bytes(16),
+            durable=False,
+            limits=Limits(lanes=1, width=1),
+            clock=clock,
             ids=ids,
-        )  # fmt: skip
+        )
         self.view = self.node.gc_view
         self.follower = Follower(
-            self.meta, self.keys, root, identity.shard_bits, self.view, self.node.holds, self.node.counters,
-            self.node.limits, clock, lambda work: work(), standing,
-        )  # fmt: skip
+            self.meta,
+            self.keys,
+            root,
+            identity.shard_bits,
+            self.view,
+            self.node.holds,
+            self.node.counters,
+            self.node.limits,
+            clock,
+            lambda work: work(),
+            standing,
+        )
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())
@@ -256,9 +270,15 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
     """A node that joins, though it is not known whether it will protect anything."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=NODE_LIMITS, clock=SystemClock(),
-        ids=RandomIds(), shared=True,
-    )  # fmt: skip
+        root or c.root,
+        c.identity,
+        MemoryMeta(c.store),
+        durable=False,
+        limits=NODE_LIMITS,
+        clock=SystemClock(),
+        ids=RandomIds(),
+        shared=True,
+    )
     try:
         yield member
     finally:

@@ -202,7 +202,10 @@ def test_a_real_file_without_permission_is_repaired_by_the_next_put(tmp_root: Pa
     tmp_root.chmod(0o777)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(tmp_root), str(native)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, "KVSTORE_NATIVE": str(native)},
-    )  # fmt: skip
+    )
     assert done.stdout == "repaired\n", done.stdout + done.stderr

@@ -81,9 +81,12 @@ def start(function: str, *arguments: object, before: Sequence[str] = (), **envir
     """Starts that process; standard output and input are pipes."""
     return subprocess.Popen(
         command(function, *arguments, before=before),
-        cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": str(CHECKOUT), **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], said: str | None = None) -> str:

@@ -50,9 +50,16 @@ def main() -> None:
     settings = TierSettings(MEMORY_BYTES, write=WriteMode.THROUGH, sync_interval_s=interval_s)
     limits = Limits(read_deadline_s=GET_S, meta_deadline_s=META_S)
     member = join(
-        opened, create_or_open(opened, ids), EtcdMeta(etcd), durable=False, limits=limits,
-        clock=clock, ids=ids, shared=True, settings=settings,
-    )  # fmt: skip
+        opened,
+        create_or_open(opened, ids),
+        EtcdMeta(etcd),
+        durable=False,
+        limits=limits,
+        clock=clock,
+        ids=ids,
+        shared=True,
+        settings=settings,
+    )
     peers = join_peers(member)
     assert peers is not None
     worker = Worker(member, "127.0.0.1:0")

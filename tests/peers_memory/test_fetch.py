@@ -178,9 +178,7 @@ def test_nobody_known_is_a_miss_without_a_wait() -> None:
 def refusing(error: Exception) -> Say:
     def say(channel: Channel, number: int, _: pb.GetRequest) -> None:
         refused = refusal(error)  # type: ignore[arg-type]
-        message = pb.BulkRefusal(
-            code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers)
-        )  # fmt: skip
+        message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
         channel.send(Kind.REFUSED, number, [message.SerializeToString()])
         channel.close()
 

@@ -43,10 +43,15 @@ class Reader:
         self.store = MemoryStore()
         ids, root = RandomIds(), MemoryRoot(MemoryFiles())
         self.member: Member = join(
-            root, create_or_open(root, ids), MemoryMeta(self.store), durable=False,
-            limits=Limits(read_deadline_s=PATIENCE_S), clock=CLOCK, ids=ids,
+            root,
+            create_or_open(root, ids),
+            MemoryMeta(self.store),
+            durable=False,
+            limits=Limits(read_deadline_s=PATIENCE_S),
+            clock=CLOCK,
+            ids=ids,
             settings=TierSettings(32 << 20, sync_interval_s=0.05),
-        )  # fmt: skip
+        )
         peers = join_peers(self.member)
         assert peers is not None
         self.peers: Peers = peers

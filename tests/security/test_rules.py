@@ -100,7 +100,7 @@ FORGED: dict[str, Callable[[], str]] = {
     "bound to what nobody understands": lambda: forged(cnf={"jkt": "x"}),
     "bound to no digest": lambda: forged(cnf={"x5t#S256": "abc"}),
     "very long": lambda: forged(more="x" * 5000),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORGED)

@@ -110,9 +110,15 @@ class Acting:
         )
         self.root = root
         self.member = join(
-            root, self.identity, meta or MemoryMeta(clock=clock), durable=durable, limits=limits, clock=clock, ids=ids,
+            root,
+            self.identity,
+            meta or MemoryMeta(clock=clock),
+            durable=durable,
+            limits=limits,
+            clock=clock,
+            ids=ids,
             settings=settings,
-        )  # fmt: skip
+        )
         self.node: Node = self.member.node
         assert self.node.tiers is not None
         self.tiers: TierStack = self.node.tiers

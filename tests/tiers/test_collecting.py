@@ -42,9 +42,16 @@ LIMITS = replace(NODE_LIMITS, behind_give_up_s=2.0)
 def with_memory(c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND) -> Member:
     """A node of the cluster that has memory."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=LIMITS, clock=SystemClock(),
-        ids=RandomIds(), shared=True, settings=TierSettings(MEMORY_BYTES, write=write),
-    )  # fmt: skip
+        root or c.root,
+        c.identity,
+        MemoryMeta(c.store),
+        durable=False,
+        limits=LIMITS,
+        clock=SystemClock(),
+        ids=RandomIds(),
+        shared=True,
+        settings=TierSettings(MEMORY_BYTES, write=write),
+    )
     member.claim_namespace(SPACE)
     c.undo.callback(member.close)
     eventually(lambda: member.node.gc_view.protects)

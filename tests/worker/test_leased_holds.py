@@ -66,8 +66,10 @@ def test_a_killed_client_holds_nothing_after_its_lease() -> None:
         store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
         child = subprocess.Popen(
             [sys.executable, "-c", _CLIENT, served.address],
-            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         try:
             assert child.stdout is not None
             assert child.stdout.readline().strip() == str(len(TOKENS))

@@ -358,9 +358,19 @@ def test_a_worker_whose_end_hangs_says_where_and_ends(tmp_path: Path, tmp_root: 
     """Nobody has to kill it, and what is found in its log tells which step it was."""
     with running_etcd(tmp_path) as etcd:
         command = [
-            sys.executable, "-c", HANGS, "worker", "--root", str(tmp_root), "--etcd", etcd.endpoints,
-            "--listen", "127.0.0.1:0", "--drain", "1s",
-        ]  # fmt: skip
+            sys.executable,
+            "-c",
+            HANGS,
+            "worker",
+            "--root",
+            str(tmp_root),
+            "--etcd",
+            etcd.endpoints,
+            "--listen",
+            "127.0.0.1:0",
+            "--drain",
+            "1s",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and "ready" in child.stdout.readline()
             child.terminate()

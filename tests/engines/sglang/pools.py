@@ -159,10 +159,17 @@ def same(left: Any, left_page: int, right: Any, right_page: int) -> bool:
 
 def config(extra: dict[str, Any] | None = None, **told: Any) -> HiCacheStorageConfig:
     fields: dict[str, Any] = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False,
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": False,
         "model_name": "org/model",
-    }  # fmt: skip
+    }
     names = {
         "backend_name": "kvstore",
         "module_path": "kvstore.connectors.sglang",

@@ -97,9 +97,15 @@ class Engine:
         with open(self._log, "wb") as log:
             self.child = subprocess.Popen(
                 [str(PYTHON), str(HERE / "engine.py"), json.dumps(settings), str(write)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[write], cwd=folder,
-                env=engine_environment(folder, processes=processes), start_new_session=True, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write],
+                cwd=folder,
+                env=engine_environment(folder, processes=processes),
+                start_new_session=True,
+                text=True,
+            )
         os.close(write)
         self._answers = os.fdopen(read)
 
@@ -214,9 +220,12 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """One of our own commands, stopped at the end."""
     child = subprocess.Popen(
         [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'gc'}"},
-    )  # fmt: skip
+    )
     try:
         yield child
     finally:
@@ -269,8 +278,12 @@ def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """``kvstore fsck``, which exits with 0 where it finds nothing wrong."""
     return subprocess.run(
         [sys.executable, "-m", "kvstore.cli.main", "fsck", str(root), *options],
-        capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=REPOSITORY,
+    )
 
 
 def check_clean(root: Path) -> None:

@@ -236,7 +236,7 @@ DEADLINES = [
         "deadline-disk",
         "deadlines: nothing is read from the disk after the deadline",
         edit("kvstore.node.disk_tier:DiskTier.fetch", "or deadline.passed", ""),
-        "node/test_disk_tier.py::test_past_the_deadline_nothing_is_read",
+        "disk/test_disk_tier.py::test_past_the_deadline_nothing_is_read",
     ),
     mutant(
         "deadline-answer-revives",

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import Planter, edit, replace, simulated, skip
+from tests.mutants.mutant import Mutant, rule
+from tests.mutants.planters import edit, replace, simulated, skip
 
-LEDGER = "gc/test_ledger.py::test_"
 RULES = "gc/test_rules.py::test_"
 SWEEPS = "gc/test_protocol.py::test_"
 NODE = "node/test_follower_rules.py::test_"
 SESSION = "meta/test_meta_session.py::test_"
 PINS = "meta/test_pins.py::test_"
 VIEW = "node/test_view.py::test_"
-
-
-def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
-    """A row whose name begins with its rule."""
-    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)
 
 
 PUBLISHING = [
