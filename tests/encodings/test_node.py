@@ -24,7 +24,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from kvstore.node.recoding import Outcome, Recoding, recode
-from kvstore.node.settings import NO_TIERS, TierSettings
+from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
@@ -51,9 +51,14 @@ def opened(
     clock, ids = SystemClock(), RandomIds()
     identity = create_or_open(found, ids)
     member = join(
-        found, identity, MemoryMeta(clock=clock), durable=False, limits=limits or Limits(), clock=clock, ids=ids,
-        settings=settings, keys=keys,
-    )  # fmt: skip
+        found,
+        identity,
+        MemoryMeta(clock=clock),
+        limits=limits or Limits(),
+        clock=clock,
+        ids=ids,
+        options=NodeOptions(tiers=settings, keys=keys),
+    )
     store = Store(LocalPort(member))
     try:
         yield member, store
