@@ -105,9 +105,11 @@ class Control:
         # At the worker that the prompt would be read from: its memory is the one to look into.
         affinity = namespace.digest + packed[: 4 * namespace.layout.chunk_tokens]
         raw = self._at(
-            worker, lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
-            self._limits.read_s, affinity,
-        )  # fmt: skip
+            worker,
+            lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
+            self._limits.read_s,
+            affinity,
+        )
         return [place_of(each) for message in raw for each in pb.LookupResponse.FromString(message).chunks]
 
     # Long acts
@@ -146,9 +148,14 @@ class Control:
         return self._recode(selection, pb.RECODING_REENCRYPT, deadline, worker)
 
     def prefetch(
-        self, cache: Cache, prompts: Sequence[Tokens], tier: str = "memory", *, deadline: float = 0.0,
+        self,
+        cache: Cache,
+        prompts: Sequence[Tokens],
+        tier: str = "memory",
+        *,
+        deadline: float = 0.0,
         worker: str | None = None,
-    ) -> ControlTicket:  # fmt: skip
+    ) -> ControlTicket:
         """``Cache.prefetch`` of several prompts, which goes on when this client is gone. Raises as that does."""
         return self._move(cache, prompts, Act.PREFETCH, Level.of(tier), deadline, worker)
 

@@ -125,9 +125,15 @@ class Encodings:
         payload = image[header.header_bytes :]
         sections = [payload[at * size : (at + 1) * size] for at in range(len(header.checksums))]
         expected = Expected(
-            header.kind, header.address, header.parent, header.namespace, header.depth, header.identity,
-            len(header.checksums), size,
-        )  # fmt: skip
+            header.kind,
+            header.address,
+            header.parent,
+            header.namespace,
+            header.depth,
+            header.identity,
+            len(header.checksums),
+            size,
+        )
         self._counters.add(NodeCount.BYTES_ENCRYPTED, expected.payload_bytes)
         return encode_chunk(expected, header.incarnation, sections, Wish(key=key), self._ids.fresh(), header.checksums)
 

@@ -19,8 +19,10 @@ from kvstore import tracing
 K = TypeVar("K", bound=Hashable)
 
 LATENCY_BUCKETS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-)  # fmt: skip
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
 
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
