@@ -22,7 +22,6 @@ WRITERS_WAIT_S = 0.0002
 """Between two looks at whether native code still writes: less than it takes with one chunk."""
 
 ReadBuffer = bytes | bytearray | memoryview
-WriteBuffer = bytearray | memoryview
 Pieces = Sequence[memoryview]
 """Contiguous byte views (format ``B``) that together are one run of a file."""
 

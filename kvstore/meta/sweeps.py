@@ -30,8 +30,6 @@ PACE_S_MAX = 60.0
 _MAGIC = b"KVSWEEP1"
 _FILTER, _FINAL = 1, 2
 
-Bits = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class Seq:

@@ -19,7 +19,6 @@ from kvstore.native import library as native
 from kvstore.recency import NS_PER_S
 
 WAYS = 8
-BYTES_PER_ENTRY = 12
 RUN = 1024
 """Addresses looked up at once: what numpy makes of them on the way stays in the cache."""
 RUN_MIN = 32
@@ -61,11 +60,6 @@ class Known:
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """Whether it was seen in this quantum or the one before."""
         return self._mark(address) >> 1 >= self._number(quantum_start_s) - 1
-
-    def is_renewed(self, address: Address, quantum_start_s: int) -> bool:
-        """Whether its recency is known to be of this quantum."""
-        mark = self._mark(address)
-        return bool(mark & 1) and mark >> 1 >= self._number(quantum_start_s)
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
         """It was seen in this quantum, by a look that began in ``epoch``; ``renewed`` if its stamp is of it too."""

@@ -87,11 +87,6 @@ class Move:
         """What ended it early; None where nothing failed."""
         return self._error
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether somebody asked it to end."""
-        return self._is_cancelled
-
     def wait(self, timeout_s: float | None = None, *, beyond: int | None = None) -> int:
         """Waits until it is done, or further than ``beyond`` chunks, or the time is over; how many chunks it is done
         with.

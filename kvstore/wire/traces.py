@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from kvstore import tracing
 from kvstore.wire.seals import seal
 
-TRACE_FIELD = 2046
 _TAG = b"\xf2\x7f"
 """Field 2046, wire type 2 (a length and so many bytes)."""
 TRACE_BYTES_MAX = 127

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ENTRIES = 64
-ENTRY_BYTES = 8
 LEDGER_BYTES = 4096
 COUNT_BITS = 32
 PUTS_MAX = ENTRIES - 1
