@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvstore.address import NO_PARENT, Address
 from kvstore.buffers import Borrowed, byte_length
@@ -47,9 +46,6 @@ from kvstore.node.lanes import moved_on
 from kvstore.node.view import View
 from kvstore.root.interface import Reader, Root, Seen
 from kvstore.sources import Clock
-
-if TYPE_CHECKING:
-    from kvstore.node.node import Node
 
 ASIDE_SHARE = 1 / 4
 """Of the free space of the root, so much may be taken by files that were replaced and must not go yet."""
@@ -87,15 +83,6 @@ class Recoded:
     outcome: Outcome
     before_bytes: int = 0
     after_bytes: int = 0
-
-
-def recode(node: Node, name: Name, act: Recoding) -> Recoded:
-    """Writes one chunk file of the node's root again, as ``act`` and the key file want it.
-
-    Waits at most for a write's deadline. Raises InvalidRequest where the root cannot replace files, ``name`` is no
-    chunk's, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
-    """
-    return node.on_root(lambda: node.recoder.recode(name, act))
 
 
 class Recoder:
@@ -137,7 +124,11 @@ class Recoder:
         return bool(self._asides)
 
     def recode(self, name: Name, act: Recoding) -> Recoded:
-        """See ``recode``."""
+        """Writes one chunk file of the root again, as ``act`` and the key file want it.
+
+        Raises InvalidRequest where the root cannot replace files, ``name`` is no chunk's, or a library is missing;
+        Overloaded (go on later), PermissionDenied, Unavailable.
+        """
         identity = _identity_of(name)
         if act is Recoding.COMPRESS:
             squeezing.check_available()
