@@ -6,6 +6,7 @@ import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import pytest
 from vulture.core import Vulture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,7 @@ def unused() -> list[tuple[str, str]]:
     return [(item.name, f"{item.filename}:{item.first_lineno}") for item in found]
 
 
+@pytest.mark.slow  # and `make check` runs vulture itself
 def test_nothing_is_dead_and_no_name_is_ignored_without_need() -> None:
     found, ignored = unused(), SETTINGS["ignore_names"]
     dead = [where for name, where in found if not any(fnmatchcase(name, each) for each in ignored)]
