@@ -178,8 +178,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
         on_drain=ending.ask,
         advertise=at.advertise,
         version=__version__,
-        bulk=at.bulk is not None,
-        bulk_port=at.bulk or 0,
+        bulk_port=at.bulk,
         security=security,
     )
     undo.callback(serving.stop)

@@ -7,6 +7,7 @@ Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -62,6 +63,20 @@ class SharedReads:
         return self._run.done()
 
 
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """What one node writes files with: the names that only it uses, the incarnations it gives, the encodings."""
+
+    session: Callable[[], bytes]
+    """The session to stage under; another one when the node has joined anew."""
+    numbers: Iterator[int]
+    """Of the files staged under a session: no number comes twice."""
+    incarnations: Incarnations
+    encodings: Encodings
+    usage: NodeUsage
+    """How many bytes the node wrote, for collectors."""
+
+
 class ChunkRuns:
     """Makes runs of the chunk files of one root; makes none if native code or the root cannot."""
 
@@ -69,27 +84,19 @@ class ChunkRuns:
         self,
         root: Root,
         shard_bits: int,
-        session: Callable[[], bytes],
+        writer: Writer,
         known: Known,
         counters: Counters,
         quantum: Callable[[], int],
-        incarnations: Incarnations,
-        numbers: Iterator[int],
-        encodings: Encodings,
         unreadable: Unreadable,
-        usage: NodeUsage,
     ) -> None:
-        self._encodings = encodings
+        self._writer = writer
         self._unreadable = unreadable
-        self._usage = usage
         self._files = local_files(root) if is_available() else None
         self._shard_bits = shard_bits
-        self._session = session
         self._known = known
         self._counters = counters
         self._quantum = quantum
-        self._incarnations = incarnations
-        self._numbers = numbers
 
     def of(
         self, wanted: Wanted, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
@@ -99,7 +106,7 @@ class ChunkRuns:
         The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
         mapped.
         """
-        if self._files is None or count < 1 or self._encodings.encrypts(wanted.namespace.tenant):
+        if self._files is None or count < 1 or self._writer.encodings.encrypts(wanted.namespace.tenant):
             return None
         if sections is None:
             return Run(self._files, self._shard_bits, wanted, first, count)
@@ -157,7 +164,7 @@ class ChunkRuns:
         files = None if self._files is None or self._files.direct else self._files
         if (
             not is_available()
-            or self._encodings.encrypts(chain.namespace.tenant)
+            or self._writer.encodings.encrypts(chain.namespace.tenant)
             or (files is None and not images.any())
         ):
             return None
@@ -190,9 +197,9 @@ class ChunkRuns:
 
     def shared_put(self, run: Run, sizes: Sizes, *, depths: bool, durable: bool, hints: Hints) -> SharedPut:
         """Returns a run that several lanes put together."""
-        put = SharedPut(run, sizes, self._session(), durable, self._known.epoch)
+        put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch)
         indexes = np.arange(run.first, run.first + run.count)
-        run.items["number"] = list(islice(self._numbers, run.count))
+        run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
         run.items["mtime_ns"] = stamps_ns(self._quantum(), indexes if depths else np.zeros_like(indexes), hints)
         return put
@@ -203,7 +210,7 @@ class ChunkRuns:
         Returns the offsets of the chunks that it took, and whether there may be more. ``Chunks`` does those that are
         then neither found nor staged.
         """
-        self._incarnations.record()
+        self._writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
             places, more, timed.size_bytes = put.stage()
         self._doubt(put.run, places)
@@ -224,7 +231,7 @@ class ChunkRuns:
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
-            self._usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
+            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
             self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
             self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes
@@ -244,8 +251,8 @@ class ChunkRuns:
     def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
         """Returns fresh incarnations; those of chunks from images keep writer and time of the image."""
         if not run.origins:
-            return self._incarnations.fresh_each(len(indexes))
-        return [self._incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
+            return self._writer.incarnations.fresh_each(len(indexes))
+        return [self._writer.incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
 
     def map(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
         """Returns verified payloads of part of a run, mapped read-only. ``Chunks.map`` does the rest."""

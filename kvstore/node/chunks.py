@@ -30,7 +30,7 @@ from kvstore.format.header import (
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunk_runs import ChunkRuns
+from kvstore.node.chunk_runs import ChunkRuns, Writer
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
@@ -77,28 +77,12 @@ class Chunks:
         self.root = root
         self.known = known
         self._shard_bits = shard_bits
-        self._session = session
         self._counters = counters
         self.quantum_s = quantum_s
         self._clock = clock
-        self._incarnations = incarnations
-        self._numbers = numbers
-        self._encodings = encodings
-        self._usage = usage
+        self._writer = writer = Writer(session, numbers, incarnations, encodings, usage)
         self.unreadable = Unreadable(root, clock)
-        self.runs = ChunkRuns(
-            root,
-            shard_bits,
-            session,
-            known,
-            counters,
-            self.quantum,
-            incarnations,
-            numbers,
-            encodings,
-            self.unreadable,
-            usage,
-        )
+        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.unreadable)
 
     def quantum(self) -> int:
         """Returns the start of the current recency quantum."""
@@ -179,7 +163,7 @@ class Chunks:
 
     def is_private(self, namespace: Namespace) -> bool:
         """True if no file of the namespace may be handed out, because its tenant's writes are encrypted."""
-        return self._encodings.encrypts(namespace.tenant)
+        return self._writer.encodings.encrypts(namespace.tenant)
 
     def open_file(self, expected: Expected) -> PosixReader | None:
         """Opens a chunk as ``open`` does, for a client that reads the file itself.
@@ -187,7 +171,7 @@ class Chunks:
         None also if the client must not read the file: it is encoded, its tenant's chunks are encrypted, or it is not a
         file.
         """
-        if self._encodings.encrypts(expected.tenant):
+        if self._writer.encodings.encrypts(expected.tenant):
             return None
         opened = self.open(expected)
         if opened is None:
@@ -224,7 +208,7 @@ class Chunks:
         with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
-                if isinstance(reader, DecodedReader) or self._encodings.encrypts(expected.tenant):
+                if isinstance(reader, DecodedReader) or self._writer.encodings.encrypts(expected.tenant):
                     mapped: memoryview | None = _copied(reader, expected)
                 else:
                     # Verify by reads, not through the mapping: a page fault on an unreadable page would block while
@@ -250,10 +234,10 @@ class Chunks:
         origin: Incarnation | None = None,
     ) -> Staged:
         """Writes a chunk under a staging name of its own; ``origin`` is the incarnation of its image, if it has one."""
-        incarnation = self._incarnations.fresh() if origin is None else self._incarnations.renewed(origin)
-        self._incarnations.record()
-        pieces = self._encodings.pieces(expected, incarnation, sections)
-        name = places.staged(self._session(), next(self._numbers))
+        incarnation = self._writer.incarnations.fresh() if origin is None else self._writer.incarnations.renewed(origin)
+        self._writer.incarnations.record()
+        pieces = self._writer.encodings.pieces(expected, incarnation, sections)
+        name = places.staged(self._writer.session(), next(self._writer.numbers))
         stamp = stamp_ns(self.quantum(), expected.depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
@@ -269,7 +253,7 @@ class Chunks:
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
-            self._usage.wrote(staged.size_bytes)
+            self._writer.usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
             self._counters.add(NodeCount.CHUNKS_WRITTEN)
             self._counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
@@ -294,7 +278,7 @@ class Chunks:
         self._counters.add(NodeCount.MISS_DAMAGED)
         self._counters.add(_DAMAGE[damage])
         self.known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._session(), next(self._numbers))
+        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
         name = self._name_of(expected)
         try:
             if not self.root.move(name, aside):
@@ -333,7 +317,7 @@ class Chunks:
 
         Raises the root's error if the file cannot be moved.
         """
-        aside = places.quarantined(address, self._session(), next(self._numbers))
+        aside = places.quarantined(address, self._writer.session(), next(self._writer.numbers))
         if not self.root.move(name, aside):
             return
         try:
@@ -393,8 +377,8 @@ class Chunks:
         Raises Damaged and NotDecodable for an encoded file.
         """
         if reader.stat.size_bytes == expected.file_bytes:
-            return reader  # version 1: an encoded file never has that size
-        return self._encodings.reader(reader, expected)
+            return reader  # of version 1: an encoded one never has that size
+        return self._writer.encodings.reader(reader, expected)
 
     def _is_encoded(self, expected: Expected) -> bool:
         """True if a file without the size of version 1 is encoded and readable here; sets any other file aside."""
@@ -404,7 +388,7 @@ class Chunks:
             return False
         with reader:
             try:
-                if self._encodings.is_whole(reader, expected):
+                if self._writer.encodings.is_whole(reader, expected):
                     return True
                 damage = Damage.SIZE
             except NotDecodable as reason:

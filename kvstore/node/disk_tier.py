@@ -20,7 +20,7 @@ from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Kind, decode, incarnation_at
+from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.inventory import Entry, Place
@@ -302,22 +302,16 @@ class DiskTier:
         return True
 
     def _add(self, place: Place, image: memoryview, hints: Hints) -> bool:
-        try:
-            header = decode(image)
-        except Damaged:
+        header = _header_of(place, image)
+        if header is None or self._shelf.forbids(header):
             return False
-        if self._shelf.forbids(header):
-            return False
-        if header.address != place.address or header.file_bytes != len(image):
-            return False  # damaged in memory: the next start would remove it
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:
             return False
         name, size_bytes = name_of(place), byte_length(pieces)
         # A file without an entry has not been taken in yet, or is about to be removed.
-        if self._shelf.has(place.address) or self._root.stat(name) is not None:
-            return False
-        if not self._shelf.make_room(place, size_bytes):
+        is_here = self._shelf.has(place.address) or self._root.stat(name) is not None
+        if is_here or not self._shelf.make_room(place, size_bytes):
             return False
         self._sweep()
         claimed = self._shelf.claim(place, size_bytes, hints)
@@ -377,6 +371,17 @@ class DiskTier:
 
     def _quantum(self) -> int:
         return recency.quantum_of(self._clock.now_s(), QUANTUM_S)
+
+
+def _header_of(place: Place, image: memoryview) -> Header | None:
+    """The header of an image; None where it is not right for this chunk."""
+    try:
+        header = decode(image)
+    except Damaged:
+        return None
+    if header.address != place.address or header.file_bytes != len(image):
+        return None  # of memory that went wrong: it would be removed at the next start
+    return header
 
 
 def _is_full(error: KVStoreError) -> bool:

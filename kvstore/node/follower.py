@@ -7,22 +7,19 @@ simulation can run the steps in any order; ``run`` is the loop of the node's thr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
-from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
-from kvstore.meta.generation import Foreign, Standing
+from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+from kvstore.meta.generation import Foreign
 from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
-from kvstore.meta.sweeps import Condemned
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Holds
 from kvstore.node.limits import Limits
+from kvstore.node.start_fence import StartFence
 from kvstore.node.view import ChainBroken, View
-from kvstore.root.fence import lift_unnamed
-from kvstore.root.interface import Root
 from kvstore.sources import Clock
 from kvstore.waiting import Flag
 
@@ -45,35 +42,28 @@ class _Following:
 class Follower:
     """Keeps one view in step with etcd, and etcd in step with the holds. One thread at a time calls ``step``.
 
-    ``on_root`` calls the root under a deadline of its own, such as on a lane. ``standing`` compares the generations of
-    root and etcd (rule C6); None for a node alone, whose root no collector of this metadata sweeps.
+    ``fence`` is None for a node alone, whose root no collector of this metadata sweeps.
     """
 
     def __init__(
         self,
         meta: Meta,
         keys: Keys,
-        root: Root,
-        shard_bits: int,
         view: View,
         holds: Holds,
+        fence: StartFence | None,
         counters: Counters,
         limits: Limits,
         clock: Clock,
-        on_root: Callable[[Callable[[], object]], object],
-        standing: Callable[[], Standing] | None,
     ) -> None:
         self._meta = meta
         self._keys = keys
-        self._root = root
-        self._shard_bits = shard_bits
         self._view = view
         self._holds = holds
+        self._fence = fence
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._on_root = on_root
-        self._standing = standing
         self._following: _Following | None = None
         self._ended = Flag()
         self._stepped_s = clock.monotonic_s()
@@ -84,16 +74,16 @@ class Follower:
 
         If it raises, it leaves nothing behind. Raises Unavailable, WatchLost, and the root's errors.
         """
-        if self._standing is not None:
-            standing = self._standing()
+        if self._fence is not None:
+            standing = self._fence.standing()
             if isinstance(standing, Foreign):
                 self._stand_aside(session, f"generation.foreign {standing.why}")
                 return
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
         try:
-            if self._standing is not None and self._root.traits.fenced:
-                self._on_root(self._fence_unnamed)
+            if self._fence is not None:
+                self._fence.lift_unnamed()
             now_s = self._clock.monotonic_s()
             self._holds.drop_all()  # taken while there was no session: they protect nothing
             following = _Following(session, watch, now_s, now_s, {})
@@ -258,15 +248,3 @@ class Follower:
         """Makes this session protect nothing: chunks are still served, pins are refused, no collector waits for it."""
         log.error("%s: this node protects nothing", why)
         session.txn((), announced=ANNOUNCED_MAX, timeout_s=self._limits.meta_deadline_s)
-
-    def _fence_unnamed(self) -> int:
-        """Follows rule C4: a trash folder that no condemned key names belongs to a sweep that etcd has forgotten."""
-        return lift_unnamed(self._root, self._shard_bits, self._named)
-
-    def _named(self) -> set[bytes]:
-        """Returns the sweeps in flight. Raises Unavailable if one cannot be read: it may name any folder."""
-        found = self._meta.list(self._keys.condemned, self._limits.meta_deadline_s)
-        try:
-            return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
-        except RootMismatch as error:
-            raise Unavailable(f"the keys of garbage collection in etcd cannot be read: {error}") from error

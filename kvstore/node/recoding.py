@@ -12,9 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvstore.address import NO_PARENT
+from kvstore.address import NO_PARENT, Address
 from kvstore.buffers import Borrowed, byte_length
 from kvstore.counts import NodeCount
 from kvstore.encodings import squeezing
@@ -39,7 +38,7 @@ from kvstore.format.header import (
 )
 from kvstore.format.places import Name
 from kvstore.layout import CHUNK_BYTES_MAX
-from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.namespace import Namespace, NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable, read_header
 from kvstore.node.incarnations import Incarnations
@@ -47,9 +46,6 @@ from kvstore.node.lanes import moved_on
 from kvstore.node.view import View
 from kvstore.root.interface import Reader, Root, Seen
 from kvstore.sources import Clock
-
-if TYPE_CHECKING:
-    from kvstore.node.node import Node
 
 ASIDE_SHARE = 1 / 4
 """Share of the root's free space that replaced files may take while they must not go yet."""
@@ -87,15 +83,6 @@ class Recoded:
     outcome: Outcome
     before_bytes: int = 0
     after_bytes: int = 0
-
-
-def recode(node: Node, name: Name, act: Recoding) -> Recoded:
-    """Writes one chunk file of the node's root again, as ``act`` and the key file want it.
-
-    Waits at most for a write's deadline. Raises InvalidRequest if the root cannot replace files, ``name`` is not a
-    chunk, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
-    """
-    return node.on_root(lambda: node.recoder.recode(name, act))
 
 
 class Recoder:
@@ -138,39 +125,42 @@ class Recoder:
 
     def recode(self, name: Name, act: Recoding) -> Recoded:
         """See ``recode``."""
-        parsed = places.parse_chunk(name.rpartition("/")[2])
-        if parsed is None or not name.startswith(f"{places.CHUNKS}/"):
-            raise InvalidRequest(f"{name!r} is not a chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+        identity = _identity_of(name)
         if act is Recoding.COMPRESS:
             squeezing.check_available()
         elif self._view.is_full or self._view.usage.is_spent:
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
-        if self._view.condemns(parsed[0]):
+        if self._view.condemns(identity[0]):
             return Recoded(Outcome.CONDEMNED)
         seen = self._root.look(name, FIXED_BYTES)
         reader = self._root.open(name) if seen is not None else None
         if seen is None or reader is None:
             return Recoded(Outcome.GONE)
-        before_bytes = seen.stat.size_bytes
         with reader:
-            try:
-                found = _Found.of(reader, self._encodings)
-                if incarnation_at(seen.prefix) != found.stored.incarnation:
-                    return Recoded(Outcome.CHANGED)
-                if (found.plain.address, found.plain.namespace[: len(parsed[1])]) != parsed:
-                    raise Damaged(Damage.IDENTITY)
-                wish = self._wish(found, act)
-                if wish is None:
-                    return Recoded(Outcome.KEPT, before_bytes, before_bytes)
-                pieces = self._pieces(found, wish)
-            except NotDecodable:
-                return Recoded(Outcome.NO_KEY, before_bytes, before_bytes)
-            except Damaged:
-                return Recoded(Outcome.DAMAGED, before_bytes, before_bytes)
-        if pieces is None:
-            return Recoded(Outcome.KEPT, before_bytes, before_bytes)
+            pieces = self._read_again(reader, identity, seen, act)
+        if isinstance(pieces, Recoded):
+            return pieces
         return self._replaced(name, seen, pieces)
+
+    def _read_again(
+        self, reader: Reader, identity: tuple[Address, NamespaceId], seen: Seen, act: Recoding
+    ) -> list[memoryview] | Recoded:
+        """The bytes of the new file, or the outcome where there is nothing to write."""
+        before_bytes = seen.stat.size_bytes
+        try:
+            found = _Found.of(reader, self._encodings)
+            if incarnation_at(seen.prefix) != found.stored.incarnation:
+                return Recoded(Outcome.CHANGED)
+            if (found.plain.address, found.plain.namespace[: len(identity[1])]) != identity:
+                raise Damaged(Damage.IDENTITY)
+            wish = self._wish(found, act)
+            pieces = None if wish is None else self._pieces(found, wish)
+        except NotDecodable:
+            return Recoded(Outcome.NO_KEY, before_bytes, before_bytes)
+        except Damaged:
+            return Recoded(Outcome.DAMAGED, before_bytes, before_bytes)
+        return Recoded(Outcome.KEPT, before_bytes, before_bytes) if pieces is None else pieces
 
     def sweep(self, *, even_held: bool = False) -> bool:
         """Removes the replaced files that nobody can be reading any more, or, with ``even_held``, all. Always True.
@@ -287,6 +277,14 @@ class Recoder:
             self._root.discard(name)
         except KVStoreError:
             self._counters.add(NodeCount.QUARANTINE_FAILED)
+
+
+def _identity_of(name: Name) -> tuple[Address, NamespaceId]:
+    """The address and namespace that a chunk's name says. Raises InvalidRequest for any other name."""
+    identity = places.parse_chunk(name.rpartition("/")[2])
+    if identity is None or not name.startswith(f"{places.CHUNKS}/"):
+        raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+    return identity
 
 
 @dataclass(frozen=True, slots=True)

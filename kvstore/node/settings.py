@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from os import PathLike
 
+from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
 from kvstore.writes import WriteMode
@@ -77,3 +78,19 @@ def _is_whole(value: object) -> bool:
 
 
 NO_TIERS = TierSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What an operator chooses for one node."""
+
+    durable: bool = False
+    """Whether a put waits until the root has its chunks even if the host crashes."""
+    tiers: TierSettings = NO_TIERS
+    label: str = ""
+    """The name of the roll-out that this node belongs to."""
+    keys: KeyFile | None = None
+    """Says whose chunks are encrypted; loaded."""
+
+
+AS_SHIPPED = NodeOptions()

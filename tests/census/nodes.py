@@ -21,7 +21,7 @@ from kvstore.format.lineage import lineage_id, written
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
@@ -50,13 +50,11 @@ class RolledOut:
             root,
             create_or_open(root, ids),
             MemoryMeta(store, clock=clock),
-            durable=False,
             limits=limits,
             clock=clock,
             ids=ids,
             shared=True,
-            settings=settings,
-            label=label,
+            options=NodeOptions(tiers=settings, label=label),
         )
         self.node = self.member.node
         self.cache = Store(LocalPort(self.member)).namespace("m", LAYOUT)

@@ -24,11 +24,11 @@ from kvstore.fsck.check import Options, fsck
 from kvstore.layout import Layout
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
-from kvstore.node.recoding import Outcome, Recoded, Recoding, recode
+from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
-from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, secret
+from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, secret
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
 from tests.gc.cluster import SPACE, cluster, eventually, put
 from tests.node.stores import TINY

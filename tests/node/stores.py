@@ -19,6 +19,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
+from kvstore.node.settings import NodeOptions
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
@@ -46,7 +47,15 @@ def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = No
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids)
     meta = MemoryMeta(clock=clock)
-    return join(root, identity, meta, durable=durable, limits=limits or Limits(), clock=clock, ids=ids)
+    return join(
+        root,
+        identity,
+        meta,
+        limits=limits or Limits(),
+        clock=clock,
+        ids=ids,
+        options=NodeOptions(durable=durable),
+    )
 
 
 def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:

@@ -30,6 +30,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
 from kvstore.node.opening import join
+from kvstore.node.start_fence import StartFence
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -97,18 +98,19 @@ class Alone:
             ids=ids,
         )
         self.view = self.node.gc_view
+        limits, fence = self.node.limits, None
+        if standing is not None:
+            fence = StartFence(
+                root,
+                identity.shard_bits,
+                lambda work: work(),
+                standing,
+                self.meta,
+                self.keys,
+                limits.meta_deadline_s,
+            )
         self.follower = Follower(
-            self.meta,
-            self.keys,
-            root,
-            identity.shard_bits,
-            self.view,
-            self.node.holds,
-            self.node.counters,
-            self.node.limits,
-            clock,
-            lambda work: work(),
-            standing,
+            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
         )
 
     def session(self) -> Session:
@@ -270,15 +272,9 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
     """A node that joins, though it is not known whether it will protect anything."""
     member = join(
-        root or c.root,
-        c.identity,
-        MemoryMeta(c.store),
-        durable=False,
-        limits=NODE_LIMITS,
-        clock=SystemClock(),
-        ids=RandomIds(),
-        shared=True,
-    )
+        root or c.root, c.identity, MemoryMeta(c.store), limits=NODE_LIMITS, clock=SystemClock(),
+        ids=RandomIds(), shared=True,
+    )  # fmt: skip
     try:
         yield member
     finally:

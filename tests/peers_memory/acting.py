@@ -22,7 +22,7 @@ from kvstore.client.store import Store
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.peers.joining import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
@@ -53,12 +53,11 @@ def main() -> None:
         opened,
         create_or_open(opened, ids),
         EtcdMeta(etcd),
-        durable=False,
         limits=limits,
         clock=clock,
         ids=ids,
         shared=True,
-        settings=settings,
+        options=NodeOptions(tiers=settings),
     )
     peers = join_peers(member)
     assert peers is not None

@@ -50,7 +50,6 @@ class Host:
                     root,
                     world.identity,
                     meta,
-                    durable=False,
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,

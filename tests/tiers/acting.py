@@ -27,7 +27,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult
@@ -113,11 +113,10 @@ class Acting:
             root,
             self.identity,
             meta or MemoryMeta(clock=clock),
-            durable=durable,
             limits=limits,
             clock=clock,
             ids=ids,
-            settings=settings,
+            options=NodeOptions(durable=durable, tiers=settings),
         )
         self.node: Node = self.member.node
         assert self.node.tiers is not None

@@ -109,10 +109,6 @@ class Channel:
         head = encode_head(kind, request, byte_length(views))
         self.send_bytes([memoryview(head), *views], files)
 
-    def send_head(self, kind: Kind, request: int, length: int) -> None:
-        """Begins a frame whose ``length`` bytes follow by ``send_bytes``."""
-        self.send_bytes([memoryview(encode_head(kind, request, length))])
-
     def send_bytes(self, pieces: Pieces, files: Sequence[int] = ()) -> None:
         """Sends bytes of a frame that was begun."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvstore.counts import WorkerCount
@@ -14,6 +14,7 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.handing import ImageHanding
 from kvstore.worker.bulk.layering import send_layers
 from kvstore.worker.bulk.leases import Leases
@@ -23,10 +24,6 @@ from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
-
-
-def _is_held() -> None:
-    """Nobody holds blocks for a client."""
 
 
 class BulkGets:
@@ -64,9 +61,9 @@ class BulkGets:
             return
         with self._prompts.held(request, context) as (hold, count):
             self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
-            check = partial(self._node.holds.check, hold)
+            asked = Asked(hold.chain, partial(self._node.holds.check, hold))
             if mode != Mode.STREAM:
-                handing = self._handing(channel, number, mode, hold.chain, count, context, check=check)
+                handing = self._handing(channel, number, mode, asked, count, context)
                 good = handing.serve()
                 self._count(handing, hold.chain, range(request.first, good))
                 self._node.used(hold, good)
@@ -76,7 +73,7 @@ class BulkGets:
                 )
                 channel.send(Kind.END, number)
             else:
-                stream = self._stream(channel, number, hold.chain, check=check)
+                stream = self._stream(channel, number, asked)
                 try:
                     stream.send(request.first, count, context)
                 finally:
@@ -90,13 +87,13 @@ class BulkGets:
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
         self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
-            stream = self._stream(channel, number, wanted)
+            stream = self._stream(channel, number, Asked(wanted))
             try:
                 stream.send(0, len(wanted), context)
             finally:
                 self._node.handing.used(wanted, sorted(stream.sent))
             return
-        handing = self._handing(channel, number, mode, wanted, len(wanted), context)
+        handing = self._handing(channel, number, mode, Asked(wanted), len(wanted), context)
         handing.serve()
         self._count(handing, wanted, handing.given)
         self._node.handing.used(wanted, handing.given)
@@ -110,10 +107,11 @@ class BulkGets:
         first = request.first
         count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
         self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
+        asked = Asked(chain, memory_only=True)
         if mode == Mode.SLOTS:
-            self._handing(channel, number, mode, chain, count, context, memory_only=True).serve()
+            self._handing(channel, number, mode, asked, count, context).serve()
         else:
-            self._stream(channel, number, chain, memory_only=True).send(first, count, context)
+            self._stream(channel, number, asked).send(first, count, context)
 
     def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
@@ -139,41 +137,20 @@ class BulkGets:
         start = pb.GetStart(chunks=count, tokens=count * chunk_tokens)
         channel.send(Kind.START, number, [start.SerializeToString()])
 
-    def _stream(
-        self,
-        channel: Channel,
-        number: int,
-        wanted: Wanted,
-        *,
-        check: Callable[[], None] = _is_held,
-        memory_only: bool = False,
-    ) -> ImageStream:
+    def _stream(self, channel: Channel, number: int, asked: Asked) -> ImageStream:
         return ImageStream(
             self._node,
             channel,
             number,
-            wanted,
+            asked,
             self._in_flight,
             self._calls,
             self._buffers,
             self._limits.window_bytes,
-            check=check,
-            memory_only=memory_only,
         )
 
     def _handing(
-        self,
-        channel: Channel,
-        number: int,
-        mode: int,
-        wanted: Wanted,
-        count: int,
-        context: Call,
-        *,
-        check: Callable[[], None] = _is_held,
-        memory_only: bool = False,
+        self, channel: Channel, number: int, mode: int, asked: Asked, count: int, context: Call
     ) -> ImageHanding:
         leases = self._leases if mode == Mode.SLOTS else None
-        return ImageHanding(
-            self._node, channel, number, wanted, count, leases, context, check=check, memory_only=memory_only
-        )
+        return ImageHanding(self._node, channel, number, asked, count, leases, context)

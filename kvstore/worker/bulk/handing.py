@@ -15,10 +15,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.slots import Slots
-from kvstore.node.wanted import Wanted
 from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, decode_span, encode_slots, encode_span
+from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.leases import Lease, Leases
 from kvstore.worker.calls import CallContext, seconds_left
 
@@ -92,32 +92,26 @@ class HandingOver:
 
 
 class ImageHanding:
-    """One GET or GET_BLOCKS of mode FILES or SLOTS, after START. ``check`` raises where what is asked for is held no
-    more. With ``memory_only`` nothing is handed over but what memory has (rule P2).
-    """
+    """One GET or GET_BLOCKS of mode FILES or SLOTS, after START."""
 
     def __init__(
         self,
         node: Node,
         channel: Channel,
         number: int,
-        wanted: Wanted,
+        asked: Asked,
         count: int,
         leases: Leases | None,
         context: CallContext,
-        *,
-        check: Callable[[], None] = lambda: None,
-        memory_only: bool = False,
     ) -> None:
         """``leases`` is None for a client that gets files alone."""
         self._node = node
         self._channel = channel
         self._number = number
-        self._wanted = wanted
-        self._is_chain = isinstance(wanted, Chain)
+        self._asked = asked
+        self._wanted = asked.wanted
+        self._is_chain = isinstance(asked.wanted, Chain)
         self._context = context
-        self._check = check
-        self._memory_only = memory_only
         self._handing = HandingOver(channel, number, count, leases)
         self._has_slots = leases is not None
         self.given: list[int] = []
@@ -131,7 +125,7 @@ class ImageHanding:
 
     def _answer(self, first: int, count: int) -> None:
         """One WANT: frames for each run of chunks that are to be had in the same way, or not at all."""
-        self._check()
+        self._asked.check()
         handing, deadline = self._node.handing, Deadline(self._node.clock, self._left_s())
         indexes = range(first, first + count)
         allowed = handing.allowed(self._wanted, indexes)
@@ -146,7 +140,7 @@ class ImageHanding:
                 self._node.counters.add(NodeCount.MEMORY_HITS, len(there))
                 self.in_memory.update(there)
             left = [index for index in allowed if index not in offsets]
-            if left and self._node.hands_files and not self._memory_only:
+            if left and self._node.hands_files and not self._asked.memory_only:
                 readers = handing.open_files(self._wanted, left, deadline)
                 left = [
                     index
@@ -170,7 +164,7 @@ class ImageHanding:
         """Those in memory. A prompt whose client takes files alone is not looked for there."""
         if not allowed or (self._is_chain and not self._has_slots):
             return None
-        return self._node.handing.in_memory(self._wanted, allowed, deadline, brings=not self._memory_only)
+        return self._node.handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
 
     def _send(self, kind: Kind, run: list[int], offsets: dict[int, int], readers: dict[int, PosixReader]) -> bool:
         """Says how a run is to be had; whether anything may follow it."""

@@ -6,7 +6,7 @@ The client verifies: what it gets is whole files, with their headers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,10 +17,11 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
-from kvstore.node.wanted import Wanted, image_bytes, sizes_of
+from kvstore.node.wanted import image_bytes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 
@@ -53,37 +54,30 @@ class Window:
 
 
 class ImageStream:
-    """One GET or GET_BLOCKS of mode STREAM. ``check`` raises where what is asked for is held no more.
-
-    With ``memory_only`` nothing is sent but what memory has (rule P2).
-    """
+    """One GET or GET_BLOCKS of mode STREAM."""
 
     def __init__(
         self,
         node: Node,
         channel: Channel,
         number: int,
-        wanted: Wanted,
+        asked: Asked,
         in_flight: BytesInFlight,
         calls: Calls,
         buffers: Buffers,
         window_bytes: int,
-        *,
-        check: Callable[[], None] = lambda: None,
-        memory_only: bool = False,
     ) -> None:
         self._node = node
         self._channel = channel
         self._number = number
-        self._wanted = wanted
-        self._is_chain = isinstance(wanted, Chain)
+        self._asked = asked
+        self._wanted = asked.wanted
+        self._is_chain = isinstance(asked.wanted, Chain)
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
         self._window_bytes = window_bytes
-        self._check = check
-        self._memory_only = memory_only
-        self._payloads = sizes_of(wanted)
+        self._payloads = sizes_of(asked.wanted)
         self._most_bytes = 0
         self._is_reserved = False
         self.sent: list[int] = []
@@ -119,17 +113,17 @@ class ImageStream:
         return [image_bytes(self._wanted, index) for index in indexes]
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
-        self._check()
+        self._asked.check()
         handing = self._node.handing
         allowed = handing.allowed(self._wanted, window.indexes)
         if allowed:
-            window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._memory_only)
+            window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
         if window.slots is not None:
             entries = zip(allowed, window.slots.entries, strict=True)
             there = [index for index, entry in entries if entry is not None]
             window.hot = dict(zip(there, window.slots.present_images(), strict=True))
         left = [index for index in allowed if index not in window.hot]
-        if not left or self._memory_only:
+        if not left or self._asked.memory_only:
             return
         if not self._is_reserved:
             reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))

@@ -160,7 +160,7 @@ DISKS = [
         "disk-adds-any-header",
         "MEMORY D1: an image whose header is wrong is not written",
         edit(
-            "kvstore.node.disk_tier:DiskTier._add",
+            "kvstore.node.disk_tier:_header_of",
             "if header.address != place.address or header.file_bytes != len(image):",
             "if False:",
         ),
