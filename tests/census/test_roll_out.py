@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=32)
 SIZE, CHUNKS, START_S = LAYOUT.chunk_tokens, 4, 60.0
 PROMPTS = 16
-"""Of each roll-out before the clear; even ones are good, odd ones bad."""
+"""Prompts of each roll-out before the clear; even ones are good, odd ones bad."""
 
 
 def command(*arguments: str) -> Any:
