@@ -118,17 +118,6 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
         _request.set(before)  # not reset(): a stream that its client left may be ended by another thread
 
 
-@contextmanager
-def called(name: str, **attributes: str) -> Generator[str]:
-    """Around a call made from here, with all that is tried for it. Yields its id."""
-    with request() as id:
-        if _tracer is None:
-            yield id
-        else:
-            with _span(name, "CLIENT", None, attributes):
-                yield id
-
-
 def metadata() -> Metadata:
     """The metadata of a call to a worker: the request and span that it belongs to."""
     id = _request.get()
