@@ -37,7 +37,7 @@ def tokens_and_kv(
 
 
 def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """Whether two arrays have the same bytes."""
+    """True if two arrays have the same bytes."""
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
@@ -79,7 +79,7 @@ def send_head(channel: Channel, kind: Kind, request: int, length: int) -> None:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the peer closes the connection, soon."""
+    """True if the peer closes the connection, soon."""
     sock.settimeout(WAIT_S)
     try:
         while sock.recv(65_536):

@@ -64,7 +64,7 @@ class RolledOut:
         return self.member.presence.current().id
 
     def kv(self, number: int, chunks: int) -> npt.NDArray[np.float16]:
-        """Of another roll-out other bytes: which are right is the engine's affair, never the store's."""
+        """Another roll-out has other bytes: which are right is the engine's affair, never the store's."""
         made = kv_of(LAYOUT, tokens(number, chunks)).view(np.uint16) ^ np.uint16(len(self.label))
         return made.view(np.float16)
 

@@ -33,7 +33,7 @@ WORKER_PORT = 7070
 WORKER, CRON = "worker", "cron"
 """Names of services."""
 ENGINE, OPERATOR = "engine", "operator"
-"""Who else has a certificate."""
+"""The others that have a certificate."""
 IDENTITIES = {
     **{f"cert:{name}": {"*": "read"} for name in HOSTS},  # what peers may do with each other
     f"cert:{ENGINE}": {"": "write"},
@@ -45,7 +45,7 @@ ROOT_BYTES_MAX = 24 * MIB
 """What chunks may take: less than the trace has, so that every round of the collector has something to take."""
 MEMORY_BYTES = 24 * MIB
 BALLAST_LEFT_BYTES = 112 * MIB
-"""Of a disk: MooseFS puts nothing new on one that has less than 64 MiB beside what it keeps free."""
+"""Bytes of a disk: MooseFS puts nothing new on one that has less than 64 MiB beside what it keeps free."""
 JUNK = f"{MOUNT}/junk"
 FILL_S = 90.0
 SHARD_BITS = 4

@@ -1,4 +1,4 @@
-"""Whose a ticket is: who asked is in it, and others see and end only those of tenants that they may."""
+"""Access to tickets: a ticket names who asked, and others see and end only tickets of tenants that they may."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 
 
 def answers(port: int) -> bool:
-    """Whether it does now: a client that is cut off before it is let in asks again."""
+    """True if it answers now: a client that is cut off before it is let in asks again."""
     try:
         return get(port, "/api/overview")[0] == 200
     except OSError:

@@ -110,7 +110,7 @@ class Disk:
         return [image if whole else None for image, whole in zip(images, came, strict=True)]
 
     def has(self, chain: Chain, *indexes: int) -> bool:
-        """Whether these are there, and their bytes right."""
+        """True if these chunks are there, and their bytes right."""
         found = self.fetch(chain, *indexes)
         pairs = zip(found, indexes, strict=True)
         return all(image is not None and is_right(image, chain, index) for image, index in pairs)

@@ -42,7 +42,7 @@ def write_keys(path: Path, current: str | None, *names: str, tenant: str = TENAN
 
 
 def key_file(path: Path, current: str | None, *names: str, tenant: str = TENANT) -> KeyFile:
-    """The same, loaded, and looked at again whenever it is asked."""
+    """The key file, loaded, and looked at again whenever it is asked."""
     return KeyFile(write_keys(path, current, *names, tenant=tenant), look_s=0.0).load()
 
 
@@ -53,7 +53,7 @@ def kv_of(tokens: npt.NDArray[np.int64], seed: int = 0, layout: Layout = LAYOUT)
 
 
 def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """Whether both have the same bytes."""
+    """True if both have the same bytes."""
     return np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 

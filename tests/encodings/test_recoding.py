@@ -43,7 +43,7 @@ def all_recoded(member: Member, root: Path, act: Recoding) -> set[Outcome]:
 
 
 def encodings_of(root: Path) -> set[Encoding]:
-    """Of the chunks of tokens: blocks of noise do not get smaller."""
+    """The encodings of the chunks of tokens: blocks of noise do not get smaller."""
     headers = [decode_any(path.read_bytes()) for path in chunk_files(root)]
     return {header.encoding for header in headers if header.section_bytes == LAYOUT.section_bytes}
 

@@ -43,7 +43,7 @@ RECORDS_BYTES = RESERVE_BYTES + (256 << 10)
 OTHERS_BYTES = 64 * MIB
 WRITERS = 2
 PUTS = 6
-"""Of each writer: together half as much again as the limit."""
+"""Bytes of each writer: together half as much again as the limit."""
 BACKOFF_S = 0.02
 WAIT_S = 150.0
 

@@ -60,7 +60,7 @@ def kind_of(declaration: str) -> str:
 
 
 def fits(kind: str, given: Any) -> bool:
-    """Whether a ctypes type is how Python may give that type of C."""
+    """True if a ctypes type is how Python may give that type of C."""
     if not kind.endswith("*"):
         return given is NUMBERS[kind]
     structure = STRUCTURES.get(kind.removesuffix(" *"))

@@ -84,7 +84,7 @@ class Case:
         return found
 
     def get(self, wanted: Chain, first: int = 0) -> list[bool]:
-        """Which chunks of a chain are there and right."""
+        """The chunks of a chain that are there and right."""
         with self.tier.refer(wanted, first, len(wanted) - first) as slots:
             return self.read(wanted, slots, first, len(wanted))
 

@@ -80,7 +80,7 @@ def test_a_file_that_nobody_can_read_is_repaired_by_the_next_put(
 
 
 def _is_inode(root: Path, inode: int) -> Callable[[Name], bool]:
-    """Whether a name is that of one file, wherever it was moved."""
+    """True if a name is that of one file, wherever it was moved."""
 
     def is_it(name: Name) -> bool:
         path = root / name

@@ -38,7 +38,7 @@ def kv_of(tokens: Sequence[int], layout: Layout = LAYOUT, skip: int = 0) -> KvAr
 
 
 def is_kv_of(array: KvArray, tokens: Sequence[int], layout: Layout = LAYOUT) -> bool:
-    """Whether every byte is what the tokens determine."""
+    """True if every byte is what the tokens determine."""
     return array.tobytes() == kv_of(tokens, layout).tobytes()
 
 

@@ -160,12 +160,12 @@ class Acting:
         return image_bytes(self.chain(0, 1), 0)
 
     def in_memory(self, number: int, chunks: int) -> list[bool]:
-        """Which chunks of a prompt are in memory."""
+        """The chunks of a prompt that are in memory."""
         with self.memory.refer(self.chain(number, chunks), 0, chunks) as slots:
             return [entry is not None for entry in slots.entries]
 
     def on_disk(self, number: int, chunks: int) -> list[bool]:
-        """Which are on the local disk."""
+        """The chunks that are on the local disk."""
         assert self.tiers.disk is not None
         chain = self.chain(number, chunks)
         return [self.tiers.disk.leading(chain.leading(index + 1), index) == 1 for index in range(chunks)]
@@ -176,7 +176,7 @@ class Acting:
         return places.chunk(address, self.cache.namespace.id, self.identity.shard_bits)
 
     def on_root(self, number: int, chunks: int) -> list[bool]:
-        """Which are on the root, looked at behind the node's back."""
+        """The chunks that are on the root, looked at behind the node's back."""
         root = self.root.inner if isinstance(self.root, FaultyRoot) else self.root
         return [root.stat(self.name(number, index)) is not None for index in range(chunks)]
 

@@ -61,7 +61,7 @@ def lease_of(store: Store, hold: object) -> object:
 
 
 def test_a_killed_client_holds_nothing_after_its_lease() -> None:
-    """Of real processes, with the client's own renewals until then."""
+    """Real processes, with the client's own renewals until then."""
     with serving(worker_limits=WorkerLimits(hold_lease_s=4.0)) as served, connected(served) as store:
         store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
         child = subprocess.Popen(

@@ -152,7 +152,7 @@ def fill(pool: Any, page: int, seed: int) -> None:
 
 
 def same(left: Any, left_page: int, right: Any, right_page: int) -> bool:
-    """Whether two pages are equal bit for bit."""
+    """True if two pages are equal bit for bit."""
     a, b = left.page(left_page * PAGE), right.page(right_page * PAGE)
     return bool(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)))
 

@@ -80,7 +80,7 @@ class Answer:
     seconds: float
 
     def check_same(self, other: Answer) -> None:
-        """The same tokens, and the same log-probabilities to 5 decimals."""
+        """Asserts equal tokens, and equal log-probabilities to 5 decimals."""
         assert self.tokens == other.tokens
         for mine, others in zip(self.logprobs, other.logprobs, strict=True):
             assert [abs(a - b) < 0.5e-5 for a, b in zip(mine, others, strict=True)] == [True] * len(mine)
@@ -119,7 +119,7 @@ class Engine:
         return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens}))
 
     def begin(self, *prompts: list[int], tokens: int = 8) -> None:
-        """The same without waiting for the answer."""
+        """Asks without waiting for the answer."""
         self._send({"prompts": list(prompts), "tokens": tokens})
 
     def end(self) -> Answer:
