@@ -64,17 +64,17 @@ class SharedReads:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
-    """What one node writes files with: the names that only it uses, the incarnations it gives, the encodings."""
+class ChunkWriter:
+    """The parts that give a node's files their names, incarnations and encodings."""
 
     session: Callable[[], bytes]
-    """The session to stage under; another one when the node has joined anew."""
+    """The session to stage under; another one once the node has joined anew."""
     numbers: Iterator[int]
-    """Of the files staged under a session: no number comes twice."""
+    """Numbers for the names of staged files; none comes twice."""
     incarnations: Incarnations
     encodings: Encodings
     usage: NodeUsage
-    """How many bytes the node wrote, for collectors."""
+    """Counts the bytes that the node writes, for collectors."""
 
 
 class ChunkRuns:
@@ -84,7 +84,7 @@ class ChunkRuns:
         self,
         root: Root,
         shard_bits: int,
-        writer: Writer,
+        writer: ChunkWriter,
         known: Known,
         counters: Counters,
         quantum: Callable[[], int],

@@ -30,7 +30,7 @@ from kvstore.format.header import (
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunk_runs import ChunkRuns, Writer
+from kvstore.node.chunk_runs import ChunkRuns, ChunkWriter
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
@@ -80,7 +80,7 @@ class Chunks:
         self._counters = counters
         self.quantum_s = quantum_s
         self._clock = clock
-        self._writer = writer = Writer(session, numbers, incarnations, encodings, usage)
+        self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
         self.unreadable = Unreadable(root, clock)
         self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.unreadable)
 

@@ -94,3 +94,4 @@ class NodeOptions:
 
 
 AS_SHIPPED = NodeOptions()
+"""A node of which its operator said nothing."""
