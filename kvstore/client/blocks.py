@@ -74,7 +74,7 @@ class BlockCache:
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
-        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl))
+        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
@@ -90,9 +90,10 @@ class BlockCache:
 class BlockHold:
     """Blocks that were in the store when they were looked for. Release it, or use it as a context."""
 
-    def __init__(self, hold: PortBlockHold) -> None:
+    def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
         self._owner = Owner()
         self._hold = hold
+        self._cache = cache  # kept alive: a store of which nothing is left closes, and ends its holds
 
     @property
     def present(self) -> list[bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -128,7 +129,6 @@ class RemotePort:
         self._clock = clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
-        self._discovery = discovery
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
@@ -136,6 +136,14 @@ class RemotePort:
         self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), write)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
+        self.parts = ExitStack()
+        """What is closed with the port, last first; it does not refer to the port."""
+        self.parts.callback(self._tools.lanes.close)
+        self.parts.callback(self._watch.close)
+        self.parts.callback(self.endpoints.close)
+        self.parts.callback(self._tools.renewing.close)
+        if discovery is not None:
+            self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
     # Namespaces
 
@@ -360,7 +368,7 @@ class RemotePort:
         )  # fmt: skip
 
     def control(self) -> Control:
-        return Control(self._caller, self.endpoints, self.limits, self._clock)
+        return Control(self, self._caller, self.endpoints, self.limits, self._clock)
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         answers = self._caller.each("Stats", b"", self.limits.probe_s)
@@ -370,14 +378,8 @@ class RemotePort:
         }
 
     def close(self) -> None:
-        if not self.endpoints.owner.is_here:
-            return  # a forked child: threads and connections are its parent's
-        if self._discovery is not None:
-            self._discovery.close()  # first: the thread of the endpoints may be waiting for it
-        self._tools.renewing.close()
-        self.endpoints.close()
-        self._watch.close()
-        self._tools.lanes.close()
+        if self.endpoints.owner.is_here:  # in a forked child, threads and connections are its parent's
+            self.parts.close()
 
     def _mode(self, write: WriteMode | None) -> WriteMode | None:
         return self._tools.write if write is None else write
