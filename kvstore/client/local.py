@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
@@ -153,8 +152,7 @@ class LocalPort:
         return self._node.blocks.present(namespace, keys, deadline)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
-        # Held before anybody looks: what a sweep condemns from here on, it takes only after the hold (rule H2).
-        hold = self._node.holds.take(self._node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        hold = self._node.hold_blocks(namespace, ttl_s)
         try:
             return LocalBlockHold(self._node, namespace, hold, self.present_blocks(namespace, keys))
         except BaseException:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
@@ -205,6 +206,14 @@ class Node:
             self.holds.release(hold)
             raise
         return hold
+
+    def hold_blocks(self, namespace: Namespace, ttl_s: float | None = None) -> Hold:
+        """Holds all blocks of a namespace that no sweep has condemned yet: look for them after this (rule H2).
+
+        A collector deletes nothing that was condemned after a hold began, so the hold need not name what it is for.
+        Raises Overloaded where too many holds are alive.
+        """
+        return self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""

@@ -194,12 +194,17 @@ class Service:
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
         if not request.ttl_s >= 0:
             raise InvalidRequest(f"ttl_s is {request.ttl_s}: expected 0 or more")
-        chain = self.prompts.chain(request.namespace, request.tokens, call)
-        left_s = seconds_left(call, self._node.limits.match_deadline_s)
-        hold = self._node.hold(chain, request.ttl_s or None, left_s)
-        if not hold.count:
-            self._node.release(hold)
-            return pb.HoldResponse()
+        if request.blocks:
+            if request.tokens:
+                raise InvalidRequest("a Hold has both blocks and tokens: expected one of them")
+            hold = self._node.hold_blocks(self.prompts.namespace(request.namespace, call), request.ttl_s or None)
+        else:
+            chain = self.prompts.chain(request.namespace, request.tokens, call)
+            left_s = seconds_left(call, self._node.limits.match_deadline_s)
+            hold = self._node.hold(chain, request.ttl_s or None, left_s)
+            if not hold.count:
+                self._node.release(hold)
+                return pb.HoldResponse()
         self.holds.add(hold)
         lease_s = self._limits.hold_lease_s
         return pb.HoldResponse(hold=hold.id, chunks=hold.count, tokens=hold.tokens, lease_s=lease_s)
