@@ -1,7 +1,7 @@
 """Engine-hashed blocks for whoever verifies them at the other end: as open files, or as whole images.
 
-Apart from ``blocks.py``, which reads them into the caller's memory and verifies them there.  Nobody holds blocks for a
-client, so each is looked at when it is handed over: what a sweep has condemned counts as absent.
+Apart from ``blocks.py``, which reads them into the caller's memory and verifies them there.  Each is looked at when it
+is handed over: without a hold, what a sweep has condemned counts as absent.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Get of engine-hashed blocks over a bulk connection: what there is of them, by slots and files, or as bytes.
 
-Apart from gets of prompts, because nothing is held, a block that is missing ends nothing, and each has its own size.
+Apart from gets of prompts, because a block that is missing ends nothing, and each has its own size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 
 from kvstore.buffers import byte_length
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
+from kvstore.node.holds import Hold
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
@@ -37,6 +39,21 @@ TINY_BYTES = 1024
 """Pieces smaller than this on average are joined before they are sent: a copy is cheaper than a piece to the kernel."""
 WINDOWS = 2
 """On their way at once: one is sent while the next is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The blocks of one request, and the hold that they are read under, if any."""
+
+    wanted: Keyed
+    hold: Hold | None
+
+    def allowed(self, node: Node, indexes: range) -> Sequence[int]:
+        """Those that may be given: all under a hold, else those that no sweep has condemned. Raises HoldBroken."""
+        if self.hold is None:
+            return node.handed_blocks.allowed(self.wanted, indexes)
+        node.holds.check(self.hold)
+        return indexes
 
 
 class BlockGets:
@@ -70,14 +87,15 @@ class BlockGets:
         if mode != Mode.STREAM:
             context.allow_every()  # what is shared is not one tenant's alone (rule X8)
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
+        asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
             BlockStream(
-                self._node, channel, number, wanted, self._in_flight, self._calls, self._buffers, self._limits
+                self._node, channel, number, asked, self._in_flight, self._calls, self._buffers, self._limits
             ).send(context)
             return
         leases = self._leases if mode == Mode.SLOTS else None
-        handing = BlockHanding(self._node, channel, number, wanted, leases, context)
+        handing = BlockHanding(self._node, channel, number, asked, leases, context)
         given = handing.serve()
         self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(wanted.sizes_bytes[index] for index in given))
         from_files = [index for index in given if index not in handing.in_memory]
@@ -93,14 +111,15 @@ class BlockHanding:
         node: Node,
         channel: Channel,
         number: int,
-        wanted: Keyed,
+        asked: Asked,
         leases: Leases | None,
         context: CallContext,
     ) -> None:
         self._node = node
         self._channel = channel
         self._number = number
-        self._wanted = wanted
+        self._asked = asked
+        self._wanted = wanted = asked.wanted
         self._context = context
         self._handing = HandingOver(channel, number, len(wanted), leases)
         self._has_slots = leases is not None
@@ -116,7 +135,7 @@ class BlockHanding:
     def _answer(self, first: int, count: int) -> None:
         """One WANT: frames for each run of blocks that are to be had in the same way, or not at all."""
         blocks, deadline = self._node.handed_blocks, Deadline(self._node.clock, self._left_s())
-        allowed = blocks.allowed(self._wanted, range(first, first + count))
+        allowed = self._asked.allowed(self._node, range(first, first + count))
         how = dict.fromkeys(range(first, first + count), Kind.ABSENT)
         offsets: dict[int, int] = {}
         readers: dict[int, PosixReader] = {}
@@ -195,7 +214,7 @@ class BlockStream:
         node: Node,
         channel: Channel,
         number: int,
-        wanted: Keyed,
+        asked: Asked,
         in_flight: BytesInFlight,
         calls: Calls,
         buffers: Buffers,
@@ -204,7 +223,8 @@ class BlockStream:
         self._node = node
         self._channel = channel
         self._number = number
-        self._wanted = wanted
+        self._asked = asked
+        self._wanted = wanted = asked.wanted
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
@@ -234,7 +254,7 @@ class BlockStream:
 
     def _begin(self, window: Window, indexes: range, reserved: ExitStack, deadline: Deadline) -> None:
         blocks = self._node.handed_blocks
-        allowed = blocks.allowed(self._wanted, indexes)
+        allowed = self._asked.allowed(self._node, indexes)
         window.slots = slots = blocks.in_memory(self._wanted, allowed, deadline) if allowed else None
         if slots is not None:
             there = [index for index, entry in zip(allowed, slots.entries, strict=True) if entry is not None]
