@@ -69,8 +69,7 @@ class BlockCache:
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> BlockHold:
         """Looks which keys are in the store, and keeps garbage collection away from these until released.
 
-        At most ``ttl`` seconds, and the node's limit.  Through a worker it protects nothing: what is collected before
-        it is read is a miss.  Raises Overloaded where too many holds are alive.
+        At most ``ttl`` seconds, and the node's limit.  Raises Overloaded where too many holds are alive.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
@@ -101,7 +100,10 @@ class BlockHold:
         return self._hold.present
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
-        """As ``BlockCache.get``, for keys that are held. Raises HoldBroken where the hold has ended."""
+        """As ``BlockCache.get``, for keys that are held.
+
+        Raises HoldBroken where the hold has ended, or its worker does not answer.
+        """
         self._owner.check()
         checked = _checked_keys(keys)
         return self._hold.read(checked, _views(checked, buffers, writable=True))

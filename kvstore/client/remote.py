@@ -29,7 +29,7 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote_blocks import RemoteBlocks
+from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
@@ -297,8 +297,12 @@ class RemotePort:
             lambda: self._reopening(namespace, lambda: self._blocks.present(namespace, keys)), [False] * len(keys)
         )
 
-    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> UnheldBlocks:
-        return UnheldBlocks(self, namespace, self.present_blocks(namespace, keys))
+    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
+        try:
+            return self._reopening(namespace, lambda: self._blocks.hold(namespace, keys, ttl_s))
+        except Unavailable:
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
+            return self._blocks.unheld(namespace, keys)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         hits = [False] * len(keys)
@@ -486,21 +490,6 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return miss
-
-
-class UnheldBlocks:
-    """Blocks that were there when they were looked for. A worker holds none of them: what is collected is a miss."""
-
-    def __init__(self, port: RemotePort, namespace: Namespace, present: list[bool]) -> None:
-        self._port = port
-        self._namespace = namespace
-        self.present = present
-
-    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        return self._port.get_blocks(self._namespace, keys, buffers)
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
