@@ -38,7 +38,7 @@ from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.layers import LayerReader
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
@@ -94,7 +94,8 @@ class Node:
         """
         self.root = root
         self.identity = identity
-        self.limits = limits = limits or Limits()
+        limits = limits or Limits()
+        self._limits = CurrentLimits(limits)
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
@@ -127,9 +128,8 @@ class Node:
             self.tiers = TierStack(
                 arena,
                 settings,
-                lambda job, slots: self.puts.publish(job, slots),  # noqa: PLW0108 - puts are not there yet
                 self.counters,
-                limits,
+                self._limits,
                 clock,
                 ids,
                 durable=durable,
@@ -147,17 +147,24 @@ class Node:
         )
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers,
-            self.counters, limits, clock, durable=durable,
+            self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
+            # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
+            self.tiers.start(self.puts.publish)
             self._moving = Moving(
-                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, limits, clock
+                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
             )
-            self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
+            self._moves = Moves(self._moving.do, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """What the node allows itself now."""
+        return self._limits.now
 
     # Namespaces
 
@@ -382,12 +389,7 @@ class Node:
         """Takes over those of ``limits`` that may change at run time (``CHANGEABLE``); what is under way goes on as it
         was.
         """
-        self.limits = self.puts.limits = limits
-        if self._moving is not None:
-            self._moving.limits = limits
-            self._moves.moves_max = limits.moves_max
-        if self.tiers is not None:
-            self.tiers.behind.bytes_max = int(self.tiers.memory.size_bytes * limits.behind_share)
+        self._limits.now = limits
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
