@@ -152,12 +152,8 @@ class LocalPort:
         return self._node.blocks.present(namespace, keys, deadline)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
-        hold = self._node.hold_blocks(namespace, ttl_s)
-        try:
-            return LocalBlockHold(self._node, namespace, hold, self.present_blocks(namespace, keys))
-        except BaseException:
-            self._node.release(hold)
-            raise
+        hold, present = self._node.hold_blocks(namespace, keys, ttl_s)
+        return LocalBlockHold(self._node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)

@@ -114,34 +114,24 @@ class RemoteBlocks:
             return []
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
         raw = self._tools.caller.unary("MatchBlocks", sealed(request), self._tools.limits.match_s, keys[0])
-        return _present(raw, keys)
+        return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
 
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         """See ``Port.hold_blocks``. Raises Unavailable, Overloaded."""
         if not keys:
             return self.unheld(namespace, keys)
-        hold = sealed(pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, blocks=True))
-        look = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True))
-        match_s = self._tools.limits.match_s
+        request = sealed(pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys)))
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
-            answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(hold, timeout=left_s))
-            held = RemoteBlockHold(self, namespace, answer, endpoint, self._tools)
-            try:
-                # After the hold, and at the worker that has it: what that one has not heard to be condemned stays.
-                held.present = _present(endpoint.unary("MatchBlocks")(look, timeout=left_s), keys)
-            except BaseException:
-                held.release()
-                raise
-            return held
+            answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(request, timeout=left_s))
+            present = _each(answer.present, keys)
+            return RemoteBlockHold(self, namespace, present, answer, endpoint if answer.hold else None, self._tools)
 
-        return self._tools.caller.anywhere(send, match_s, keys[0])
+        return self._tools.caller.anywhere(send, self._tools.limits.match_s, keys[0])
 
     def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
         """A hold of nothing, for keys that no worker could look for."""
-        held = RemoteBlockHold(self, namespace, pb.HoldResponse(), None, self._tools)
-        held.present = [False] * len(keys)
-        return held
+        return RemoteBlockHold(self, namespace, [False] * len(keys), pb.HoldResponse(), None, self._tools)
 
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.
@@ -248,6 +238,7 @@ class RemoteBlockHold(HeldAtWorker):
         self,
         blocks: RemoteBlocks,
         namespace: Namespace,
+        present: list[bool],
         answer: pb.HoldResponse,
         endpoint: Endpoint | None,
         tools: Tools,
@@ -255,7 +246,7 @@ class RemoteBlockHold(HeldAtWorker):
         super().__init__(answer, endpoint, tools)
         self._blocks = blocks
         self._namespace = namespace
-        self.present: list[bool] = []
+        self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         hits, limits = [False] * len(keys), self._tools.limits
@@ -270,8 +261,8 @@ class RemoteBlockHold(HeldAtWorker):
         return hits
 
 
-def _present(raw: bytes, keys: Sequence[bytes]) -> list[bool]:
-    answer = pb.MatchBlocksResponse.FromString(raw)
-    if len(answer.present) != len(keys):
-        raise Unavailable(f"the worker answered for {len(answer.present)} blocks of {len(keys)}: repeat the call")
-    return [bool(each) for each in answer.present]
+def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
+    """What a worker says of each key. Raises Unavailable where it says nothing of some."""
+    if len(present) != len(keys):
+        raise Unavailable(f"the worker answered for {len(present)} blocks of {len(keys)}: repeat the call")
+    return [bool(each) for each in present]

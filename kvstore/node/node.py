@@ -214,13 +214,21 @@ class Node:
             raise
         return hold
 
-    def hold_blocks(self, namespace: Namespace, ttl_s: float | None = None) -> Hold:
-        """Holds all blocks of a namespace that no sweep has condemned yet: look for them after this (rule H2).
+    def hold_blocks(
+        self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None = None, deadline_s: float | None = None
+    ) -> tuple[Hold, list[bool]]:
+        """Holds the blocks that are in the store, and says for each key whether its block is.
 
-        A collector deletes nothing that was condemned after a hold began, so the hold need not name what it is for.
-        Raises Overloaded where too many holds are alive.
+        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
+        before anybody looks (rule H2).  Raises Overloaded where too many holds are alive.
         """
-        return self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        hold = self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        try:
+            deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
+            return hold, self.blocks.present(namespace, keys, deadline)
+        except BaseException:
+            self.holds.release(hold)
+            raise
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""

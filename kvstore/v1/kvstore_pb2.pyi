@@ -204,28 +204,30 @@ class GetStart(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "ttl_s", "blocks")
+    __slots__ = ("namespace", "tokens", "ttl_s", "keys")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     ttl_s: float
-    blocks: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., blocks: bool = ...) -> None: ...
+    keys: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class HoldResponse(_message.Message):
-    __slots__ = ("hold", "chunks", "tokens", "lease_s")
+    __slots__ = ("hold", "chunks", "tokens", "lease_s", "present")
     HOLD_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     hold: bytes
     chunks: int
     tokens: int
     lease_s: float
-    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    present: bytes
+    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., present: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("holds",)

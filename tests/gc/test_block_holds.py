@@ -18,7 +18,7 @@ from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import sealed
+from kvstore.wire.messages import pack_keys, sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually
@@ -133,7 +133,7 @@ def test_a_worker_lets_go_of_blocks_that_a_client_does_not_renew(c: Cluster) -> 
         with connected(worker.address) as store:
             store.namespace(SPACE.name, TINY).blocks.put(KEYS, BLOCKS)
             endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
-            held = pb.HoldRequest(namespace=SPACE.digest, blocks=True)
+            held = pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS))
             assert pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(held), timeout=PATIENCE_S)).hold
             assert c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4
     finally:
@@ -146,7 +146,7 @@ def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None
     worker.start()
     try:
         with connected(worker.address, bulk=path) as store:
-            store.namespace(SPACE.name, TINY)
+            store.namespace(SPACE.name, TINY).blocks.put(KEYS, BLOCKS)
             other = store.namespace("other", TINY).blocks
             endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
 
@@ -154,11 +154,11 @@ def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None
                 return pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(request), timeout=PATIENCE_S)).hold
 
             with pytest.raises(grpc.RpcError, match="expected one of them"):
-                hold(pb.HoldRequest(namespace=SPACE.digest, blocks=True, tokens=bytes(4)))
+                hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS), tokens=bytes(4)))
             other.put(KEYS, BLOCKS)
             held = other.hold(KEYS)._hold
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [True] * 4
-            held._lease.id = hold(pb.HoldRequest(namespace=SPACE.digest, blocks=True))  # type: ignore[attr-defined]
+            held._lease.id = hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS)))  # type: ignore[attr-defined]
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [False] * 4, "of another namespace"
     finally:
         worker.stop()
