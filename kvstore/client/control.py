@@ -91,7 +91,8 @@ class Control:
     Where ``worker`` is one of their addresses it is that one which is asked, else whichever is best.
     """
 
-    def __init__(self, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
+    def __init__(self, port: object, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
+        self._port = port  # kept alive: a port that is dropped closes the connections
         self._caller = caller
         self._endpoints = endpoints
         self._limits = limits

@@ -101,3 +101,16 @@ class Limits:
                 f"hold_max_s={self.hold_max_s} is under read_deadline_s={self.read_deadline_s}: "
                 "a hold must outlast the read it protects"
             )
+
+
+class CurrentLimits:
+    """The limits of one node as they are now.
+
+    Each part of the node that obeys one of ``CHANGEABLE`` reads it here whenever it needs it, so one assignment changes
+    it for all of them; what is under way goes on as it was.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self, limits: Limits) -> None:
+        self.now = limits

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
+from kvstore.node.limits import CurrentLimits
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
@@ -138,12 +139,10 @@ class Move:
 class Moves:
     """The tickets of one node: at most ``moves_max`` are unfinished. Thread-safe."""
 
-    def __init__(self, work: Callable[[Move], None], moves_max: int, deadline_s: float, clock: Clock) -> None:
-        """``work`` does one ticket, in a thread of this object; it raises KVStoreError on failure."""
+    def __init__(self, work: Callable[[Move], None], limits: CurrentLimits, clock: Clock) -> None:
+        """``work`` does one, in a thread of ours; it raises KVStoreError where that fails."""
         self._work = work
-        self.moves_max = moves_max
-        """May change at any time: tickets that exist stay."""
-        self._deadline_s = deadline_s
+        self._limits = limits
         self._clock = clock
         self._changed = Monitor()
         self._waiting: deque[Move] = deque()
@@ -156,14 +155,15 @@ class Moves:
 
     def begin(self, chain: Chain, act: Act, level: Level) -> Move:
         """Queues a ticket. Raises Overloaded if too many are unfinished, Unavailable after ``close``."""
-        move = Move(chain, act, level, Deadline(self._clock, self._deadline_s))
+        limits = self._limits.now
+        move = Move(chain, act, level, Deadline(self._clock, limits.move_deadline_s))
         with self._changed:
             if self._closed:
                 raise Unavailable("the store is closed: open it again")
             # Tickets cancelled while they waited do not count towards the limit.
             self._waiting = deque(each for each in self._waiting if not each.done)
-            if len(self) >= self.moves_max:
-                raise Overloaded(f"{self.moves_max} prefetches and moves are not done yet: back off")
+            if len(self) >= limits.moves_max:
+                raise Overloaded(f"{limits.moves_max} prefetches and moves are not done yet: back off")
             self._waiting.append(move)
             if len(self._threads) < min(MOVERS, len(self)):
                 thread = threading.Thread(target=self._run, name="kvstore-move", daemon=True)

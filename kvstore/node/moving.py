@@ -15,7 +15,7 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
@@ -43,7 +43,7 @@ class Moving:
         lanes: Lanes,
         view: View,
         publish: Publish,
-        limits: Limits,
+        limits: CurrentLimits,
         clock: Clock,
     ) -> None:
         self._tiers = tiers
@@ -52,8 +52,7 @@ class Moving:
         self._lanes = lanes
         self._view = view
         self._publish = publish
-        self.limits = limits
-        """Its deadlines may change at any time."""
+        self._limits = limits
         self._clock = clock
         self._writing = threading.Lock()
 
@@ -70,7 +69,7 @@ class Moving:
             self._release(move)
             return
         chain = move.chain.leading(self._view.leading(move.chain.addresses))
-        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self.limits.read_deadline_s)))
+        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.now.read_deadline_s)))
         if move.level is Level.MEMORY:
             self._to_memory(move, chain)
         elif move.level is Level.DISK:
@@ -124,7 +123,7 @@ class Moving:
             stop = min(len(chain), at + _step(chain))
             if not self._settle(move, chain, at, stop - at):
                 break
-            found = self._on_root(chain, at, stop, self._deadline(move, self.limits.match_deadline_s))
+            found = self._on_root(chain, at, stop, self._deadline(move, self._limits.now.match_deadline_s))
             if at + found < stop:
                 written = self._write(move, chain, at + found, stop)
                 if not found + written:
@@ -141,7 +140,7 @@ class Moving:
 
     def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> int:
         """Brings chunks into memory, on several lanes at once; returns how many leading ones are there then."""
-        deadline = self._deadline(move, self.limits.read_deadline_s)
+        deadline = self._deadline(move, self._limits.now.read_deadline_s)
         size = -(-(stop - first) // width)
 
         def bring(number: int) -> bool:
@@ -161,7 +160,7 @@ class Moving:
         self._tiers.encodings.learn(chain.namespace)  # these chunks do not pass through memory, which would learn it
         for start in range(first, stop, self._lanes.width):
             end = min(stop, start + self._lanes.width)
-            images = self._read(chain, start, end, disk, self._deadline(move, self.limits.read_deadline_s))
+            images = self._read(chain, start, end, disk, self._deadline(move, self._limits.now.read_deadline_s))
             for index, image in images.items():
                 # One after the other, and in this thread: no other ticket takes the room that one makes, and no lane
                 # waits.
@@ -219,7 +218,7 @@ class Moving:
         The root lacks chunks of low priority (rule W4), those that could not be written in time, and those that it
         lost.
         """
-        memory, deadline = self._tiers.memory, self._deadline(move, self.limits.read_deadline_s)
+        memory, deadline = self._tiers.memory, self._deadline(move, self._limits.now.read_deadline_s)
         self._lanes.run(
             lambda: self._reads.bring(chain, first, stop, deadline, even_once=True, even_root=False), deadline
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
@@ -36,7 +37,7 @@ from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.layers import LayerReader
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
@@ -92,7 +93,8 @@ class Node:
         """
         self.root = root
         self.identity = identity
-        self.limits = limits = limits or Limits()
+        limits = limits or Limits()
+        self._limits = CurrentLimits(limits)
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
@@ -125,9 +127,8 @@ class Node:
             self.tiers = TierStack(
                 arena,
                 settings,
-                lambda job, slots: self.puts.publish(job, slots),  # noqa: PLW0108 - puts are not there yet
                 self.counters,
-                limits,
+                self._limits,
                 clock,
                 ids,
                 durable=durable,
@@ -145,17 +146,24 @@ class Node:
         )
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers,
-            self.counters, limits, clock, durable=durable,
+            self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
+            # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
+            self.tiers.start(self.puts.publish)
             self._moving = Moving(
-                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, limits, clock
+                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
             )
-            self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
+            self._moves = Moves(self._moving.do, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """What the node allows itself now."""
+        return self._limits.now
 
     # Namespaces
 
@@ -204,6 +212,22 @@ class Node:
             self.holds.release(hold)
             raise
         return hold
+
+    def hold_blocks(
+        self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None = None, deadline_s: float | None = None
+    ) -> tuple[Hold, list[bool]]:
+        """Holds the blocks that are in the store, and says for each key whether its block is.
+
+        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
+        before anybody looks (rule H2).  Raises Overloaded where too many holds are alive.
+        """
+        hold = self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        try:
+            deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
+            return hold, self.blocks.present(namespace, keys, deadline)
+        except BaseException:
+            self.holds.release(hold)
+            raise
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""
@@ -350,12 +374,7 @@ class Node:
         """Takes over those of ``limits`` that may change at run time (``CHANGEABLE``); what is under way goes on as it
         was.
         """
-        self.limits = self.puts.limits = limits
-        if self._moving is not None:
-            self._moving.limits = limits
-            self._moves.moves_max = limits.moves_max
-        if self.tiers is not None:
-            self.tiers.behind.bytes_max = int(self.tiers.memory.size_bytes * limits.behind_share)
+        self._limits.now = limits
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""

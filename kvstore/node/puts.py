@@ -20,7 +20,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
@@ -61,15 +61,14 @@ class Puts:
         reads: TieredReads,
         tiers: TierStack | None,
         counters: Counters,
-        limits: Limits,
+        limits: CurrentLimits,
         clock: Clock,
         *,
         durable: bool,
     ) -> None:
         self.tiers = tiers
         self.counters = counters
-        self.limits = limits
-        """Its deadlines may change at any time; puts under way keep theirs."""
+        self._limits = limits
         self._chunks = chunks
         self._lanes = lanes
         self._view = view
@@ -116,9 +115,8 @@ class Puts:
         # for that.
         chain, found = wanted.leading(self._view.leading(wanted.addresses)), 0
         if skips or mode is WriteMode.BEHIND:
-            # A root that does not answer must not use up the time for copying: chunks that only the root may have count
-            # as absent.
-            look = Deadline(self._clock, min(deadline.left_s(), self.limits.match_deadline_s))
+            # A root that does not answer must not take the time for copying: what only it may have counts as absent.
+            look = Deadline(self._clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
@@ -192,7 +190,7 @@ class Puts:
 
         A put or pin must not build on a hole.
         """
-        deadline = Deadline(self._clock, self.limits.match_deadline_s)
+        deadline = Deadline(self._clock, self._limits.now.match_deadline_s)
         return self._leading(
             chain, count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline
         )
@@ -321,4 +319,4 @@ class Puts:
         return min(missing)
 
     def _deadline(self, asked_s: float | None) -> Deadline:
-        return Deadline(self._clock, self.limits.write_deadline_s if asked_s is None else asked_s)
+        return Deadline(self._clock, self._limits.now.write_deadline_s if asked_s is None else asked_s)

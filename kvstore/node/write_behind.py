@@ -17,6 +17,7 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Wanted
@@ -64,25 +65,17 @@ Raises the root's errors, after which some chunks may be there.
 
 
 class WriteBehind:
-    """Bounded by ``bytes_max``; a chunk not written within ``give_up_s`` is lost, and counted. Thread-safe."""
+    """Bounded by ``bytes_max``; what cannot be written within ``behind_give_up_s`` is lost, and counted. Thread-safe.
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        publish: Publish,
-        counters: Counters,
-        clock: Clock,
-        *,
-        bytes_max: int,
-        give_up_s: float,
-    ) -> None:
+    ``start`` it before anything is added.
+    """
+
+    def __init__(self, memory: MemoryTier, counters: Counters, limits: CurrentLimits, clock: Clock) -> None:
         self._memory = memory
-        self._publish = publish
+        self._publish: Publish | None = None
         self._counters = counters
+        self._limits = limits
         self._clock = clock
-        self.bytes_max = bytes_max
-        """May change at any time: what waits stays."""
-        self._give_up_s = give_up_s
         self._changed = Monitor()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
@@ -95,6 +88,15 @@ class WriteBehind:
         self._close_said = False
         """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
         self._threads: list[threading.Thread] = []
+
+    def start(self, publish: Publish) -> None:
+        """Has ``publish`` write each job: it needs the memory that this queue belongs to, so it is made after both."""
+        self._publish = publish
+
+    @property
+    def bytes_max(self) -> int:
+        """Bytes that may wait; where that becomes less, what waits stays."""
+        return int(self._memory.size_bytes * self._limits.now.behind_share)
 
     @property
     def size_bytes(self) -> int:
@@ -117,8 +119,9 @@ class WriteBehind:
 
     def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
+        assert self._publish is not None
         now_s = self._clock.monotonic_s()
-        job = Job(wanted, first, count, hints, size_bytes, now_s + self._give_up_s, now_s + AFTER_S)
+        job = Job(wanted, first, count, hints, size_bytes, now_s + self._limits.now.behind_give_up_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
             if not self._closed:
@@ -240,6 +243,7 @@ class WriteBehind:
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False if the job should be tried again."""
+        assert self._publish is not None
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             if not any(slots.entries):
                 return True  # memory has none of it any more: cleared, or damaged

@@ -73,6 +73,19 @@ class Prompts:
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
         return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
 
+    def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
+        """The hold to read blocks of ``namespace`` under; None where the request names none.
+
+        Raises HoldBroken where it has ended, InvalidRequest where it is one of another namespace.
+        """
+        if not hold_id:
+            return None
+        hold = self._holds.find(hold_id)
+        if hold.chain.namespace.digest != namespace.digest:
+            raise InvalidRequest("the hold is of another namespace: expected one that Hold gave for this namespace")
+        self._member.node.holds.check(hold)
+        return hold
+
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""
         if self._behind.chunks_count:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
+from kvstore.client.dropping import close_when_dropped
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format.checksum import checksum
@@ -61,7 +62,9 @@ def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = No
 def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:
     """A store on ``root``, closed like any other."""
     opened = PosixRoot(root) if isinstance(root, Path) else root
-    return Store(LocalPort(member_on(opened, limits, clock)))
+    member = member_on(opened, limits, clock)
+    port = LocalPort(member)
+    return Store(port, close_when_dropped(port, member.close, opened.url))
 
 
 def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: bytes = b"") -> npt.NDArray[Any]:

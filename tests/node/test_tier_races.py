@@ -18,6 +18,7 @@ from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
+from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.memory_puts import MemoryPuts
 from kvstore.node.wanted import image_bytes, keyed
 from kvstore.node.write_behind import WriteBehind
@@ -138,15 +139,11 @@ class Interrupting(SystemClock):
 
 def queue_of(case: Case, chunks: int) -> WriteBehind:
     """With room for so many chunks; nothing is written."""
-    size_bytes = image_bytes(small_chain(1, 1), 0)
-    return WriteBehind(
-        case.tier,
-        lambda job, slots: 0,
-        case.tier._counters,
-        SystemClock(),
-        bytes_max=chunks * size_bytes,
-        give_up_s=9.0,
-    )
+    share = (chunks * image_bytes(small_chain(1, 1), 0) + 0.5) / case.tier.size_bytes  # exactly so many, rounded down
+    limits = CurrentLimits(Limits(behind_share=share))
+    behind = WriteBehind(case.tier, case.tier._counters, limits, SystemClock())
+    behind.start(lambda job, slots: 0)
+    return behind
 
 
 def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:

@@ -26,10 +26,20 @@ from kvstore.wire.traces import traced
 
 
 class BlockReading:
-    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified."""
+    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified.
+
+    ``hold`` is the id of a hold of the worker to read under; empty where there is none.
+    """
 
     def __init__(
-        self, link: Link, wanted: Keyed, buffers: Pieces, hits: list[bool], lanes: FileLanes, limits: ClientLimits
+        self,
+        link: Link,
+        wanted: Keyed,
+        buffers: Pieces,
+        hits: list[bool],
+        lanes: FileLanes,
+        limits: ClientLimits,
+        hold: bytes = b"",
     ) -> None:
         self._link = link
         self._wanted = wanted
@@ -37,6 +47,7 @@ class BlockReading:
         self._hits = hits
         self._lanes = lanes
         self._limits = limits
+        self._hold = hold
         self.damaged: list[int] = []
         """Those that came and were not right."""
 
@@ -136,7 +147,10 @@ class BlockReading:
         """Sends the request: its number, and how long it may take."""
         asked, limits = self._wanted.picked(indexes), self._limits
         request = pb.GetBlocksRequest(
-            namespace=asked.namespace.digest, keys=pack_keys(asked.keys), sizes=pack_sizes(asked.sizes_bytes)
+            namespace=asked.namespace.digest,
+            keys=pack_keys(asked.keys),
+            sizes=pack_sizes(asked.sizes_bytes),
+            hold=self._hold,
         )
         timeout_s = limits.stream_s(limits.read_s, sum(asked.sizes_bytes))
         channel, number = self._link.channel, self._link.next_number()

@@ -1,23 +1,27 @@
-"""What a get over a bulk connection asks for: the same to whoever streams it and to whoever hands it over."""
+"""What a get over a bulk connection asks for: the same to the stream of images and to what hands them over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.node.holds import Hold
+from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted
-
-
-def _is_held() -> None:
-    """Nobody holds blocks for a client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The chunks of a prompt under a hold, or engine-hashed blocks."""
+    """The chunks of a prompt, or engine-hashed blocks, and the hold that they are read under, if any."""
 
     wanted: Wanted
-    check: Callable[[], None] = _is_held
-    """Raises HoldBroken if the hold has ended."""
+    hold: Hold | None = None
     memory_only: bool = False
     """Nothing is given but what memory has: the client is a peer (rule P2)."""
+
+    def allowed(self, node: Node, indexes: range) -> Sequence[int]:
+        """Return the indexes that may be given: all under a hold, else what no sweep has condemned. Raises HoldBroken."""
+        if self.hold is None:
+            return node.handing.allowed(self.wanted, indexes)
+        node.holds.check(self.hold)
+        return indexes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
@@ -61,7 +60,7 @@ class BulkGets:
             return
         with self._prompts.held(request, context) as (hold, count):
             self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
-            asked = Asked(hold.chain, partial(self._node.holds.check, hold))
+            asked = Asked(hold.chain, hold)
             if mode != Mode.STREAM:
                 handing = self._handing(channel, number, mode, asked, count, context)
                 good = handing.serve()
@@ -85,15 +84,16 @@ class BulkGets:
         request = parse(pb.GetBlocksRequest, message)
         self._check_mode(channel, mode, context)
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
+        asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
-            stream = self._stream(channel, number, Asked(wanted))
+            stream = self._stream(channel, number, asked)
             try:
                 stream.send(0, len(wanted), context)
             finally:
                 self._node.handing.used(wanted, sorted(stream.sent))
             return
-        handing = self._handing(channel, number, mode, Asked(wanted), len(wanted), context)
+        handing = self._handing(channel, number, mode, asked, len(wanted), context)
         handing.serve()
         self._count(handing, wanted, handing.given)
         self._node.handing.used(wanted, handing.given)

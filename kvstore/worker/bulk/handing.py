@@ -125,10 +125,9 @@ class ImageHanding:
 
     def _answer(self, first: int, count: int) -> None:
         """One WANT: frames for each run of chunks that are to be had in the same way, or not at all."""
-        self._asked.check()
         handing, deadline = self._node.handing, Deadline(self._node.clock, self._left_s())
         indexes = range(first, first + count)
-        allowed = handing.allowed(self._wanted, indexes)
+        allowed = self._asked.allowed(self._node, indexes)
         how = dict.fromkeys(indexes, Kind.ABSENT)
         offsets: dict[int, int] = {}
         readers: dict[int, PosixReader] = {}

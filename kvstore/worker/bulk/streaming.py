@@ -113,9 +113,8 @@ class ImageStream:
         return [image_bytes(self._wanted, index) for index in indexes]
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
-        self._asked.check()
         handing = self._node.handing
-        allowed = handing.allowed(self._wanted, window.indexes)
+        allowed = self._asked.allowed(self._node, window.indexes)
         if allowed:
             window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
         if window.slots is not None:
