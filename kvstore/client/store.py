@@ -161,7 +161,6 @@ def open(
 
     ``label`` is what a roll-out is called: it is on record beside all that this process writes, and
     ``kvstore clear --written-by label=...`` takes that back.
-
     ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root and the local disk
     (kvstore/encodings/ENCODINGS.md); it is read again when it changes.
 

@@ -20,7 +20,7 @@ class Asked:
     """Nothing is given but what memory has: the client is a peer (rule P2)."""
 
     def allowed(self, node: Node, indexes: range) -> Sequence[int]:
-        """Return the indexes that may be given: all under a hold, else what no sweep has condemned. Raises HoldBroken."""
+        """Return the indexes that may be given: under a hold all, else those not condemned. Raises HoldBroken."""
         if self.hold is None:
             return node.handing.allowed(self.wanted, indexes)
         node.holds.check(self.hold)
