@@ -89,7 +89,7 @@ class MemoryPuts:
         slots: list[tuple[int, Slot]],
     ) -> None:
         """Claims room for those that are not ``there``; adds slots with their indexes, and updates ``there``."""
-        own: set[Address] = set()  # a block that is given twice is claimed once
+        own: dict[Address, int] = {}  # a block that is given twice is claimed once
         try:
             for at in range(len(there)):
                 if there[at]:
@@ -98,12 +98,12 @@ class MemoryPuts:
                 if slot is not None:
                     there[at] = True
                     slots.append((first + at, slot))
-                    own.add(slot.entry.address)
+                    own[slot.entry.address] = slot.entry.size_bytes
                 elif isinstance(wanted, Chain):
                     there[at:] = [False] * (len(there) - at)
                     break
                 else:
-                    there[at] = wanted.addresses[first + at] in own
+                    there[at] = own.get(wanted.addresses[first + at]) == image_bytes(wanted, first + at)
         except BaseException:
             # Interrupted (Ctrl-C): nobody could claim again a slot that is claimed and never filled.
             self._memory.drop([slot for _, slot in slots])

@@ -58,7 +58,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._memory = arena.memory
         self._readable = arena.memory.toreadonly()
-        self._filling: set[Address] = set()
+        self._filling: dict[Address, int] = {}
         self._leases: dict[Entry, int] = {}
         self._leased_bytes = 0
         self._released: deque[References] = deque()
@@ -167,7 +167,7 @@ class MemoryTier:
             evicted_count = inventory.evicted_count - evicted_count
             slot = None
             if entry is not None:
-                self._filling.add(place.address)
+                self._filling[place.address] = size_bytes
                 slot = Slot(entry, self._memory[entry.offset : entry.offset + size_bytes])
             is_full = slot is None and place.address not in self._filling and not inventory.find(place.address)
         if evicted_count:
@@ -183,7 +183,7 @@ class MemoryTier:
         """
         with self._lock:
             for slot in slots:
-                self._filling.discard(slot.entry.address)
+                self._filling.pop(slot.entry.address, None)
                 if fetched and self._standing.forbids(slot.entry.namespace, incarnation_at(slot.memory)):
                     self._inventory.drop(slot.entry)
                 self._inventory.ready(slot.entry)
@@ -193,7 +193,7 @@ class MemoryTier:
         """Gives back the room of slots that will not be filled."""
         with self._lock:
             for slot in slots:
-                self._filling.discard(slot.entry.address)
+                self._filling.pop(slot.entry.address, None)
                 self._inventory.drop(slot.entry)
                 self._inventory.unrefer(slot.entry)
 
@@ -218,9 +218,13 @@ class MemoryTier:
             return wanted.addresses[index] in self._filling
 
     def is_taken(self, wanted: Wanted, index: int) -> bool:
-        """True if a chunk is here, or somebody is bringing it: a claim of it fails then, even if there is room."""
+        """True if a chunk is here, or somebody is bringing it: a claim of it fails then, even if there is room.
+
+        False for a block that is here with another size.
+        """
         with self._lock:
-            return wanted.addresses[index] in self._filling or self._inventory.find(wanted.addresses[index]) is not None
+            coming_bytes = self._filling.get(wanted.addresses[index])
+            return coming_bytes == image_bytes(wanted, index) or self._found(wanted, index) is not None
 
     def admits(self, wanted: Wanted, index: int) -> bool:
         """True if a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); notes the request."""
@@ -243,6 +247,12 @@ class MemoryTier:
         with self._lock:
             for entry in entries:
                 self._inventory.clean(entry)
+
+    def drop_entries(self, entries: Sequence[Entry]) -> None:
+        """Drops chunks that the root will not get: it has others under their names."""
+        with self._lock:
+            for entry in entries:
+                self._inventory.drop(entry)
 
     def victims(self, bytes_wanted: int) -> Victims:
         """Returns the next chunks to evict, at least so many bytes if there are; keeps them until it is released."""

@@ -341,8 +341,9 @@ class Node:
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
 
-        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. Raises
-        Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
+        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. A put
+        behind does not look at the root: if that has a block of another size, the answer is True and a read misses.
+        Raises Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
         """
         wanted = keyed(namespace, keys, list(map(len, buffers)))
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)

@@ -121,12 +121,15 @@ class Puts:
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
             return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)), sheds=sheds)
-        root, present = self._begin_root(chain, max(first, found), hints, deadline, vouched)
+        begin = max(first, found)
+        root, present = self._begin_root(chain, begin, hints, deadline, vouched)
         if root is None and found > first:
             # Peers or the local disk have the matched chunks, but neither the root nor memory does: the caller must
             # bring all.
-            root, present = self._begin_root(chain, first, hints, deadline, vouched)
-        there = np.arange(len(chain)) < (present if root is None else root.publication.first)
+            begin = first
+            root, present = self._begin_root(chain, begin, hints, deadline, vouched)
+        # Those before it are there, or on their way from memory (rule W5).
+        there = np.arange(len(chain)) < (present if root is None else begin)
         return Write(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None, hints: Hints = DEFAULT) -> WriteMode:
@@ -221,8 +224,12 @@ class Puts:
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )
-        there = self._store(root, images, 0, len(part), deadline) & self.unswept(part)
-        return next((index for index, is_there in zip(right, there.tolist(), strict=True) if not is_there), stop)
+        there, unswept = self._store(root, images, 0, len(part), deadline), self.unswept(part)
+        # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
+        hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
+        entries = [slots.entries[index - slots.first] for index in hopeless]
+        memory.drop_entries([entry for entry in entries if entry is not None])
+        return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
     def _store(self, root: RootWrite, source: Sections, first: int, count: int, deadline: Deadline) -> Mask:
         """Stores chunks that have all arrived; returns which are there."""

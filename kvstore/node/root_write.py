@@ -72,15 +72,23 @@ class RootWrite:
         self._ended()
         return self.publication.there()
 
-    def abandon(self, wait_s: float = DISCARD_S) -> None:
+    def abandon(self, wait_s: float = DISCARD_S) -> bool:
         """Publishes nothing more, and removes what is staged; waits at most ``wait_s`` for that. Idempotent.
 
-        Does not release the memory of runs on their way: a lane may still read it.
+        Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
         """
+        is_read = False
         if not self.publication.is_abandoned:
             self._counters.add(NodeCount.PUT_FAILED)
-        self._pending.clear()
         staged = self.publication.abandon()
+        while self._pending:
+            run, release = self._pending.popleft()
+            run.stop()
+            if not run.join(wait_s):
+                self._pending.clear()  # in order: those behind it are not released either
+                is_read = True
+                break
+            release()
         try:
             batch = self._lanes.start(len(staged), lambda at: self.publication.discard(staged[at]))
             if wait_s:
@@ -88,6 +96,7 @@ class RootWrite:
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
         self._ended()
+        return not is_read
 
     def _wait(self, deadline: Deadline) -> None:
         """Waits for the oldest run."""

@@ -6,8 +6,8 @@ table that it follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,8 +120,14 @@ class Write:
         if self._root is None:
             release()
             return
-        with self._root_may_refuse():
+        try:
             self._add_to_root(self._root, source, new, deadline, release)
+        except KVStoreError:
+            if self.mode is not WriteMode.BEHIND:
+                raise
+            # As much as memory took is put, whatever the root does with the rest.
+            if self._root.abandon():
+                release()
 
     def finish(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
@@ -129,10 +135,14 @@ class Write:
             return Written(self._found, 0, 0, 0)
         there, chunks, size_bytes = self._there, self._absorbed, self._absorbed_bytes
         if self._root is not None:
-            with self._root_may_refuse():
+            try:
                 self._root.finish(deadline)
+            except KVStoreError:
+                if self.mode is not WriteMode.BEHIND:
+                    raise
             publication = self._root.publication
-            there = there | publication.there()
+            # Parents from memory were only on their way when this began.
+            there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
         there = there & self._puts.unswept(self._wanted)  # a chunk condemned during its put counts as absent
         if self._is_chain:
@@ -149,16 +159,6 @@ class Write:
         """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
         if self._root is not None:
             self._root.abandon()
-
-    @contextmanager
-    def _root_may_refuse(self) -> Iterator[None]:
-        """Swallows the root's errors of a put behind: what memory took is put, whatever the root does with the rest."""
-        try:
-            yield
-        except KVStoreError:
-            if self.mode is not WriteMode.BEHIND:
-                raise
-            self.abandon()
 
     @property
     def _tiers(self) -> TierStack:
@@ -215,6 +215,8 @@ class Write:
 
     def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
         """Copies chunks that are on the root now into memory as well."""
+        if root.publication.is_abandoned:
+            return
         if not self._is_chain:
             new = new[root.publication.there()[new]]  # another writer's block may have another size
         if new.size:

@@ -149,7 +149,7 @@ MEMORY = [
     mutant(
         "put-behind-fails-with-the-root",
         "MEMORY W1: a put behind says what memory took, whatever the root does",
-        edit("kvstore.node.write:Write._root_may_refuse", "if self.mode is not WriteMode.BEHIND:", "if True:"),
+        edit("kvstore.node.write:Write.finish", "if self.mode is not WriteMode.BEHIND:", "if True:"),
         "node/test_write.py::test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took",
     ),
 ]
