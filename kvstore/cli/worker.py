@@ -161,7 +161,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     """Serves until ``ending`` is asked for; what is to be undone then is left to ``undo``."""
     from kvstore.cli.tracing import start_tracing
     from kvstore.peers.joining import join_peers
-    from kvstore.worker.metrics import start_metrics
+    from kvstore.worker.metrics_server import start_metrics
     from kvstore.worker.worker import Worker
 
     _raise_file_limit()

@@ -28,7 +28,7 @@ from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.metrics import start_metrics
+from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
 from tests.etcd_fixture import running_etcd
 from tests.node.stores import SMALL, kv_of, member_on, same
