@@ -45,11 +45,13 @@ test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and 
 
 check: lint types contracts fast ## format, lint, types, import contracts, fast tests: some minutes
 
-lint: $(READY) ## formatting and lint
+lint: $(READY) ## formatting, lint and dead code
 	@echo "== format"
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . | head -40; echo "run: make format"; exit 1; }
 	@echo "== lint"
 	@$(BIN)/ruff check --quiet .
+	@echo "== dead code"
+	@$(BIN)/vulture
 
 types: $(READY) ## strict type checking
 	@echo "== types"

@@ -22,7 +22,7 @@ FOLDER = Path("kvstore") / "native"
 LIBRARY = "libkvstore.so"
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-s")
 COMPILE_S = 900
-"""It takes two seconds of a processor's time. A machine that is busy or suspended is no reason for pure Python."""
+"""It takes two seconds of processor time. A busy or suspended machine must not end up with pure Python."""
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

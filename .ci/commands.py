@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-SOURCE = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(SOURCE), str(SOURCE / "gc")]
+from kvstore.cli.app import app
+from kvstore_gc.cli import command as collector
 
-from kvstore.cli.app import app  # noqa: E402
-from kvstore_gc.cli import command as collector  # noqa: E402
-
-PAGE = SOURCE / "docs" / "commands.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
 
 Made from the commands by `make docs`; do not edit. `kvstore COMMAND --help` prints the same. Every command that prints

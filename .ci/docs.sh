@@ -7,20 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 . .ci/python.sh
 
-venv=.cache/docs/venv
-mkdir -p .cache/docs
-if command -v flock >/dev/null 2>&1; then
-    exec 9>.cache/docs.lock
-    flock 9
-fi
-wanted=$(sha256sum <.ci/docs.lock)
-if [ "$(cat $venv/.locked 2>/dev/null || :)" != "$wanted" ]; then
-    echo "kvstore: installing mkdocs in $venv"
-    python=$(find_python)
-    make_venv "$python" $venv
-    $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r .ci/docs.lock
-    echo "$wanted" >$venv/.locked
-fi
+locked_venv docs "mkdocs"
 .venv/bin/python .ci/commands.py
 .venv/bin/python .ci/stage_docs.py .cache/docs/pages
 # The theme warns of its end of life in May 2027 at each build.

@@ -9,20 +9,7 @@ set -eu
 cd "$(dirname "$0")/.."
 . .ci/python.sh
 
-venv=.cache/proto/venv
-mkdir -p .cache/proto
-if command -v flock >/dev/null 2>&1; then
-    exec 9>.cache/proto.lock
-    flock 9
-fi
-wanted=$(sha256sum <.ci/proto.lock)
-if [ "$(cat $venv/.locked 2>/dev/null || :)" != "$wanted" ]; then
-    echo "kvstore: installing the pinned protobuf generator in $venv"
-    python=$(find_python)
-    make_venv "$python" $venv
-    $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r .ci/proto.lock
-    echo "$wanted" >$venv/.locked
-fi
+locked_venv proto "the pinned protobuf generator"
 
 out=.cache/proto/out
 rm -rf $out

@@ -1,7 +1,7 @@
-# Finding a Python interpreter; sourced by the other scripts here.
+# Finds a Python interpreter and makes virtual environments; the other scripts here source it.
 #
-# Separate because three scripts need the same answer, and because a name on PATH proves nothing: a version manager's
-# shim may exist and still refuse to run, so each candidate is started once.
+# A name on PATH proves nothing: a version manager's shim may exist and still refuse to run, so each candidate is
+# started once.
 
 # python_is MINIMUM MAXIMUM COMMAND: COMMAND runs and its version lies between both, inclusive ("3 11" style).
 python_is() {
@@ -47,5 +47,24 @@ make_venv() {
         echo "kvstore: $1 cannot make virtual environments: its venv or ensurepip module is missing." >&2
         echo "kvstore: on Debian or Ubuntu: apt-get install python$version-venv (or python3-venv), then run make again" >&2
         return 1
+    fi
+}
+
+# locked_venv NAME CONTENT: .cache/NAME/venv with all that .ci/NAME.lock pins, each package checked against its hash.
+# Sets $venv. Of two scripts at once the second waits until the first ends.
+locked_venv() {
+    venv=.cache/$1/venv
+    mkdir -p ".cache/$1"
+    if command -v flock >/dev/null 2>&1; then
+        exec 9>".cache/$1.lock"
+        flock 9
+    fi
+    wanted=$(sha256sum <".ci/$1.lock")
+    if [ "$(cat "$venv/.locked" 2>/dev/null || :)" != "$wanted" ]; then
+        echo "kvstore: installing $2 in $venv"
+        python=$(find_python)
+        make_venv "$python" "$venv"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r ".ci/$1.lock"
+        echo "$wanted" >"$venv/.locked"
     fi
 }

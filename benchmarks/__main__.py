@@ -31,7 +31,7 @@ QUICK = "a quick run: fewer and smaller cases"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What runs under a name."""
+    """One benchmark by its name."""
 
     about: str
     run: Callable[[Options, argparse.Namespace | None], Result]

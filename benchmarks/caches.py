@@ -96,14 +96,14 @@ class Lfu:
 
 
 class _Queued(ABC):
-    """What FIFO, SIEVE and S3-FIFO share: which blocks are there, and how many continue each."""
+    """The common base of FIFO, SIEVE and S3-FIFO: the blocks that are there, and the number that continue each."""
 
     def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
         self._parents = blocks.parents.tolist()
         self._capacity = capacity
         self._leaf_first = leaf_first
         self._seen: dict[int, int] = {}
-        """How often each block that is there was asked for since it came, up to 3."""
+        """The number of requests for each block since it came, up to 3."""
         self._children = [0] * (len(blocks) + 1)
 
     def request(self, now_s: float, chain: Column) -> int:
@@ -335,7 +335,7 @@ class Sweeping:
 
 
 def _leading(blocks: list[int], present: Container[int]) -> int:
-    """How many leading blocks are there."""
+    """The number of leading blocks that are there."""
     for count, block in enumerate(blocks):
         if block not in present:
             return count

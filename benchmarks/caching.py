@@ -37,14 +37,14 @@ def emptied(folder: Path, share_max: float) -> float:
 
 
 def cached_share(folder: Path) -> float:
-    """Of some files below ``folder``, the share whose middle can be read without the device."""
+    """The share of some files below ``folder`` whose middle can be read without the device."""
     found = files(folder)
     looked = found[:: max(1, len(found) // LOOKS_MAX)]
     return sum(_is_cached(path) for path in looked) / max(1, len(looked))
 
 
 def can_be_cold(folder: Path) -> bool:
-    """Whether dropping takes effect on this file system; not in memory, where there is nothing below the cache."""
+    """True if dropping takes effect on this file system; not in memory, where there is nothing below the cache."""
     probe = folder / "cold-probe"
     probe.write_bytes(bytes(1 << 20))
     try:

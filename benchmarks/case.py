@@ -23,7 +23,7 @@ SINGLES_MAX = 64
 SINGLES_BYTES_MAX = 256 * MIB
 FIO_CALLS_MAX = 1 << 20
 CACHED_SHARE_MAX = 0.05
-"""Of what is to be read cold, how much may still be cached: read-ahead of the directory's blocks, no more."""
+"""The share of a cold read that may still be cached: read-ahead of the directory's blocks, no more."""
 
 
 class Unreachable(Exception):
@@ -32,7 +32,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. ``model`` "" moves opaque blocks. ``size_bytes`` by all workers in one call of each."""
+    """One case to measure. ``model`` "" moves opaque blocks. ``size_bytes`` by all workers in one call of each."""
 
     workers: int = 1
     chunk_bytes: int = 2 * MIB
@@ -51,21 +51,21 @@ class Case:
 
     @property
     def loads(self) -> list[Load]:
-        """What each worker moves in a call."""
+        """The load that each worker moves in a call."""
         layout = MODELS[self.model].layout_of(self.chunk_bytes) if self.model else None
         chunk_bytes = layout.chunk_bytes if layout else self.chunk_bytes
         chunks = max(2, self.size_bytes // self.workers // chunk_bytes)
         return [Load(chunk_bytes, chunks, layout, seed) for seed in range(1, self.workers + 1)]
 
     def exceeding(self, bound_bytes: int) -> Case:
-        """The same with so many calls a round that it moves more than ``bound_bytes``."""
+        """This case with so many calls a round that it moves more than ``bound_bytes``."""
         moved = sum(load.size_bytes for load in self.loads)
         return replace(self, calls=bound_bytes // moved + 1)
 
 
 @dataclass
 class Figures:
-    """What came out, by kind ("write", "read"), one entry a round; medians of them are what is shown."""
+    """The figures, by kind ("write", "read"), one entry a round; medians of them are what is shown."""
 
     chunk_bytes: int
     aggregate: dict[Kind, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
@@ -90,7 +90,7 @@ class Figures:
         return statistics.median(ours / theirs.gib_per_s for ours, theirs in pairs)
 
     def ratio_direct(self) -> float | None:
-        """Of reads, to fio with direct=1. None where that was not measured."""
+        """The ratio of reads to fio with direct=1; None if that was not measured."""
         if not self.fio_direct:
             return None
         pairs = zip(self.aggregate["read"], self.fio_direct, strict=True)
@@ -119,9 +119,13 @@ def measure(
     loads, root = case.loads, folder / "root"
     moved = sum(load.size_bytes for load in loads) * case.calls
     job = Job(
-        folder / "fio", loads[0].chunk_bytes, moved, case.jobs,
-        cold=case.cache == "cold", fsync=case.durability == "fsync",
-    )  # fmt: skip
+        folder / "fio",
+        loads[0].chunk_bytes,
+        moved,
+        case.jobs,
+        cold=case.cache == "cold",
+        fsync=case.durability == "fsync",
+    )
     figures = Figures(loads[0].chunk_bytes)
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, root, ignore_errors=True)
@@ -214,7 +218,7 @@ def _fio_round(job: Job, case: Case) -> dict[str, Figure]:
 def _count(
     figures: Figures, ours: dict[Kind, _Phase], theirs: dict[str, Figure], loads: Sequence[Load], calls: int
 ) -> None:
-    """As fio counts: all bytes by the longest worker's own time."""
+    """Adds the speed as fio counts it: all bytes by the longest worker's own time."""
     moved_gib = sum(load.size_bytes for load in loads) / GIB * calls
     for kind in KINDS:
         phase = ours[kind]

@@ -68,18 +68,29 @@ def run(options: Options, opener: Callable[[], Store]) -> Table:
                 cache.clear()
     return Table(
         "Chat (emulated)",
-        ("chatters", "prefixed", "mean latency s", "p99 latency s", "mean time to first byte s", "messages/s",
-         "tokens from the store"),
+        (
+            "chatters",
+            "prefixed",
+            "mean latency s",
+            "p99 latency s",
+            "mean time to first byte s",
+            "messages/s",
+            "tokens from the store",
+        ),
         rows,
         f"{QWEN_7B.name}, {TURNS} messages a conversation, a system prompt of {SYSTEM_TOKENS} tokens that all share; "
         "prefixed: share of conversations that use the store; nothing is kept in the engine between messages",
-        Plot("chatters" if len(chatters) > 1 else "prefixed", ("mean time to first byte s",),
-             "prefixed" if len(chatters) > 1 else None, "s"),
-    )  # fmt: skip
+        Plot(
+            "chatters" if len(chatters) > 1 else "prefixed",
+            ("mean time to first byte s",),
+            "prefixed" if len(chatters) > 1 else None,
+            "s",
+        ),
+    )
 
 
 def conversations(count: int, share: float, seed: int) -> list[Conversation]:
-    """The same conversations for every share; the share of them that use the store are spread evenly."""
+    """Conversations, equal for every share; those that use the store are spread evenly."""
     random = np.random.default_rng(seed)
     system = random.integers(0, 1 << 32, SYSTEM_TOKENS, np.uint32)
     talks = []

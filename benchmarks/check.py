@@ -127,7 +127,7 @@ def measure(options: Options, size_bytes: int) -> dict[str, float]:
 
 
 def _memory_ratios(folder: Path, size_bytes: int, rounds: int) -> dict[str, float]:
-    """The same of chunks in memory: this process's own, and a worker's that it maps."""
+    """Ratios for chunks in memory: this process's own, and a worker's that it maps."""
     found: dict[str, float] = {}
     hot = folder / "hot"
     hot.mkdir()
@@ -211,7 +211,7 @@ def _chunk_ratios(
 
 @contextmanager
 def plain_files(folder: Path, chunk_bytes: int, chunks: int) -> Iterator[dict[str, Callable[[], float]]]:
-    """What writes a file for each chunk, each time anew, and what reads them."""
+    """A writer of a file for each chunk, each time anew, and a reader of them."""
     calls = itertools.count()
     with closing(FileMover(folder, Load(chunk_bytes, chunks, None, 1))) as files:
 

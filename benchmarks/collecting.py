@@ -1,4 +1,4 @@
-"""How fast garbage is collected, how much memory that takes, and what a reader beside it notices.
+"""The speed of garbage collection, its memory, and its effect on a reader beside it.
 
 Hypotheses: a survey goes at the speed of listing (``os.scandir`` and a ``stat`` each); memory does not grow with the
 root; a ``get`` loop beside a collector that works all the time loses less than a tenth.  Every figure is a ratio to a

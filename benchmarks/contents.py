@@ -22,7 +22,7 @@ REPEAT_BYTES = 8_388_617
 
 
 class WrongBytes(Exception):
-    """What came back is not what went in: figures of such a run mean nothing."""
+    """The bytes read are not those written: figures of such a run mean nothing."""
 
 
 def random_bytes(count: int, seed: int) -> Bytes:
@@ -38,7 +38,7 @@ def stamp_chunks(kv: KvArray, layout: Layout, stamps: Stamps) -> None:
 
 
 def stamped_right(kv: KvArray, layout: Layout, stamps: Stamps) -> bool:
-    """Whether each section of each chunk starts with its stamp."""
+    """True if each section of each chunk starts with its stamp."""
     raw = kv.view(np.uint8).reshape(layout.layers, 2, kv.shape[2], layout.token_bytes)
     return bool((raw[:, :, :: layout.chunk_tokens, :STAMP_BYTES] == _as_bytes(stamps)).all())
 

@@ -63,12 +63,12 @@ LOOPBACK = "loopback"
 """No store at all: the prompt's bytes from one process to another."""
 OVER_TCP = ("tcp", MEMORY_TCP)
 BESIDE = {"put": "put", "put behind": "put", "read": "read", "streamed": "read"}
-"""What of these is compared with what the bare connection does."""
+"""The operations that are compared with the bare connection."""
 MEMORY_SHARE = 3
 """Memory of a worker that keeps chunks, in prompts: one is put while the one before is still being written behind."""
 BEHIND = ("shared", "tcp", *KEEPING)
 MAPPING = (IN_PROCESS, "shared", MEMORY)
-"""Where a view is not a copy."""
+"""The paths on which a view is not a copy."""
 WAYS = (*PATHS, *KEEPING, LOOPBACK)
 Turn = Callable[[], dict[str, float]]
 """One round of one path: seconds of each operation that it has, verified."""
@@ -88,7 +88,7 @@ OPERATIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which rows."""
+    """The choice of rows."""
     names = [model.name for model in BLOCK_MODELS]
     parser.add_argument("--model", type=names_of(names), metavar="NAME,...", help=", ".join(names))
     parser.add_argument("--path", type=names_of(WAYS), metavar="NAME,...", help=", ".join(WAYS))
@@ -111,15 +111,26 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     rows = [row for each in measured for row in each.rows()]
     kept = [name for at, name in enumerate(OPERATIONS) if any(row[3 + at] is not None for row in rows)]
     columns = ("model", "path", "copy s", *OPERATIONS)
-    tables = [Table(
-        "Multiples of a naive block copy", columns, rows,
-        "; ".join(OPERATIONS[name] for name in kept),
-        Plot("path", ("put", "read"), series="model", unit="copies"),
-    )]  # fmt: skip
+    tables = [
+        Table(
+            "Multiples of a naive block copy",
+            columns,
+            rows,
+            "; ".join(OPERATIONS[name] for name in kept),
+            Plot("path", ("put", "read"), series="model", unit="copies"),
+        )
+    ]
     if shares := [row for each in measured for row in each.shares()]:
-        tables.append(Table("Shares of bare loopback", ("model", "path", *BESIDE), shares, "; ".join(
-            f"{name}: speed, relative to the {base} of the row loopback" for name, base in BESIDE.items()
-        )))  # fmt: skip
+        tables.append(
+            Table(
+                "Shares of bare loopback",
+                ("model", "path", *BESIDE),
+                shares,
+                "; ".join(
+                    f"{name}: speed, relative to the {base} of the row loopback" for name, base in BESIDE.items()
+                ),
+            )
+        )
     conditions = (
         f"{tokens:,} tokens in blocks of {BLOCK_TOKENS}, {TASK_BLOCKS} random blocks a task; no fsync",
         f"warm page cache on {machine.file_system(options.directory)}; medians of {options.rounds} rounds' ratios",
@@ -130,7 +141,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 
 @dataclass
 class Measured:
-    """What was found with one model."""
+    """The figures of one model."""
 
     model: Model
     copies_s: list[float] = field(default_factory=list)
@@ -173,7 +184,7 @@ def measure(model: Model, tokens: int, paths: Sequence[str], folder: Path, round
 
 
 def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], undo: ExitStack) -> dict[str, Turn]:
-    """What does one round of each path that can be gone."""
+    """A round of each path that is possible."""
     root, hot = folder / "root", folder / "hot"
     for each in (root, hot):
         undo.callback(shutil.rmtree, each, ignore_errors=True)
@@ -238,7 +249,7 @@ class Pool:
                 target[t, ...] = source[f, ...]
 
     def as_prompt(self, rows: Bytes) -> KvArray:
-        """The same memory as the KV of one prompt."""
+        """This memory as the KV of one prompt."""
         return rows.reshape(-1).view(self.layout.numpy_dtype).reshape(self.layout.shape(len(self.tokens)))
 
 

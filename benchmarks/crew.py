@@ -22,7 +22,7 @@ START_S = 180.0
 CALL_S = 600.0
 STOP_S = 20.0
 HEAD_START_S = 0.02
-"""From the word to the start, so that all have heard it."""
+"""Time from the word to the start, so that all have heard it."""
 
 
 class CrewFailed(Exception):

@@ -1,4 +1,4 @@
-"""What knowing what peers hold costs: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups, reads.
+"""The cost of knowing what peers hold: `python -m benchmarks.digests`. Staleness, etcd's load, look-ups, reads.
 
 Hypotheses: another node knows of a chunk after half a sync interval at the median, and after one and a little at the
 99th percentile; etcd sees one transaction an interval whatever changes; a look-up takes microseconds.  Baseline: the
@@ -259,21 +259,29 @@ def main() -> None:
         prints = np.sort(np.random.default_rng(count).integers(0, 1 << 32, count, dtype=np.uint32))
         print(f"a digest of {count} prints: {len(encode(prints)) / count:.2f} bytes each")
     hit_s, miss_s, change_s = lookups(1_000_000, 8, 512)
-    print(f"1,000,000 prints of 8 peers: 512 chunks that are there {hit_s * 1e6:.0f} us, 512 that are not "
-          f"{miss_s * 1e6:.0f} us; one changed shard {change_s * 1e3:.1f} ms in the follower")  # fmt: skip
+    print(
+        f"1,000,000 prints of 8 peers: 512 chunks that are there {hit_s * 1e6:.0f} us, 512 that are not "
+        f"{miss_s * 1e6:.0f} us; one changed shard {change_s * 1e3:.1f} ms in the follower"
+    )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         gib_s, bare_gib_s = reads(Path(folder), 64, 15)
-        print(f"64 chunks of 2 MiB from a worker's memory over one connection: {gib_s:.1f} GiB/s, bare sockets "
-              f"{bare_gib_s:.1f} GiB/s")  # fmt: skip
+        print(
+            f"64 chunks of 2 MiB from a worker's memory over one connection: {gib_s:.1f} GiB/s, bare sockets "
+            f"{bare_gib_s:.1f} GiB/s"
+        )
     with tempfile.TemporaryDirectory() as folder, EmbeddedEtcd(Path(folder)) as etcd:
         for interval_s in (0.2, 1.0):
             found = staleness(etcd.endpoints, interval_s, options.samples)
-            print(f"sync_interval {interval_s:g} s, {HELD} chunks: another node knows of a put after "
-                  f"{percentile(found, 0.5):.2f} s (p50), {percentile(found, 0.99):.2f} s (p99)")  # fmt: skip
+            print(
+                f"sync_interval {interval_s:g} s, {HELD} chunks: another node knows of a put after "
+                f"{percentile(found, 0.5):.2f} s (p50), {percentile(found, 0.99):.2f} s (p99)"
+            )
         for changes in (100, 1000):
             bytes_per_s, syncs_per_s = load(etcd.endpoints, changes, options.seconds)
-            print(f"{changes} changes/s among {HELD} chunks, sync_interval 1 s: {bytes_per_s / 1024:.0f} KiB/s of "
-                  f"digests, {syncs_per_s:.2f} transactions/s")  # fmt: skip
+            print(
+                f"{changes} changes/s among {HELD} chunks, sync_interval 1 s: {bytes_per_s / 1024:.0f} KiB/s of "
+                f"digests, {syncs_per_s:.2f} transactions/s"
+            )
 
 
 if __name__ == "__main__":

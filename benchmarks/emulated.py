@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request went; tokens by where their KV came from."""
+    """The course of one request; tokens by where their KV came from."""
 
     latency_s: float
     first_byte_s: float
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass
 class Settings:
-    """What an engine is. ``resident_tokens``: KV that stays in its own memory between requests, oldest out first."""
+    """An engine's settings. ``resident_tokens``: KV that stays in its own memory between requests, oldest out first."""
 
     model: Model
     prompt_tokens_max: int
@@ -193,7 +193,7 @@ class Engine:
 
 
 def base_kv(model: Model, tokens: int) -> KvArray:
-    """What KV looks like before its chunks are stamped: the same bytes for a position in every engine."""
+    """KV before its chunks are stamped: the same bytes for a position in every engine."""
     layout = model.layout(CHUNK_TOKENS)
     raw = random_bytes(tokens * layout.kv_bytes_per_token, 3)
     return raw.view(layout.numpy_dtype).reshape(layout.shape(tokens))

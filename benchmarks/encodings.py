@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,9 @@ import kvstore
 from kvstore.encodings import squeezing
 from kvstore.encodings.sealing import Seal
 from kvstore.format.checksum import checksum
+from kvstore.format.places import Name
 from kvstore.layout import Layout
-from kvstore.node.recoding import Recoding, recode
+from kvstore.node.recoding import Recoding
 
 ROUNDS = 3
 MIB = 1 << 20
@@ -159,7 +161,8 @@ def store(folder: Path, mib: int) -> None:
                     node = opened._port._member.node  # type: ignore[attr-defined]
                     began_s = time.process_time()
                     for path in files:
-                        recode(node, str(path.relative_to(folder / "root")), Recoding.COMPRESS)  # type: ignore[arg-type]
+                        name = Name(str(path.relative_to(folder / "root")))
+                        node.on_root(partial(node.recoder.recode, name, Recoding.COMPRESS))
                     puts[-1] = time.process_time() - began_s
                 files = [path for path in (folder / "root" / "chunks").rglob("*") if path.is_file()]
                 stored = sum(path.stat().st_size for path in files)

@@ -1,4 +1,4 @@
-"""What the store adds to an engine and saves it: the engine benchmarks of remote_kv_cache and prefix_vLLM, EMULATED.
+"""The cost and the gain of the store for an engine: the engine benchmarks of remote_kv_cache and prefix_vLLM, EMULATED.
 
 No GPU and no model: compute is slept at published prefill rates, KV bytes are real (``benchmarks.emulated``).
 
@@ -43,16 +43,22 @@ class Batch:
 
 
 BATCHES = (
-    Batch(1024, 2.45), Batch(768, 2.28), Batch(512, 2.31), Batch(384, 2.03), Batch(256, 1.74), Batch(128, 1.08),
-    Batch(64, 0.56), Batch(32, 0.29),
-)  # fmt: skip
+    Batch(1024, 2.45),
+    Batch(768, 2.28),
+    Batch(512, 2.31),
+    Batch(384, 2.03),
+    Batch(256, 1.74),
+    Batch(128, 1.08),
+    Batch(64, 0.56),
+    Batch(32, 0.29),
+)
 PUSHES: tuple[Push, ...] = ("none", "step", "behind")
 LONG_PUBLISHED = (0.88, 47.94, 48.69, 5.54, 48.28, 48.80, 0.89, 9.26, 9.26, 5.56, 9.27, 9.28)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a part takes place: a root that is opened anew for each engine that starts."""
+    """The place of a part: a root that is opened anew for each engine that starts."""
 
     options: Options
     open: Callable[[], Store]
@@ -63,7 +69,7 @@ class Scene:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which parts, and by which path."""
+    """The choice of parts, and of the path."""
     parser.add_argument("--part", type=names_of(PARTS), metavar="NAME,...", help=", ".join(PARTS))
     parser.add_argument("--path", default=IN_PROCESS, choices=PATHS, help="how the engine reaches the store")
 
@@ -98,9 +104,13 @@ def transfer_out(scene: Scene) -> Table:
         qps: dict[Push, float] = {}
         for push in PUSHES:
             settings = Settings(
-                QWEN_3B, length, push=push, batch_tokens=batch.tokens,
-                prefill_tokens_per_s=batch.published_qps * 8192, decode_step_s=0.0,
-            )  # fmt: skip
+                QWEN_3B,
+                length,
+                push=push,
+                batch_tokens=batch.tokens,
+                prefill_tokens_per_s=batch.published_qps * 8192,
+                decode_step_s=0.0,
+            )
             with scene.open() as store:
                 cache = scene.cache(store, QWEN_3B)
                 qps[push] = _serve(settings, cache if push != "none" else None, prompts, 1, 1)
@@ -110,12 +120,18 @@ def transfer_out(scene: Scene) -> Table:
         rows.append([batch.tokens, *qps.values(), qps["step"] / qps["none"], qps["behind"] / qps["none"]])
     return Table(
         "Transfer-out overhead (emulated)",
-        ("tokens a step", "no store QPS", "pushed each step QPS", "pushed behind QPS", "each step / none",
-         "behind / none"),
+        (
+            "tokens a step",
+            "no store QPS",
+            "pushed each step QPS",
+            "pushed behind QPS",
+            "each step / none",
+            "behind / none",
+        ),
         rows,
         f"{QWEN_3B.name}, {count} prompts of {length:,} tokens, one output token, nothing cached",
         Plot("tokens a step", ("each step / none", "behind / none"), unit="of the QPS without a store", log_x=True),
-    )  # fmt: skip
+    )
 
 
 def hit_rate(scene: Scene) -> Table:

@@ -1,4 +1,4 @@
-"""How far writers pass the capacity of a root while others write to and delete from the same file system.
+"""The bytes by which writers pass the capacity of a root, while others use the same file system.
 
 Hypothesis: whatever others do, used bytes stay below the limit plus one put of each writer (gc/PROTOCOL.md, section 6).
 Real nodes, a real collector and a real etcd, on a tmpfs of its own (mounting one needs root).  ``peak`` is the most
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def row(figures: Figures) -> str:
-    """As the table has it."""
+    """The row of the table."""
     asked = f"{figures.asked_mib_s:.0f}" if figures.asked_mib_s else "all they can"
     return (
         f"| {figures.others} | {asked} | {figures.written_mib_s:.0f} | {figures.shed_puts} | {figures.others_mib:.0f} "

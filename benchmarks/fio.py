@@ -32,11 +32,20 @@ class Job:
         self.folder.mkdir(exist_ok=True)
         blocks = max(1, self.size_bytes // self.jobs // self.block_bytes)
         command = [
-            "fio", "--name=j", f"--directory={self.folder}", "--ioengine=psync", f"--rw={kind}",
-            f"--bs={self.block_bytes}", f"--size={blocks * self.block_bytes}", f"--numjobs={self.jobs}",
-            "--group_reporting", "--output-format=json", "--fallocate=none", f"--direct={int(self.direct)}",
+            "fio",
+            "--name=j",
+            f"--directory={self.folder}",
+            "--ioengine=psync",
+            f"--rw={kind}",
+            f"--bs={self.block_bytes}",
+            f"--size={blocks * self.block_bytes}",
+            f"--numjobs={self.jobs}",
+            "--group_reporting",
+            "--output-format=json",
+            "--fallocate=none",
+            f"--direct={int(self.direct)}",
             f"--invalidate={int(self.cold)}",
-        ]  # fmt: skip
+        ]
         if self.file_each:
             command += [f"--nrfiles={blocks}", "--openfiles=1", "--file_service_type=sequential"]
         if kind == "write":

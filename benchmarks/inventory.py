@@ -1,4 +1,4 @@
-"""What an inventory of many entries costs: `python -m benchmarks.inventory`. Bytes an entry, matches, evictions.
+"""The cost of an inventory of many entries: `python -m benchmarks.inventory`. Bytes an entry, matches, evictions.
 
 Hypothesis: with 1,000,000 entries a prompt of 131,072 tokens is matched by its tokens in a tenth of a millisecond,
 because runs are compared and nothing is hashed; an entry takes under 400 bytes besides its tokens.  Baselines, each on

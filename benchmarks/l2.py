@@ -29,7 +29,7 @@ VERIFIED = "data verified OK"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one store at one object size: MiB/s, and keys/s of look-ups; medians over the runs."""
+    """The figures of one store at one object size: MiB/s, and keys/s of look-ups; medians over the runs."""
 
     store: str
     size_kib: int
@@ -39,7 +39,7 @@ class Figures:
 
 
 def specs(directory: Path) -> dict[str, dict[str, object]]:
-    """What LMCache is told of each store."""
+    """LMCache's specification of each store."""
     plugin = {"type": "plugin", "module_path": "kvstore.connectors.lmcache", "class_name": "KVStoreL2Adapter"}
     return {
         "fs": {"type": "fs", "base_path": str(directory / "fs")},
@@ -54,12 +54,27 @@ def run(store: str, size_kib: int, keys: int, rounds: int, in_flight: int, direc
         spec = specs(Path(scratch))[store]
         (Path(scratch) / store).mkdir()
         command = [
-            str(Path(sys.executable).parent / "lmcache"), "bench", "l2",
-            "--l2-adapter", json.dumps(spec), "--no-skip-verify", "--format", "json",
-            "--output", f"{scratch}/figures.json", "--lookup-max-hit-rate", "1.0",
-            "--data-size-kb", str(size_kib), "--num-keys", str(keys), "--rounds", str(rounds),
-            "--in-flight", str(in_flight),
-        ]  # fmt: skip
+            str(Path(sys.executable).parent / "lmcache"),
+            "bench",
+            "l2",
+            "--l2-adapter",
+            json.dumps(spec),
+            "--no-skip-verify",
+            "--format",
+            "json",
+            "--output",
+            f"{scratch}/figures.json",
+            "--lookup-max-hit-rate",
+            "1.0",
+            "--data-size-kb",
+            str(size_kib),
+            "--num-keys",
+            str(keys),
+            "--rounds",
+            str(rounds),
+            "--in-flight",
+            str(in_flight),
+        ]
         quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONPATH": str(CHECKOUT)}
         done = subprocess.run(
             command, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=RUN_S, check=False

@@ -1,4 +1,4 @@
-"""What stands beside every way over TCP: bare bytes over the machine's own loopback, between two processes, into memory
+"""The baseline of every path over TCP: bare bytes over the machine's own loopback, between two processes, into memory
 that is there already. Nothing is named, verified or kept.
 
 The other process is this module as a program: it takes what is sent to it, and sends it back when it is asked to.
@@ -39,7 +39,7 @@ class Loopback:
             raise ConnectionError("the other end of the loopback went away")
 
     def read(self, target: Bytes) -> None:
-        """What was put last, into ``target``."""
+        """Reads what was put last into ``target``."""
         self._socket.sendall(GIVE)
         _receive(self._socket, target)
 

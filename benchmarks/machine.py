@@ -1,4 +1,4 @@
-"""What figures were measured on: named beside every one of them, because without it they mean little."""
+"""The machine of a measurement: named beside every figure, because without it figures mean little."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 def fio_version() -> str | None:
-    """What ``fio --version`` says; None where it is not installed."""
+    """The output of ``fio --version``; None if it is not installed."""
     if shutil.which("fio") is None:
         return None
     try:
@@ -82,7 +82,7 @@ def _cpu() -> str:
 
 
 def _native() -> str:
-    """Whether the store's native data path is in use."""
+    """True if the store's native data path is in use."""
     return "in use" if native.is_available() else f"not in use: {native.why_not()}"
 
 

@@ -1,4 +1,4 @@
-"""How long ``match`` takes: against the length of the prompt and the size of the root, remembered, cold and in vain.
+"""The time that ``match`` takes: by length of the prompt and size of the root; remembered, cold and in vain.
 
 Also what it costs elsewhere: etcd operations a request, counted by etcd itself, and memory of a node for each chunk it
 remembers.
@@ -47,7 +47,7 @@ METRIC = "grpc_server_started_total"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which rows."""
+    """The choice of rows."""
     parser.add_argument("--tokens", type=counts, metavar="N,...", help="lengths of prompts")
     parser.add_argument("--root-chunks", type=numbers, metavar="N,...", help="chunks of others on the root, ascending")
 
@@ -81,14 +81,21 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 def _latency_table(chunk_tokens: int, rows: list[list[Cell]]) -> Table:
     return Table(
         f"Match latency, chunks of {chunk_tokens} tokens",
-        ("root chunks", "prompt tokens", "known p50 ms", "known p99 ms", "repeated p50 ms",
-         "cold p50 ms", "absent p50 ms"),
+        (
+            "root chunks",
+            "prompt tokens",
+            "known p50 ms",
+            "known p99 ms",
+            "repeated p50 ms",
+            "cold p50 ms",
+            "absent p50 ms",
+        ),
         rows,
         "known: the node knows the chunks, not the prompt, and hashes all of it; repeated: the same prompt once more; "
         "cold: the first match of a node that has just opened the root; absent: no chunk of the prompt is stored; "
         "root chunks: those of others",
         Plot("prompt tokens", ("known p50 ms", "cold p50 ms"), "root chunks", "ms", True, True),
-    )  # fmt: skip
+    )
 
 
 def latency(root: Path, chunk_tokens: int, length: int, size: int) -> list[Cell]:
@@ -160,7 +167,7 @@ def etcd_operations(folder: Path) -> Table:
 
 
 def memory_per_chunk(root: Path, length: int, chunk_tokens: int) -> Table:
-    """What a node's process grows by when it remembers a prompt's chunks, in a process of its own."""
+    """The memory that a node takes to remember a prompt's chunks, measured in a process of its own."""
     with kvstore.open(str(root)) as store:
         _put(store.namespace(NAMESPACE, _layout(chunk_tokens)), _tokens(length, length))
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,4 +1,4 @@
-"""What one worker moves: chunks of prompts, or blocks that an engine hashed; prepared and checked off the clock.
+"""The load of one worker: chunks of prompts, or blocks that an engine hashed; prepared and checked off the clock.
 
 One array is moved ``calls`` times a round, under other tokens or keys and with other stamps, so that a round can move
 more than memory holds.
@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker moves in one call. ``layout`` None: blocks of ``chunk_bytes`` under the engine's own keys."""
+    """The load of a worker in one call. ``layout`` None: blocks of ``chunk_bytes`` under the engine's own keys."""
 
     chunk_bytes: int
     chunks: int

@@ -12,7 +12,8 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.cli.children import Program, kvstore_command
+from kvstore.children import Program
+from kvstore.cli.programs import kvstore_command
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
@@ -31,14 +32,14 @@ IDLE_S = 0.1
 
 @dataclass(frozen=True)
 class Way:
-    """How to reach the store at ``root``; sent to other processes, which open it for themselves."""
+    """The way to the store at ``root``; sent to other processes, which open it for themselves."""
 
     path: str
     root: str
     worker: str = ""
     durability: str = "none"
     write: str | None = None
-    """When puts return; by default as the worker is set."""
+    """The write mode of puts; None: the worker's own."""
 
     def open(self) -> Store:
         """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` do."""
@@ -89,9 +90,19 @@ def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int
     """
     with EmbeddedEtcd(folder / "etcd") as etcd:
         command = kvstore_command(
-            "worker", "--root", str(root), "--etcd", etcd.endpoints, "--listen", "127.0.0.1:0", "--drain", "2s",
-            "--durability", durability, *(("--memory", f"{memory_bytes >> 20}MiB") if memory_bytes else ()),
-        )  # fmt: skip
+            "worker",
+            "--root",
+            str(root),
+            "--etcd",
+            etcd.endpoints,
+            "--listen",
+            "127.0.0.1:0",
+            "--drain",
+            "2s",
+            "--durability",
+            durability,
+            *(("--memory", f"{memory_bytes >> 20}MiB") if memory_bytes else ()),
+        )
         worker = Program("worker", command, messages=folder / "worker.log")
         try:
             worker.start()
@@ -104,7 +115,7 @@ def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int
 
 @contextmanager
 def reached(path: str, folder: Path) -> Iterator[Callable[[], Store]]:
-    """What opens the store on ``folder / "root"`` by a path, with a worker behind it where the path needs one."""
+    """An opener of the store on ``folder / "root"`` by a path, with a worker behind it if the path needs one."""
     way = Way(path, str(folder / "root"))
     if path == IN_PROCESS:
         yield way.open

@@ -54,7 +54,7 @@ def svg(table: Table) -> str:
 
 
 def lines_of(table: Table, plot: Plot) -> list[Line]:
-    """What is drawn: a line for each column, and for each value of the series column."""
+    """The lines of a plot: one for each column, and for each value of the series column."""
     xs = table.column(plot.x)
     kinds = table.column(plot.series) if plot.series else [None] * len(xs)
     lines = []
@@ -72,7 +72,7 @@ def lines_of(table: Table, plot: Plot) -> list[Line]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to places, linear or by powers."""
+    """A map from values to places, linear or by powers."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Which chunks to keep: production traces through cache policies, as token hit ratios.
+"""Cache policies compared: production traces through each, as token hit ratios.
 
 Hypothesis: ranking by the time since the last use, halved for every second quantum of use, finds more than LRU does at
 most capacities, as a collector can do it: in sweeps, from what a directory listing shows.  A trace has one JSON object
@@ -32,7 +32,7 @@ from kvstore_gc.policy import Order
 
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 PER_INSERT = {"high": 1.0, "low": 0.99}
-"""As near to one by one as sweeps come: as soon as it is full, one per cent."""
+"""The smallest sweeps: as soon as it is full, one per cent."""
 SWEPT = {"high": 0.9, "low": 0.8}
 
 

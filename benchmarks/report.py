@@ -85,7 +85,7 @@ def _section(result: Result, folder: Path) -> str:
 
 
 def _is_drawable(table: Table) -> bool:
-    """Whether there is anything to compare."""
+    """True if there is anything to compare."""
     assert table.plot is not None
     return len(table.rows) > 1 and any(name in table.columns for name in table.plot.y)
 

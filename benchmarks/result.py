@@ -1,4 +1,4 @@
-"""What a benchmark hands back: tables of raw figures with what was expected and under which conditions.
+"""The result of a benchmark: tables of raw figures, with the hypothesis and the conditions.
 
 Separate from measuring and from drawing, so that the terminal, the results page, the plots and the JSON files all show
 the same numbers.
@@ -15,7 +15,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Plot:
-    """How to draw a table: one line (or row of bars) for each column of ``y``, once for each value of ``series``."""
+    """The plot of a table: one line (or row of bars) for each column of ``y``, once for each value of ``series``."""
 
     x: str
     y: tuple[str, ...]
@@ -54,7 +54,7 @@ class Result:
     wall_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The result as plain JSON values."""
         return asdict(self)
 
     @classmethod

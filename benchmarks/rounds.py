@@ -22,7 +22,7 @@ class Taken:
 
 
 def timed(work: Callable[[], object]) -> Taken:
-    """What one call took."""
+    """The cost of one call."""
     cpu_s, began_s = time.process_time(), time.perf_counter()
     work()
     wall_s = time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""What garbage collection costs a large cluster: measured per operation, then simulated over a whole round.
+"""The cost of garbage collection in a large cluster: measured per operation, then simulated over a whole round.
 
 Hypothesis: with 1,000 nodes, 1e9 chunks and 65,536 shards a round of six hours stays far below what a small etcd bears,
 and bytes out of etcd, not writes into it, are what grows first.  Sizes and times of single operations are measured
@@ -57,7 +57,7 @@ FS_OPERATIONS_PER_VICTIM = 10
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is simulated."""
+    """The cluster that is simulated."""
 
     nodes: int
     chunks: int
@@ -72,7 +72,7 @@ class Cluster:
     fill_bytes_per_s: float
     """Bytes per second that all nodes together write."""
     is_exact: bool
-    """Whether nodes are told addresses instead of a filter."""
+    """True if nodes are told addresses instead of a filter."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Load:
-    """What came out, per second of the round."""
+    """The load, per second of the round."""
 
     etcd_writes_per_s: float
     etcd_keepalives_per_s: float
@@ -106,7 +106,7 @@ class Load:
     sweep_p50_s: float
     sweep_p99_s: float
     etcd_busy_share: float
-    """Of one core's time, were all transactions made one after the other as measured here."""
+    """The share of one core's time, if all transactions were made one after the other as measured here."""
     collectors: float
     """Processes of one thread that the listing and reaping of a round would keep busy."""
 

@@ -18,7 +18,7 @@ from kvstore.memory.policy import POLICIES, Admission
 
 WRITES = ("behind", "through", "around")
 DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1, "twice": 2, "never": None})
-"""What goes from memory to the disk when it is evicted: what was found at least so often since it came into memory."""
+"""Evicted blocks go from memory to the disk if they were found at least so often since they came into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Setup:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened, in blocks."""
+    """The counts of one run, in blocks."""
 
     asked: int = 0
     memory: int = 0
@@ -48,7 +48,7 @@ class Counts:
     put: int = 0
     """Found nowhere, so computed and put."""
     shed: int = 0
-    """Of these, what was not taken: the queue of what is written behind was full, or memory was."""
+    """The blocks of these that were not taken: the queue of writes behind, or memory, was full."""
     promoted: int = 0
     """Root to memory; the rest of what the root had is read straight into the caller's arrays."""
     demoted: int = 0
@@ -126,7 +126,7 @@ class SimulatedNode:
         self._drainable = 0.0
 
     def has(self, block: int) -> bool:
-        """Whether its memory would answer a peer that asks for a block (P2)."""
+        """True if its memory would answer a peer that asks for a block (P2)."""
         return self._memory.inventory.find(self._places[block].address) is not None
 
     def request(self, now_s: float, chain: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class SimulatedNode:
         self.counts.asked += len(chain)
 
     def _get(self, chain: Sequence[int], held: list[Entry]) -> int:
-        """How many leading blocks there are; ``held`` gets those that are in memory now."""
+        """The number of leading blocks that are there; ``held`` gets those that are in memory now."""
         for index, block in enumerate(chain):
             entry = self._memory.inventory.find(self._places[block].address)
             if entry is not None:

@@ -1,4 +1,4 @@
-"""Which policy a node's tiers keep best with: production traces through memory, disk and root, without bytes.
+"""Policies for a node's tiers compared: production traces through memory, disk and root, without bytes.
 
 Hypothesis: of all that a node can decide (what memory and disk evict, what is promoted from the root, what is demoted
 to the disk), the defaults find the most in memory and on the disk, at sizes from 5 to 50 % of all that is asked for.
@@ -48,7 +48,7 @@ WRITTEN_MAX = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one setup gave on one trace. Sizes in per cent of all different blocks; shares of all tokens asked for."""
+    """One setup on one trace. Sizes in per cent of all different blocks; shares of all tokens asked for."""
 
     trace: str
     memory: float
@@ -155,7 +155,7 @@ def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def places_of(replay: Replay) -> list[Place]:
-    """Where each block of a trace stands: chunks of one token, so that its number is what it holds."""
+    """The place of each block of a trace: chunks of one token, so that its number is its content."""
     digest = NamespaceDigest(bytes(16))
     addresses = [
         Address(blake2b(number.to_bytes(8, "little"), digest_size=ADDRESS_BYTES).digest())

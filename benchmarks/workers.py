@@ -29,17 +29,39 @@ HYPOTHESIS = (
 BLOCKS = "opaque blocks"
 WAYS = (*PATHS, PLAIN)
 KEYS = {
-    "workers": "workers", "path": "path", "chunk_bytes": "chunk MiB", "model": "model", "cache": "cache",
-    "durability": "durability", "jobs": "fio jobs",
-}  # fmt: skip
+    "workers": "workers",
+    "path": "path",
+    "chunk_bytes": "chunk MiB",
+    "model": "model",
+    "cache": "cache",
+    "durability": "durability",
+    "jobs": "fio jobs",
+}
 FIGURES = (
-    "write MiB/s", "read MiB/s", "aggregate write GiB/s", "aggregate read GiB/s", "fio write GiB/s", "fio read GiB/s",
-    "write / fio", "read / fio", "write / fio, a file each", "read / fio, a file each", "read / fio direct",
-)  # fmt: skip
+    "write MiB/s",
+    "read MiB/s",
+    "aggregate write GiB/s",
+    "aggregate read GiB/s",
+    "fio write GiB/s",
+    "fio read GiB/s",
+    "write / fio",
+    "read / fio",
+    "write / fio, a file each",
+    "read / fio, a file each",
+    "read / fio direct",
+)
 COSTS = (
-    "CPU s/GiB write", "fio", "CPU s/GiB read", "fio ", "write p50 ms", "write p99 ms", "fio p50/p99",
-    "read p50 ms", "read p99 ms", "fio p50/p99 ",
-)  # fmt: skip
+    "CPU s/GiB write",
+    "fio",
+    "CPU s/GiB read",
+    "fio ",
+    "write p50 ms",
+    "write p99 ms",
+    "fio p50/p99",
+    "read p50 ms",
+    "read p99 ms",
+    "fio p50/p99 ",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 
 
 def standard(size_bytes: int, *, quick: bool) -> list[Sweep]:
-    """What the results page shows."""
+    """The sweeps of the results page."""
     base = Case(size_bytes=size_bytes)
     small = replace(base, size_bytes=size_bytes // 2)
     sizes = [2, 32] if quick else [1, 2, 8, 32]
@@ -160,11 +182,18 @@ def _key(case: Case, figures: Figures) -> dict[str, Cell]:
 
 def _speed(found: Figures) -> list[Cell]:
     return [
-        _median(found.per_worker["write"]), _median(found.per_worker["read"]), found.median("write"),
-        found.median("read"), found.of_fio("write", "gib_per_s"), found.of_fio("read", "gib_per_s"),
-        found.ratio("write"), found.ratio("read"), found.ratio("write", file_each=True),
-        found.ratio("read", file_each=True), found.ratio_direct(),
-    ]  # fmt: skip
+        _median(found.per_worker["write"]),
+        _median(found.per_worker["read"]),
+        found.median("write"),
+        found.median("read"),
+        found.of_fio("write", "gib_per_s"),
+        found.of_fio("read", "gib_per_s"),
+        found.ratio("write"),
+        found.ratio("read"),
+        found.ratio("write", file_each=True),
+        found.ratio("read", file_each=True),
+        found.ratio_direct(),
+    ]
 
 
 def _costs(found: Figures) -> list[Cell]:
@@ -203,14 +232,23 @@ def _chosen(arguments: argparse.Namespace, size_bytes: int) -> list[Sweep] | Non
     base = Case(size_bytes=size_bytes, fio_jobs=named["fio_jobs"] or 0)
     cases = [
         replace(
-            base, workers=workers, chunk_bytes=chunk_bytes, model="" if model == BLOCKS else model, path=path,
-            cache=cache, durability=durability,
+            base,
+            workers=workers,
+            chunk_bytes=chunk_bytes,
+            model="" if model == BLOCKS else model,
+            path=path,
+            cache=cache,
+            durability=durability,
         )
         for workers, chunk_bytes, model, path, cache, durability in itertools.product(
-            named["workers"] or [1], named["chunk_mib"] or [2 * MIB], named["model"] or [LLAMA_8B.name],
-            named["path"] or [IN_PROCESS], named["cache"] or ["warm"], named["durability"] or ["none"],
+            named["workers"] or [1],
+            named["chunk_mib"] or [2 * MIB],
+            named["model"] or [LLAMA_8B.name],
+            named["path"] or [IN_PROCESS],
+            named["cache"] or ["warm"],
+            named["durability"] or ["none"],
         )
-    ]  # fmt: skip
+    ]
     if named["exceed_mib"]:
         cases = [case.exceeding(named["exceed_mib"] * MIB) for case in cases]
     on_disk = any(case.cache == "cold" or case.durability == "fsync" for case in cases)

@@ -1,4 +1,4 @@
-"""How much root, memory and etcd a cluster needs: the formulas of SIZING.md.
+"""The root, memory and etcd that a cluster needs: the formulas of SIZING.md.
 
     python3 deploy/sizing.py --nodes 8 --tokens-per-s 40000 --bytes-per-token 131072 --hits 0.5 --keep 7d
 
@@ -36,7 +36,7 @@ FEW_CHUNKS = 10_000_000  # for which --shard-bits 8 is right
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of a cluster. ``tokens_per_s`` are prompt tokens of all engines, ``hits`` the share found."""
+    """The demand on a cluster. ``tokens_per_s`` are prompt tokens of all engines, ``hits`` the share found."""
 
     nodes: int
     tokens_per_s: float
@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What that takes. Of each worker what says so, else of the cluster."""
+    """The needs of the cluster, or of each worker where a field says so."""
 
     root_bytes: float
     root_chunks: float
@@ -103,7 +103,7 @@ def need(load: Load) -> Need:
 
 
 def table(load: Load) -> list[tuple[str, str]]:
-    """What people read: a row for each need."""
+    """The table for people: a row for each need."""
     found = need(load)
     return [
         ("root", f"{_size(found.root_bytes)} in {found.root_chunks:,.0f} files"),

@@ -70,7 +70,7 @@ class Chain:
 
 
 def chunk_count(namespace: Namespace, tokens: TokenArray) -> int:
-    """How many full chunks ``tokens`` are. Raises InvalidRequest over 262,144."""
+    """The number of full chunks in ``tokens``. Raises InvalidRequest over 262,144."""
     size = namespace.layout.chunk_tokens
     count = len(tokens) // size
     if count > CHAIN_CHUNKS_MAX:
@@ -100,7 +100,7 @@ def chained_addresses(
 
 
 def chunk_address(digest: bytes, parent: Address, packed_tokens: bytes) -> Address:
-    """The address of one chunk, given its parent's; for checking a file that says which these are."""
+    """The address of one chunk, given its parent's; checks a file that names both."""
     state = blake2b(parent, digest_size=ADDRESS_BYTES, key=digest, person=_CHUNK_PERSON)
     state.update(packed_tokens)
     return Address(state.digest())
@@ -120,7 +120,7 @@ def block_address(namespace: Namespace, key: bytes) -> Address:
 
 
 def block_addresses(namespace: Namespace, keys: Iterable[bytes]) -> list[Address]:
-    """The same of many. Raises InvalidRequest for the first key of another type or size."""
+    """``block_address`` of each key. Raises InvalidRequest for the first key of another type or size."""
     addresses: list[Address] = []
     # A copy of a state that has the namespace in it costs a third less than making one.
     keyed = blake2b(digest_size=ADDRESS_BYTES, key=namespace.digest, person=_BLOCK_PERSON).copy

@@ -1,4 +1,4 @@
-"""Ending things that may never end: for clean-up that others' code does, without a deadline of its own."""
+"""A deadline for clean-up by other libraries, which may never return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CLOSE_S = 2.0
 
 
 def within(seconds: float, work: Callable[[], object]) -> bool:
-    """Does ``work`` in a thread of its own and waits at most ``seconds``; whether it ended.
+    """Runs ``work`` in a thread of its own and waits at most ``seconds``; True if it ended.
 
     For closing a gRPC channel: it waits without limit for a call that a signal's exception left behind half-way.
     """

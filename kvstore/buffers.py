@@ -19,10 +19,9 @@ from kvstore.waiting import Monitor
 
 PAGE_BYTES = 4096
 WRITERS_WAIT_S = 0.0002
-"""Between two looks at whether native code still writes: less than it takes with one chunk."""
+"""Time between two looks at whether native code still writes; it needs longer for one chunk."""
 
 ReadBuffer = bytes | bytearray | memoryview
-WriteBuffer = bytearray | memoryview
 Pieces = Sequence[memoryview]
 """Contiguous byte views (format ``B``) that together are one run of a file."""
 
@@ -43,10 +42,10 @@ class Borrowed:
     def __init__(self) -> None:
         self._condition = Monitor()
         self._writers: Counter[int] = Counter()
-        """Threads that write, and how many steps of each."""
+        """The steps in progress of each thread that writes."""
         self._withdrawn = False
         self.natively = native.Borrowed(0, 0)
-        """The same permission for native code, which does several steps in one call and asks before each."""
+        """This permission for native code, which does several steps in one call and asks before each."""
 
     def writing(self) -> Borrowed:
         """A context around each step that writes into the memory. Raises Withdrawn once the caller took it back."""
@@ -106,7 +105,7 @@ def byte_length(pieces: Pieces) -> int:
 
 
 def skip(pieces: Pieces, count: int) -> list[memoryview]:
-    """What remains of ``pieces`` after the first ``count`` bytes."""
+    """The rest of ``pieces`` after the first ``count`` bytes."""
     rest: list[memoryview] = []
     for piece in pieces:
         if count >= len(piece):
@@ -118,15 +117,15 @@ def skip(pieces: Pieces, count: int) -> list[memoryview]:
 
 
 def aligned(size_bytes: int) -> memoryview:
-    """Fresh memory that begins at a page, which the kernel copies into much faster; whatever is in it."""
+    """New memory, not cleared, that begins at a page: the kernel copies into it much faster."""
     memory = np.empty(size_bytes + PAGE_BYTES, np.uint8)
     start = -memory.__array_interface__["data"][0] % PAGE_BYTES
     return memory[start : start + size_bytes].data
 
 
 def address_of(buffer: memoryview) -> int:
-    """Where it lies, for native code. Through ctypes in a seventh of numpy's time, which alone knows a way to what is
-    read-only."""
+    """The memory address of a buffer, for native code."""
+    # ctypes is 7x faster than numpy, which is needed for read-only buffers.
     if not buffer.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     start: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]

@@ -1,8 +1,8 @@
-"""Whether gRPC works in this process: in a child that was forked after its parent had used it, it does not.
+"""Refuses gRPC in a child that was forked after its parent had used it: gRPC does not work there.
 
-gRPC's threads do not live on in a forked child, and it does not find that out: calls there wait for ever, past their
-deadlines, also on channels that the child makes. So it is told instead. A parent that closed its channels before is no
-better: gRPC ends its threads some time later, and does not say when.
+gRPC's threads do not survive a fork, and gRPC does not notice: calls in the child wait for ever, past their deadlines,
+also on channels that the child makes. Closing the parent's channels first does not help: gRPC ends its threads some
+time later, and does not say when.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_channel(target: str, make: Callable[[], T]) -> T:
 
 
 def _forked() -> None:
-    """In a child. Where gRPC's own handlers are on (kvstore/__init__.py), they see to its threads."""
+    """Runs in the child. If gRPC's own fork handlers are on (kvstore/__init__.py), they take care of its threads."""
     global _is_cut_off
     _is_cut_off = _is_used and os.environ.get("GRPC_ENABLE_FORK_SUPPORT") == "0"
 

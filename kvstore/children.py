@@ -20,9 +20,9 @@ START_S = 60.0
 STOP_S = 20.0
 MESSAGES_BYTES_MAX = 4096
 
-# Asks the kernel for a signal at the death of the thread that starts it, between fork and exec.  A program of its own:
-# code that runs in a forked child of a process with threads may deadlock.  It also looks whether the parent lives,
-# which may have died before it could ask.
+# Asks the kernel for a signal when the thread that starts the child dies. It is a program of its own, because code that
+# runs between fork and exec in a child of a process with threads may deadlock. It also checks that the parent lives: it
+# may have died before the child could ask.
 _LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[1]))
@@ -64,12 +64,12 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
+        """True while it runs."""
         return self._child is not None and not self._ended.is_set()
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended; None while it runs or was never started."""
+        """Its exit code; None while it runs or was never started."""
         return None if self._child is None or self.running else self._child.returncode
 
     @property
@@ -111,7 +111,7 @@ class Program:
         return self._said
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Whether it ended within ``timeout_s``."""
+        """Waits up to ``timeout_s`` for its end; True if it ended."""
         return self._ended.wait(timeout_s)
 
     def ask_to_stop(self) -> None:

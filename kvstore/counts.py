@@ -1,4 +1,4 @@
-"""Every counter and every gauge that a node, a worker or a client of workers has, with what it says.
+"""Every counter and every gauge of a node, a worker or a client of workers, with its meaning.
 
 A new one is a new line here: ``stats()``, the metrics and the check of METRICS.md follow from it.  A name that is not
 declared is an error of the type checker.
@@ -33,7 +33,7 @@ class Count(enum.Enum):
 
     def __init__(self, about: str, family: Family | None = None, label: str = "") -> None:
         self.about = about
-        """What it counts."""
+        """The counted events, in words."""
         self.family = family
         """The labelled metric that it is a part of; None for a metric of its own."""
         self.label = label
@@ -47,7 +47,7 @@ class Count(enum.Enum):
 
 @enum.unique
 class NodeCount(Count):
-    """What a node counts."""
+    """The counters of a node."""
 
     REQUESTS_MATCH = "match calls"
     REQUESTS_GET = "reads of a hold or prompt"
@@ -127,7 +127,7 @@ class NodeCount(Count):
 
 @enum.unique
 class WorkerCount(Count):
-    """What a worker counts beside its node."""
+    """The counters of a worker, beside those of its node."""
 
     TICKETS_DONE = "tickets of the control service that were done", TICKETS, "done"
     TICKETS_FAILED = "tickets that failed", TICKETS, "failed"
@@ -168,7 +168,7 @@ class WorkerCount(Count):
 
 @enum.unique
 class ClientCount(Count):
-    """What a client of workers counts. Part of its ``stats()``, under names that begin with ``client_``."""
+    """The counters of a client of workers. Part of its ``stats()``, under names that begin with ``client_``."""
 
     MISSES_UNREACHABLE = "reads answered as a miss because no worker could be reached or answered in time"
     MISSES_DAMAGED = "reads cut short because bytes changed on the way"
@@ -221,7 +221,7 @@ NODE_GAUGES = {
     "peers_prints": "chunks that other nodes say they hold",
     "peers_aside": "other nodes that are left alone for a while after trouble",
 }
-"""Numbers of how things stand now with a node."""
+"""The gauges of a node."""
 
 WORKER_GAUGES = {
     "calls_in_flight": "calls under way",
@@ -237,7 +237,7 @@ WORKER_GAUGES = {
     "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }
-"""How things stand now with the worker itself, beside the gauges of its node."""
+"""The gauges of a worker, beside those of its node."""
 
 GROWING = {"etcd_operations": "calls to etcd"}
 """Counters that others keep: they come with the gauges, and are metrics of type counter."""
@@ -246,7 +246,7 @@ C = TypeVar("C", bound=Count)
 
 
 class Counts(Generic[C]):
-    """How often each counter of some enumerations was raised since this object was made; thread-safe."""
+    """The counts of one enumeration since this object was made; thread-safe."""
 
     def __init__(self, declared: type[C]) -> None:
         self._lock = threading.Lock()  # guards the counts

@@ -52,4 +52,4 @@ class PermissionDenied(KVStoreError):
 
 
 class Unauthenticated(PermissionDenied):
-    """It is not proved who calls: no token or certificate, or one that is expired or revoked. Get a new one."""
+    """The caller is not authenticated: no token or certificate, or one that is expired or revoked. Get a new one."""

@@ -1,6 +1,6 @@
-"""Hints: what a writer may say about how long its chunks are worth keeping.
+"""Hints: a writer's word on how long its chunks are worth keeping.
 
-Kept apart from recency, which carries them in an mtime, because they are part of the public interface. Hints steer
+Separate from recency, which carries them in an mtime, because they are part of the public interface. Hints steer
 what garbage collection takes first; they protect nothing (that is what pins are for), and may be lost.
 """
 
@@ -23,7 +23,7 @@ TTL_CLASSES_S = (300, 1_800, 7_200, 43_200, 259_200, 2_592_000)
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """How long chunks are worth keeping. Made by ``of``, which checks."""
+    """The time that chunks are worth keeping. Made by ``of``, which checks."""
 
     priority: int = PRIORITY_DEFAULT
     """0 to 100: where room is needed, chunks of lower priority go first."""
@@ -32,7 +32,7 @@ class Hints:
 
     @classmethod
     def of(cls, priority: SupportsIndex | None = None, ttl_s: float | None = None, preset: str | None = None) -> Hints:
-        """Hints from what a caller says: explicit values win over those of ``preset``.
+        """Hints from a caller's arguments: explicit values win over those of ``preset``.
 
         ``ttl_s`` is rounded up to the next class, so nothing goes earlier than asked for; over 30 days (``math.inf``
         too) is none.  Raises InvalidRequest.
@@ -51,14 +51,14 @@ class Hints:
         return Hints(max(self.priority, other.priority), ttl_s)
 
     def covers(self, other: Hints) -> bool:
-        """Whether raising to ``other`` would change nothing."""
+        """True if raising to ``other`` would change nothing."""
         lasts = self.ttl_s is None or (other.ttl_s is not None and other.ttl_s <= self.ttl_s)
         return lasts and other.priority <= self.priority
 
 
 DEFAULT = Hints()
 LEAST = Hints(0, TTL_CLASSES_S[0])
-"""What all hints cover."""
+"""The weakest hints: all others cover them."""
 
 PRESETS: Mapping[str, Hints] = MappingProxyType(
     {

@@ -104,7 +104,7 @@ class Layout:
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The layout as plain JSON values."""
         return asdict(self)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""How a long act says how far it is, and hears that it is to end; apart, because every layer has some of these.
+"""The progress of a long-running operation, and the request to end it. Every layer has such operations.
 
-Whoever does the act calls its ``Progress`` about once a second or more often, in the thread that it was called in, and
-lets pass what that raises, having left things so that the same act again does the rest.
+An operation calls its ``Progress`` about once a second or more often, in the thread that it was called in. It passes on
+the exception that this may raise, and leaves things so that the same operation, repeated, does the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvstore.errors import KVStoreError
 
 
 class Cancelled(KVStoreError):
-    """Somebody asked for this act to end. What was done until then stays done. Never leaves whoever runs the act."""
+    """Somebody asked for this operation to end. Its results so far stay. Never raised to a caller of the store."""
 
 
 Progress = Callable[[int, int], None]
@@ -20,4 +20,4 @@ Progress = Callable[[int, int], None]
 
 
 def unwatched(done: int, total: int) -> None:
-    """For acts that nobody watches, and that have a deadline of their own."""
+    """A ``Progress`` for operations that nobody watches and that have a deadline of their own."""

@@ -1,13 +1,14 @@
-"""Recency without etcd and without atime: what a chunk's mtime says, and when a reader renews it.
+"""Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
 A stamp is the start of the current *quantum* (60 s by default) plus one second, minus three microseconds per chunk of
 depth in its chain, plus a code of less than three microseconds for uses and hints.  From that follow the properties
 that garbage collection relies on:
 
 * Readers renew a chunk at most once per quantum (rate limit, without remembering who did).
-* Whoever renews a chunk renews its ancestors first, to the same quantum, so a chunk is never staler than its child.
+* A reader that renews a chunk renews its ancestors first, to the same quantum, so a chunk is never staler than its
+  child.
 * Among chunks of one quantum a child is strictly staler than its parent, so that LRU order takes leaves first.
-* Nothing has to be opened to learn how often a chunk was used and what its writer said of it.
+* Uses and hints of a chunk are known without opening its file.
 * The code grows with each of uses, priority and ttl, so that raising one never lowers an mtime.
 
 A file system that keeps mtime in whole seconds loses all but the first two: hints read as the default there.
@@ -25,12 +26,12 @@ from kvstore.hints import DEFAULT, LEAST, PRIORITY_MAX, TTL_CLASSES_S, Hints
 NS_PER_S = 1_000_000_000
 DEPTH_STEP_NS = 3_000
 DEPTH_MAX = 333_332
-"""Deeper chunks have its stamp: as deep as one second has room for, and so that no two quanta overlap."""
+"""The greatest depth that fits into one second, so that no two quanta overlap. Deeper chunks get its stamp."""
 USES_MAX = 3
 """Uses are counted as never, once, twice, and more often."""
 
 _TTLS = (*TTL_CLASSES_S, None)
-"""From the shortest to the longest, which is none."""
+"""All ttls, from the shortest to none."""
 _COARSE_NS = 20
 """No code but the default's, 0, is a multiple of this. So where a file system rounds times (to 100 ns, to 1 us, to
 seconds), or a tool does that copies files, hints read as the default and not as others."""
@@ -38,20 +39,20 @@ seconds), or a tool does that copies files, hints read as the default and not as
 
 @dataclass(frozen=True, slots=True)
 class Recency:
-    """What an mtime says of a chunk."""
+    """A chunk's last use, depth, uses and hints, decoded from its mtime."""
 
     last_use_s: int
     """Start of the quantum of its last use, in seconds since the epoch."""
     depth: int
-    """Its index in its chain, at most ``DEPTH_MAX``; 0 where the mtime is none of ours."""
+    """Its index in its chain, at most ``DEPTH_MAX``; 0 if the mtime is not a stamp."""
     uses: int
-    """In how many later quanta than that of its publication it was used; ``USES_MAX`` means at least so many."""
+    """The number of quanta after its publication in which it was used; ``USES_MAX`` means that many or more."""
     priority: int
     ttl_s: int | None
 
     @property
     def hints(self) -> Hints:
-        """What its writers said of it."""
+        """The hints of its writers."""
         return Hints(self.priority, self.ttl_s)
 
 
@@ -72,12 +73,12 @@ def stamps_ns(quantum_start_s: int, depths: npt.NDArray[np.int64], hints: Hints 
 
 
 def is_fresh(mtime_ns: int, quantum_start_s: int) -> bool:
-    """Whether a stamp belongs to that quantum, or to a later one (a host whose clock is ahead)."""
+    """True if a stamp belongs to that quantum, or to a later one (a host whose clock is ahead)."""
     return mtime_ns >= quantum_start_s * NS_PER_S
 
 
 def decode(mtime_ns: int, quantum_s: int) -> Recency:
-    """What an mtime says, whatever it is: one that is no stamp is the last use of a chunk with default hints."""
+    """Decodes any mtime; one that is not a stamp counts as the last use of a chunk with default hints."""
     quantum_start_s = (mtime_ns - _CODE_MAX - 1) // NS_PER_S
     if quantum_start_s % quantum_s == 0:
         below = (quantum_start_s + 1) * NS_PER_S - mtime_ns
@@ -91,11 +92,11 @@ def decode(mtime_ns: int, quantum_s: int) -> Recency:
 
 
 def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt.NDArray[np.bool_]:
-    """Of which of many mtimes the hints cover these, as those of ``decode`` say."""
+    """For each mtime, whether its hints, as ``decode`` gives them, cover ``hints``."""
     starts_s = (mtimes_ns - _CODE_MAX - 1) // NS_PER_S
     below = (starts_s + 1) * NS_PER_S - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
-    # Those that are stamps and have the same code have the same hints; what is none has the default ones.
+    # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
     codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0)
     _, first, place = np.unique(codes, return_index=True, return_inverse=True)
     each = [decode(mtime_ns, quantum_s).hints.covers(hints) for mtime_ns in mtimes_ns[first].tolist()]
@@ -105,9 +106,9 @@ def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt
 def renewed_ns(
     mtime_ns: int, quantum_start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
 ) -> int | None:
-    """The mtime that a chunk gets when it is used, or None where it stays as it is.
+    """The mtime that a chunk gets when it is used, or None if it stays.
 
-    One use more where it was not used in this quantum yet, and hints of at least ``least``; never an earlier time.
+    Counts one more use if this is the first in this quantum, and raises hints to ``least``; never an earlier time.
     """
     was = decode(mtime_ns, quantum_s)
     hints = was.hints.raised_to(least)
@@ -121,7 +122,7 @@ def renewed_ns(
 
 
 def is_coarse(mtime_ns: int) -> bool:
-    """Whether an mtime can carry no hints but the default ones, as on a file system that rounds times."""
+    """True if an mtime can carry only the default hints, as on a file system that rounds times."""
     return mtime_ns % _COARSE_NS == 0
 
 

@@ -1,4 +1,4 @@
-"""What calls return: plain values shared by node, worker and client."""
+"""Results of calls: plain values shared by node, worker and client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put did. ``tokens_present`` counts leading tokens now in the store, written now or found."""
+    """The outcome of a put. ``tokens_present`` counts leading tokens now in the store, written now or found."""
 
     tokens_present: int
     chunks_written: int
@@ -17,23 +17,24 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """What clearing deleted, or would have; pinned chunks stay, unless they were asked for."""
+    """The chunks and bytes that a clear deleted, or would delete. Pinned chunks stay unless asked for."""
 
     chunks: int
     bytes: int
     pinned: int = 0
-    """Chunks that stayed because they are pinned, of a clear by selection."""
+    """Chunks that stayed because they are pinned; counted by a clear by selection."""
     failed: int = 0
-    """Chunks, or whole shards, that the root did not let us look at or delete: clear again."""
+    """Chunks, or whole shards, that the root refused to list or delete: clear again."""
     unconfirmed: tuple[str, ...] = ()
-    """Sessions of nodes that live and did not say in time that their memory has none of it any more; of a selection
-    that a worker cleared an empty text for each: its ticket says whose they are.
+    """Live sessions that did not confirm in time that their memory has dropped the chunks.
+
+    One empty text for each if a worker cleared a selection: the worker's ticket names them.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """A live pin: who holds how many leading tokens of what, and until when (seconds since the epoch)."""
+    """A live pin: its owner, the leading tokens it protects, and its end (seconds since the epoch)."""
 
     id: str
     owner: str
@@ -41,7 +42,7 @@ class PinRecord:
     tokens: int
     expires_s: float
     tenant: str = "*"
-    """Of the namespace; ``*`` where that is not known any more. Not sent to clients."""
+    """The namespace's tenant; ``*`` if it is no longer known. Not sent to clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +52,30 @@ class LimitValue:
     name: str
     value: str
     meaning: str
-    """What it bounds."""
+    """The thing that it bounds, in words."""
     started: str
-    """What the worker was started with."""
+    """The value that the worker was started with."""
     before: str = ""
-    """What it was before it was changed just now; empty where it was not."""
+    """The value before this change; empty if nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """What a worker still has to do that was told to stop."""
+    """The work that a draining worker still has to finish."""
 
     calls: int
-    """In progress."""
+    """Calls in progress."""
     behind_bytes: int
-    """That only its memory has, and that it writes to the root."""
+    """Bytes that only its memory has, and that it still writes to the root."""
     tickets: int
-    """That are cancelled."""
+    """Tickets that it cancels."""
     within_s: float
-    """How long it waits for calls."""
+    """The time that it waits for calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Where one layer goes: K and V of all tokens read, each contiguous bytes."""
+    """The memory for one layer: K and V of all tokens read, each contiguous bytes."""
 
     k: memoryview
     v: memoryview

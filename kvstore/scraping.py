@@ -1,8 +1,8 @@
 """The HTTP server that gives Prometheus metrics, bounded in what its clients may take of the process.
 
 At the bottom, because workers and collectors both serve metrics.  The client library's own server gives each connection
-a thread for as long as its peer likes, and the port is plain HTTP: whoever reaches it could end a worker's memory and
-descriptors with connections that ask nothing.
+a thread for as long as its peer likes, and the port is plain HTTP: anybody who reaches it could use up a worker's
+memory and descriptors with silent connections.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
 CONNECTIONS_MAX = 16
-"""Beyond that the oldest makes room for the next."""
+"""The limit of open connections; the next one closes the oldest."""
 SILENT_S = 5.0
-"""How long a client may send nothing, or take nothing."""
+"""The time that a client may send nothing, or take nothing."""
 
 
 def serve(app: WSGIApplication, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:

@@ -1,4 +1,4 @@
-"""Where the sections of chunks lie in the caller's memory: the planes of an array, or one buffer for each block.
+"""The places of chunks' sections in the caller's memory: the planes of an array, or one buffer for each block.
 
 Separate because both ends need it, for reading into (a sink) and for writing from (a source).  Native code takes whole
 runs of chunks from it, without a Python object for each section.
@@ -32,11 +32,11 @@ class Laid(ABC):
     @property
     @abstractmethod
     def is_writable(self) -> bool:
-        """Whether chunks may be read into it."""
+        """True if chunks may be read into it."""
 
     @abstractmethod
     def covers(self, first: int, count: int) -> bool:
-        """Whether it has memory for these chunks: native code trusts the addresses."""
+        """True if it has memory for these chunks: native code trusts the addresses."""
 
     @abstractmethod
     def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
@@ -70,7 +70,7 @@ class Planes(Laid):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each plane is one run of memory; nothing else may be called where it is not."""
+        """True if each plane is one run of memory; required by every other method."""
         return bool(self._array[0, 0].flags.c_contiguous)
 
     def strided(self, first: int, count: int) -> npt.NDArray[np.uint8]:

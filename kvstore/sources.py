@@ -1,4 +1,4 @@
-"""Where time, randomness and ids come from: always a constructor parameter, so that a run replays from a seed."""
+"""Sources of time and ids, always given to a constructor, so that a run replays from a seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class Ids(Protocol):
-    """Fresh identifiers that nobody else makes."""
+    """New identifiers that nobody else makes."""
 
     def fresh(self) -> bytes:
         """16 random bytes."""

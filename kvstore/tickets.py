@@ -1,6 +1,6 @@
-"""Tickets: long acts of a worker as values, and which state of one follows which.
+"""Tickets: long-running operations of a worker as values, and the states that one passes through.
 
-At the bottom, because both ends of the wire have them; what does them is in kvstore/worker/control.
+At the bottom, because both ends of the wire use them; kvstore/worker/control runs the operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class State(enum.Enum):
-    """How a ticket is."""
+    """The state of a ticket."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,7 +22,7 @@ class State(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether it stays so."""
+        """True if the state is final."""
         return not TRANSITIONS[self]
 
 
@@ -33,24 +33,24 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
 }
-"""Which state may follow which."""
+"""The states that may follow each state."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One of them, at one moment. Times are wall times, 0 while they are not there yet."""
+    """A ticket at one moment. Times are wall times; 0 means not yet."""
 
     id: str
     act: str
     about: str
     identity: str
-    """Who asked; empty where nobody is known."""
+    """The identity that asked; empty if unknown."""
     tenant: str | None
-    """Whose chunks it is about; None: those of all tenants."""
+    """The tenant whose chunks it is about; None: all tenants."""
     unit: str
-    """What ``done`` and ``total`` count."""
+    """The unit of ``done`` and ``total``."""
     began_s: float
     state: State = State.WAITING
     ended_s: float = 0.0
@@ -60,13 +60,13 @@ class Ticket:
     message: str = ""
     """Why it failed, or what is worth knowing."""
     counts: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
-    """What came of it so far."""
+    """The results so far, by name."""
     worker: str = ""
     """The worker that has it, as a client reached it."""
     tokens: int = 0
-    """Of its prompts, which the worker keeps until it has ended."""
+    """Tokens of its prompts, which the worker keeps until it has ended."""
 
     def moved(self, state: State, *, message: str = "", ended_s: float = 0.0) -> Ticket:
-        """The same in its next state, which must be one that may follow."""
+        """The ticket in its next state, which must be one that may follow."""
         assert state in TRANSITIONS[self.state], f"a ticket that is {self.state.value} never becomes {state.value}"
         return replace(self, state=state, message=message, ended_s=ended_s)

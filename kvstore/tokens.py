@@ -24,12 +24,10 @@ def token_array(tokens: Tokens) -> TokenArray:
     Accepts any sequence of ints or a one-dimensional integer array; 0 <= id < 2**32, at most 4,194,304 of them.
     Raises InvalidRequest, naming the first offending position, otherwise.
     """
-    if not hasattr(tokens, "__len__"):
+    if not hasattr(tokens, "__len__") or isinstance(tokens, (bytes, bytearray, memoryview, str)):
         raise InvalidRequest(f"tokens are a {type(tokens).__name__}: expected a sequence of ints or an integer array")
     if len(tokens) > TOKENS_MAX:
         raise InvalidRequest(f"{len(tokens)} tokens are over the limit of {TOKENS_MAX}: split the prompt")
-    if isinstance(tokens, (bytes, bytearray, memoryview, str)):
-        raise InvalidRequest(f"tokens are {type(tokens).__name__}: expected a sequence of ints or an integer array")
     if len(tokens) == 0:
         return np.empty(0, dtype="<u4")
     if isinstance(tokens, (list, tuple)) and (packed := _packed_ints(tokens)) is not None:

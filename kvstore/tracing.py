@@ -85,7 +85,7 @@ def disable() -> None:
 
 
 def is_on() -> bool:
-    """Whether spans are made."""
+    """True if spans are made."""
     return _tracer is not None
 
 
@@ -100,7 +100,7 @@ def span(name: str, **attributes: str | int | float | bool) -> AbstractContextMa
 def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str) -> Generator[str]:
     """Around a call served here: takes its id and its span from what the client sent, or makes a fresh id. Yields it.
 
-    What a client sends is shown in logs, so whatever is no id is replaced, not refused.
+    Logs show the id, so one that is not valid is replaced; the call is not refused.
     """
     said = {key: value for key, value in metadata if key in (REQUEST_ID_KEY, PARENT_KEY) and isinstance(value, str)}
     id = said.get(REQUEST_ID_KEY, "")
@@ -118,19 +118,8 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
         _request.set(before)  # not reset(): a stream that its client left may be ended by another thread
 
 
-@contextmanager
-def called(name: str, **attributes: str) -> Generator[str]:
-    """Around a call made from here, with all that is tried for it. Yields its id."""
-    with request() as id:
-        if _tracer is None:
-            yield id
-        else:
-            with _span(name, "CLIENT", None, attributes):
-                yield id
-
-
 def metadata() -> Metadata:
-    """What goes with a call to a worker, so that it knows what it works for."""
+    """The metadata of a call to a worker: the request and span that it belongs to."""
     id = _request.get()
     pairs: Metadata = ((REQUEST_ID_KEY, id),) if id else ()
     parent = _parent()
@@ -179,7 +168,7 @@ def _span(name: str, kind: str | None, parent: str | None, attributes: dict[str,
         try:
             yield span
         except BaseException as error:
-            # Of an error only its kind: its text may have paths, and whoever reads traces need not see prompts.
+            # Only the type of an error: its text may contain paths or prompts, which readers of traces need not see.
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(trace.StatusCode.ERROR)
             raise

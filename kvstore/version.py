@@ -1,3 +1,3 @@
-"""The version of this package; apart from the package itself, which stands above all that records it."""
+"""The version of this package, in a module of its own: modules below the package record it."""
 
 VERSION = "0.1.0"

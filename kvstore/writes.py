@@ -1,4 +1,4 @@
-"""When a put is acknowledged, and what it leaves where: the choice a writer has on a node with memory."""
+"""The write modes: when a put is acknowledged, and which tiers keep its chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
-"""Runs of one put that are on their way to the root at once. Whoever gives memory to a put's runs gives it to one more,
+"""Runs of one put that are on their way to the root at once. The memory for a put's runs has room for one more,
 which arrives meanwhile."""
 
 
@@ -17,9 +17,9 @@ class WriteMode(enum.Enum):
     THROUGH = "through"
     """Acknowledged when the root has it; memory keeps a copy."""
     BEHIND = "behind"
-    """Acknowledged when the node has the bytes, and written to the root soon; lost where it is killed before."""
+    """Acknowledged when the node has the bytes, and written to the root soon; lost if the node is killed before."""
     AROUND = "around"
-    """Acknowledged when the root has it; memory gets it when it is read."""
+    """Acknowledged when the root has it; memory keeps it once it is read."""
 
     @classmethod
     def of(cls, value: WriteMode | str) -> WriteMode:

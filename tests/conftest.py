@@ -76,7 +76,7 @@ def tmp_root() -> Iterator[Path]:
 
 @pytest.fixture
 def tmp_root_url(tmp_root: Path) -> str:
-    """The same directory as users name it."""
+    """The directory as users name it."""
     return f"file://{tmp_root}"
 
 

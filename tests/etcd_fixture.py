@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from pyetcd import etcdrpc
@@ -18,6 +18,9 @@ from pyetcd import etcdrpc
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
 from tests.patience import PATIENCE_S as PATIENCE_S
 from tests.patience import eventually as eventually
+
+if TYPE_CHECKING:  # engines' environments have no cryptography
+    from tests.security.certificates import Authority
 
 
 @contextmanager
@@ -130,41 +133,27 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Certificates:
-    """A certificate authority with a server's and a client's certificate, made by the openssl command."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.ca = folder / "ca.pem"
-        self._make("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-                   "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
-        self.server = self._issue("server", "subjectAltName=IP:127.0.0.1,DNS:etcd.test")
-        self.client = self._issue("client", "extendedKeyUsage=clientAuth")
-
-    def _issue(self, name: str, extension: str) -> tuple[Path, Path]:
-        (self._folder / f"{name}.ext").write_text(extension)
-        self._make("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                   "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        self._make("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-                   "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem")  # fmt: skip
-        return self._folder / f"{name}.pem", self._folder / f"{name}.key"
-
-    def _make(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True)
-
-
 @contextmanager
-def tls_etcd(folder: Path, certificates: Certificates) -> Iterator[str]:
-    """An etcd that speaks only TLS and wants a client certificate; its endpoint, without scheme."""
+def tls_etcd(folder: Path, authority: Authority) -> Iterator[str]:
+    """An etcd that speaks only TLS and wants a client certificate of ``authority``; its endpoint, without scheme."""
+    server = authority.server()
     port, peer = free_port(), free_port()
     client_url, peer_url = f"https://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     command = [
-        find_etcd(), f"--data-dir={folder / 'tls'}", "--name=tls", f"--initial-cluster=tls={peer_url}",
-        f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}",
-        f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}",
-        f"--cert-file={certificates.server[0]}", f"--key-file={certificates.server[1]}",
-        f"--trusted-ca-file={certificates.ca}", "--client-cert-auth", "--log-level=error",
-    ]  # fmt: skip
+        find_etcd(),
+        f"--data-dir={folder / 'tls'}",
+        "--name=tls",
+        f"--initial-cluster=tls={peer_url}",
+        f"--listen-client-urls={client_url}",
+        f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}",
+        f"--initial-advertise-peer-urls={peer_url}",
+        f"--cert-file={server.cert}",
+        f"--key-file={server.key}",
+        f"--trusted-ca-file={authority.ca}",
+        "--client-cert-auth",
+        "--log-level=error",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"

@@ -82,7 +82,7 @@ def all_locks() -> set[str]:
 
 
 def _makes_a_lock(call: ast.Call, bare: set[str]) -> bool:
-    """Whether that is ``threading.Lock()``, or a name that the file has from there."""
+    """True if that is ``threading.Lock()``, or a name that the file has from there."""
     match call.func:
         case ast.Attribute(ast.Name("threading"), name):
             return name in MAKERS

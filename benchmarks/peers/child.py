@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says, and where it is from if it says nothing."""
+    """The message of an exception, or its origin if it has none."""
     if str(error):
         return f"{type(error).__name__}: {error}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

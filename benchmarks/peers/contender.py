@@ -1,4 +1,4 @@
-"""What a contender has to do, and the list of all. Runs in the peers' environments too."""
+"""The interface of contenders, and the list of all. Runs in the peers' environments too."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Contender(ABC):
         """Processes that do its work besides this one: their processor time is its own."""
 
     def prepare(self, turn: int) -> None:  # noqa: B027 - most have nothing to do
-        """What an engine has at hand before it calls; outside the clock."""
+        """Prepares what an engine has at hand before it calls; outside the clock."""
 
     @abstractmethod
     def put(self, turn: int) -> None:

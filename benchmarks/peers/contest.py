@@ -18,7 +18,7 @@ PUT = "put"
 
 @dataclass
 class Contest:
-    """What came of it: seconds by contender, operation and round; and why the others have no figures."""
+    """The outcome: seconds by contender, operation and round; and why the others have no figures."""
 
     workload: Workload
     threads: int
@@ -102,7 +102,7 @@ def _start(entry: Entry, seats: dict[str, Seat], contest: Contest, folder: Path,
 
 
 def _take_turn(seat: Seat, memory: Memory, turn: int, *, apart: bool) -> Mapping[str, Taken]:
-    """What it took, by operation. Raises Failed, also where it read other bytes than it was given."""
+    """The seconds it took, by operation. Raises Failed, also where it read other bytes than it was given."""
     seat.ask("prepare", turn)
     memory.renew(turn)
     memory.wipe()

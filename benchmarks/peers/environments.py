@@ -22,7 +22,7 @@ READY = ".ready"
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed, with dependencies and without."""
+    """The packages of one environment, with dependencies and without."""
 
     name: str
     packages: tuple[str, ...]
@@ -42,7 +42,7 @@ class Environment:
         return "\n".join((*self.packages, "without dependencies:", *self.alone))
 
     def is_ready(self) -> bool:
-        """Whether it was made, with the packages as they are listed now."""
+        """True if it was made with the packages as they are listed now."""
         try:
             return (self.folder / READY).read_text() == self.contents
         except FileNotFoundError:
@@ -57,10 +57,31 @@ ENVIRONMENTS = {
             "lmcache",
             # LMCache demands CUDA packages; these are what its storage needs.
             (
-                "torch==2.13.0", "numpy<=2.2.6", "transformers>=5.4", "aiofile", "aiofiles", "aiohttp", "blake3",
-                "cachetools", "cryptography", "fastapi", "httpx", "msgspec", "numba", "nvtx",
-                "opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0", "prometheus_client<=0.24.1", "psutil",
-                "py-cpuinfo", "pyyaml", "pyzmq", "redis", "requests", "safetensors", "sortedcontainers",
+                "torch==2.13.0",
+                "numpy<=2.2.6",
+                "transformers>=5.4",
+                "aiofile",
+                "aiofiles",
+                "aiohttp",
+                "blake3",
+                "cachetools",
+                "cryptography",
+                "fastapi",
+                "httpx",
+                "msgspec",
+                "numba",
+                "nvtx",
+                "opentelemetry-api<=1.40.0",
+                "opentelemetry-sdk<=1.40.0",
+                "prometheus_client<=0.24.1",
+                "psutil",
+                "py-cpuinfo",
+                "pyyaml",
+                "pyzmq",
+                "redis",
+                "requests",
+                "safetensors",
+                "sortedcontainers",
             ),
             alone=("lmcache==0.5.6",),
             environ={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"},
@@ -68,7 +89,7 @@ ENVIRONMENTS = {
         Environment("mooncake", ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy<3")),
         Environment("redis", ("redis[hiredis]==8.1.0", "numpy<3")),
     )
-}  # fmt: skip
+}
 
 
 class NotReady(Exception):
@@ -106,9 +127,14 @@ def set_up(name: str) -> None:
 def _run(*command: str) -> None:
     try:
         subprocess.run(
-            command, check=True, timeout=INSTALL_S, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            command,
+            check=True,
+            timeout=INSTALL_S,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
             env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        )  # fmt: skip
+        )
     except subprocess.CalledProcessError as error:
         said = [line for line in error.stderr.splitlines() if line.startswith("ERROR")] or error.stderr.splitlines()
         raise NotReady(f"{' '.join(command[:5])} failed: {said[-1] if said else error}") from error

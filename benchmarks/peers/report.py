@@ -1,4 +1,4 @@
-"""What the contests say: ratios of kvstore to each contender, and which targets are met."""
+"""The results of the contests: ratios of kvstore to each contender, and which targets are met."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ DURABLE = "kvstore-fsync"
 SYNCING = ("vineyard", "vineyard-lists")
 """Peers that sync each file: on a disk they are compared with our durable put."""
 COLUMNS = (
-    "contender", "put GiB/s", "get GiB/s", "view GiB/s", "kvstore put ratio", "kvstore get ratio", "kvstore view ratio",
-    "put ratio range", "get ratio range", "put CPU s/GiB", "get CPU s/GiB", "view CPU s/GiB", "failure",
-)  # fmt: skip
+    "contender",
+    "put GiB/s",
+    "get GiB/s",
+    "view GiB/s",
+    "kvstore put ratio",
+    "kvstore get ratio",
+    "kvstore view ratio",
+    "put ratio range",
+    "get ratio range",
+    "put CPU s/GiB",
+    "get CPU s/GiB",
+    "view CPU s/GiB",
+    "failure",
+)
 TARGET_COLUMNS = ("target", "workload", "wanted", "ratio", "met")
 
 
@@ -120,7 +131,7 @@ def _cpu_cost(contest: Contest, name: str, operation: str) -> float | None:
 
 
 def _ratios(contest: Contest, ours: str, operation: str, name: str) -> list[float]:
-    """How many times as fast ours was, round by round; empty where one of the two has no figures."""
+    """The speed of ours over theirs, round by round; empty if one of the two has no figures."""
     mine = contest.seconds.get(ours, {}).get(operation, [])
     theirs = contest.seconds.get(name, {}).get(PUT if operation == PUT else GET, [])
     return [other_s / mine_s for mine_s, other_s in zip(mine, theirs, strict=False)]

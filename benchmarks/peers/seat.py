@@ -67,7 +67,7 @@ class Seat:
         self.reads = tuple(answer["reads"])
 
     def ask(self, what: str, turn: int) -> Taken:
-        """What the contender took for one of put, get, view, prepare, clear."""
+        """The seconds that the contender took for one of put, get, view, prepare, clear."""
         answer = self._ask({"do": what, "turn": turn}, ASK_S)
         return Taken(answer["taken_s"], answer["cpu_s"])
 

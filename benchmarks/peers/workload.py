@@ -1,4 +1,4 @@
-"""What is stored and read: the KV of one prompt, in memory that all contenders share.
+"""The workload: the KV of one prompt, in memory that all contenders share.
 
 Separate from the rest because it also runs in the peers' environments: numpy and the standard library alone.
 """
@@ -88,7 +88,7 @@ class Memory:
         self.target[:] = 0xA5
 
     def is_right(self) -> bool:
-        """Whether the target holds the source's bytes."""
+        """True if the target holds the source's bytes."""
         return np.array_equal(self.source.view(np.uint64), self.target.view(np.uint64))
 
     def pieces(self, array: Bytes, piece_bytes: int) -> list[memoryview]:

@@ -17,12 +17,13 @@ from kvstore.cli import logs
 from kvstore.cli.access import ClusterAccess
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, group, option, takes
-from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, is_loopback, split
+from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import LOG_FORMAT, Room
 from kvstore.cli.output import print_table, progress_bar, size
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
+from kvstore.security.networks import is_loopback
 from kvstore_gc.config import Config, read_config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
@@ -34,7 +35,7 @@ INTERVAL_S_MIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a collector deletes: options win over the policy file."""
+    """The limits of a collector: options win over the policy file."""
 
     room: Room = group(Room)
     high: float | None = option(
@@ -49,11 +50,7 @@ class Limits:
         """The policy file, with what the options say instead. Raises InvalidRequest where it makes no sense."""
         config = Config()
         if self.policy is not None:
-            config = read_config(
-                self.policy,
-                lambda text: DURATION.convert(text, None, None),
-                lambda text: SIZE.convert(text, None, None),
-            )
+            config = read_config(self.policy, DURATION, SIZE)
         given: dict[str, Any] = {
             "ttl_s": self.room.ttl_s,
             "max_bytes": self.room.max_bytes,
@@ -67,12 +64,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """When a collector works, and what it tells."""
+    """The rounds of a collector, and their output."""
 
     once: bool = flag("--once", help="One round over all shards, then end.")
-    interval_s: float | None = option(
-        "--interval", type=DURATION, metavar="TIME", help="A round every TIME, at once when it is full."
-    )
+    interval_s: float | None = option("--interval", type=DURATION, help="A round every TIME, at once when it is full.")
     dry_run: bool = flag("--dry-run", help="Say what would be deleted and why; change nothing at all.")
     examples: int = option(
         "--examples",
@@ -86,9 +81,7 @@ class Rounds:
         "--explain", multiple=True, metavar="ADDRESS", help="With --dry-run: say why a chunk stays or goes."
     )
     as_json: bool = flag("--json", help="Print one JSON object for each round, on a line.")
-    metrics: str | None = option(
-        "--metrics", type=HOST_PORT, metavar="HOST:PORT", help="With --interval: serve Prometheus metrics there."
-    )
+    metrics: str | None = option("--metrics", type=HOST_PORT, help="With --interval: serve Prometheus metrics there.")
     niceness: int = option(
         "--nice",
         type=click.IntRange(0, 19),

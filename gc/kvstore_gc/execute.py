@@ -18,7 +18,7 @@ from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fence import lift
+from kvstore.root.fence import lift_unnamed
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Pinned
 from kvstore_gc.histogram import Tally
@@ -124,14 +124,7 @@ class Sweeper:
         """Lifts the fence of trash folders that no key names, putting back what is in them (rule F3); how many."""
         if not self._root.traits.fenced:
             return 0
-        folders = {places.parse_sweep(entry.name) for entry in self._root.list(places.TRASH)} - {None}
-        if not folders:
-            return 0
-        named: set[bytes | None] = {one.sweep for one in self._ledger.in_flight().values()}
-        lifted = 0
-        for sweep in sorted(one for one in folders - named if one is not None):
-            lifted += lift(self._root, sweep, self._site.identity.shard_bits, partial(self._is_named, sweep))
-        return lifted
+        return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)
 
     def pinned(self) -> Pinned:
         """The addresses that pins protect now, for deciding; only ``sweep`` proves anything. Raises Unavailable."""
@@ -242,7 +235,7 @@ class Sweeper:
                 # Those that were due and not ready after all have changed meanwhile: the next look tells how.
                 done = {one.sweep for one in ready}
                 left += [one for one in look.due if one.sweep not in done]
-                self._waits_since_s = self._clock.monotonic_s()  # what is deleted is no wait
+                self._waits_since_s = self._clock.monotonic_s()  # deleting does not count as waiting
                 continue
             if not left:
                 break
@@ -274,7 +267,7 @@ class Sweeper:
         closing = []
         for sweep in sweeps:
             victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
-            if victims is None and not self._is_named(sweep.sweep):
+            if victims is None and sweep.sweep not in self._named():
                 continue  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
@@ -345,8 +338,9 @@ class Sweeper:
     def _is_within(self, since_s: float, seconds: float) -> bool:
         return self._clock.monotonic_s() - since_s <= seconds
 
-    def _is_named(self, sweep: bytes) -> bool:
-        return any(one.sweep == sweep for one in self._ledger.in_flight().values())
+    def _named(self) -> set[bytes]:
+        """The sweeps in flight. Raises Unavailable."""
+        return {one.sweep for one in self._ledger.in_flight().values()}
 
     def _twins(self) -> list[bytes]:
         """Packed addresses of the pins that have a twin on the root (rule C5).

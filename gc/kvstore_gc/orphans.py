@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
 from kvstore.meta.pins import PinRecord
+from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Entry
@@ -92,8 +93,7 @@ class Orphans:
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
         # Read also without a folder: a session that lives now may be dead, and have one, in the next round.
-        sessions = self._meta.list(self._keys.sessions, self._timings.meta_timeout_s)
-        live = {bytes(id) for kv in sessions.items if (id := self._keys.parse_session(kv.key)) is not None}
+        live = live_sessions(self._meta, self._keys, self._timings.meta_timeout_s)
         dead = self._dead(live, {parsed for each in folders if (parsed := parse_id(each)) is not None})
         empty: set[Name] = set()
         for folder_name in folders:
@@ -116,7 +116,7 @@ class Orphans:
                 empty.add(folder)
         self._empty = empty
 
-    def _dead(self, live: set[bytes], staging: set[bytes]) -> set[bytes]:
+    def _dead(self, live: Set[bytes], staging: set[bytes]) -> set[bytes]:
         """Sessions with a folder that were alive once and have been gone for long enough."""
         now_s = self._clock.monotonic_s()
         self._gone_s = {

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.interface import KeyValue, LeaseGone, Watch, WatchLost
 from kvstore.meta.keys import SessionId
+from kvstore.meta.session import live_sessions
 from kvstore.meta.usage import Usage
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
@@ -88,8 +89,7 @@ class Reports:
         until_s = self._clock.monotonic_s() + ANSWER_S
         while True:
             asked = self._meta.get(self._keys.gc_room, self._timeout_s)
-            found = self._meta.list(self._keys.sessions, self._timeout_s).items
-            live = frozenset(id for kv in found if (id := self._keys.parse_session(kv.key)) is not None)
+            live = frozenset(live_sessions(self._meta, self._keys, self._timeout_s))
             missing = live
             if asked is not None:
                 self._asked_at = asked.create_revision

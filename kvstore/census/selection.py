@@ -125,7 +125,7 @@ class ClearOrder:
     unused_since_s: float
     """Last used before this time."""
     ordered_s: float
-    """When it was ordered."""
+    """The time of the order."""
 
     @property
     def needs_headers(self) -> bool:

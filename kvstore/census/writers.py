@@ -22,7 +22,7 @@ class Share:
     size_bytes: int = 0
     """Size of the files, headers included."""
     first_s: int = 0
-    """When the oldest and the newest of these were written; 0 where that is not known."""
+    """The times of the oldest and the newest of these; 0 if unknown."""
     last_s: int = 0
     namespaces: set[NamespaceId] = field(default_factory=set)
 

@@ -67,7 +67,7 @@ def keys_option() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """How to reach etcd. Files are named, nothing of them is held. Can be pickled."""
+    """The way to etcd. Holds names of files, not their content. Can be pickled."""
 
     endpoints: str = option("--etcd", metavar="ENDPOINTS", help="etcd as HOST:PORT[,HOST:PORT...].")
     ca_file: str | None = option(
@@ -132,7 +132,7 @@ class ClusterAccess:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach a store. Can be pickled, so that other processes reach the same."""
+    """The way to a store. Can be pickled, so that other processes reach the same."""
 
     root: str | None = option(
         "--root", metavar="URL", help="The root itself: a folder, file:///path, s3://bucket/prefix, or any fsspec URL."

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.access import Access, ClusterAccess, access_options
-from kvstore.cli.children import gc_command
 from kvstore.cli.command import Command
 from kvstore.cli.declared import arguments, flag, option, takes
-from kvstore.cli.kinds import HOST_PORT, is_loopback, split
+from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging, Room
+from kvstore.cli.programs import gc_command
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
+from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.dashboard.board import Board, Reach
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """How the page is secured."""
+    """The security of the page."""
 
     cert_file: str | None = option(
         "--https-cert", metavar="FILE", help="PEM file of the page's certificate; needed beyond this host."
@@ -56,7 +57,6 @@ class PageAccess:
     type=HOST_PORT,
     default="127.0.0.1:8080",
     show_default=True,
-    metavar="HOST:PORT",
     help="Where to serve the page; port 0: any free one.",
 )
 @takes("page", PageAccess)
@@ -117,7 +117,7 @@ def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
 
 
 def _reach(cluster: ClusterAccess, access: Access, collector: list[str] | None) -> Reach:
-    """How the board reaches the cluster: as the options say, each source when it is needed."""
+    """The board's way to the cluster: as the options say, each source when it is needed."""
     from kvstore.dashboard.board import Reach
 
     assert cluster.etcd is not None

@@ -17,10 +17,10 @@ import click
 
 from kvstore.children import Program, stop_all
 from kvstore.cli.access import Access, open_store
-from kvstore.cli.children import gc_command, kvstore_command
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import progress_bar, size
+from kvstore.cli.programs import gc_command, kvstore_command
 from kvstore.cli.replay import print_report
 from kvstore.cli.signals import Interrupts
 from kvstore.memory.host import memory_free_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,7 @@ class _Wanted:
     repair: bool = flag("--repair", help="Repair what is wrong; the root may be in use meanwhile.")
     adopt: bool = flag("--adopt", help="Make an empty, restored or other etcd this root's, first.")
     quick: bool = flag("--quick", help="Read headers only, not the KV itself.")
-    rate: int | None = option(
-        "--rate", type=SIZE, metavar="SIZE", help="Read at most this much a second, such as 200MiB."
-    )
+    rate: int | None = option("--rate", type=SIZE, help="Read at most this much a second, such as 200MiB.")
 
 
 @click.command(cls=Command, no_args_is_help=True, short_help="Check every file of a root, and repair it.")
@@ -108,14 +107,13 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
         )
 
 
-def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> set[bytes]:
+def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
     """The ids of the sessions that live on a root."""
     from kvstore.meta.keys import Keys
+    from kvstore.meta.session import live_sessions
 
-    keys = Keys(identity.root)
     with closing(etcd.open()) as meta:
-        found = (keys.parse_session(kv.key) for kv in meta.list(keys.sessions, TIMEOUT_S).items)
-        return {bytes(session) for session in found if session is not None}
+        return live_sessions(meta, Keys(identity.root), TIMEOUT_S)
 
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess) -> Adopted:

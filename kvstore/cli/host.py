@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.children import Program
-from kvstore.cli.children import gc_command, kvstore_command
 from kvstore.cli.dashboard import PageAccess
 from kvstore.cli.declared import arguments
-from kvstore.cli.kinds import is_loopback, split
+from kvstore.cli.kinds import split
 from kvstore.cli.options import Room
+from kvstore.cli.programs import gc_command, kvstore_command
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.meta.server import EmbeddedEtcd
@@ -26,10 +27,10 @@ GC_INTERVAL_S = 60
 """Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
-"""A worker that lived shorter died of its start. After three of those in a row ``up`` gives up."""
+"""A worker that lived shorter than this failed to start. After three such in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 AGAIN_S = 60.0
-"""From one start of the collector or the dashboard to the next, where it ends by itself."""
+"""The least time between two starts of the collector or the dashboard, if it ends by itself."""
 
 
 @dataclass(slots=True)

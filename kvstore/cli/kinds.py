@@ -1,4 +1,7 @@
-"""Durations, sizes and addresses as people type them."""
+"""Durations, sizes and addresses as people type them.
+
+The name of a kind, in capitals, stands for its value in ``--help``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from datetime import datetime
 from typing import Any
 
 import click
-
-from kvstore.security.networks import is_loopback as is_loopback
 
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
@@ -22,7 +23,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
     """Seconds from ``30s``, ``5m``, ``1h``, ``2d``, ``500ms``, or a bare number of seconds."""
 
-    name = "duration"
+    name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, (int, float)):
@@ -37,8 +38,6 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in th
 class Moment(Duration):
     """Seconds since the epoch from ``2026-11-21T10:00`` (of this host's time zone, unless it says one), or a duration
     such as ``2h`` or ``2h ago``: so long before now."""
-
-    name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, (int, float)):

@@ -117,7 +117,7 @@ def _encoding(copy: RootCopy) -> str:
 
 
 def _ago(when_s: float) -> str:
-    """How long ago, in its largest unit; a last use is known to the minute."""
+    """A time ago in its largest unit; a last use is known to the minute."""
     seconds = max(0.0, time.time() - when_s)
     for each, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= each:

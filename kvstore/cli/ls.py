@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvstore.census.writers import Share
 
 TIMEOUT_S = 10.0
-_ROOTS = "/kv/roots/"
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
 
 
@@ -106,13 +105,13 @@ def _pins(access: Access, as_json: bool) -> None:
 def _workers(access: Access, as_json: bool) -> None:
     if access.etcd is None:
         raise InvalidRequest("workers are registered in etcd: give --etcd ENDPOINTS")
-    from kvstore.meta.keys import ID_BYTES, Keys
+    from kvstore.meta.keys import Keys
+    from kvstore.meta.roots import known_roots
     from kvstore.meta.workers import Workers
 
     rows: list[dict[str, Any]] = []
     with closing(access.etcd.open()) as meta:
-        roots = {kv.value for kv in meta.list(_ROOTS, TIMEOUT_S).items if len(kv.value) == ID_BYTES}
-        for root in sorted(roots):
+        for root in known_roots(meta, TIMEOUT_S):
             found = Workers(meta, Keys(root)).list(TIMEOUT_S)
             rows += (
                 {

@@ -51,9 +51,6 @@ class Room:
     """Limits of what a collector leaves on the root."""
 
     max_bytes: int | None = option(
-        "--max-bytes",
-        type=SIZE,
-        metavar="SIZE",
-        help="What chunks may take, as 200GiB; by default all there is room for.",
+        "--max-bytes", type=SIZE, help="What chunks may take, as 200GiB; by default all there is room for."
     )
-    ttl_s: float | None = option("--ttl", type=DURATION, metavar="TIME", help="Delete chunks unused for this long.")
+    ttl_s: float | None = option("--ttl", type=DURATION, help="Delete chunks unused for this long.")

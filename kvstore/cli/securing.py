@@ -29,7 +29,7 @@ PRIVATE_UMASK = 0o077
 
 @dataclass(frozen=True, slots=True)
 class ClientAccess:
-    """How a client proves itself and knows workers. Files are named, nothing of them is held. Can be pickled."""
+    """A client's proof of identity, and its trust in workers. Holds names of files only. Can be pickled."""
 
     ca_file: str | None = option(
         "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority that signed workers' certificates."
@@ -57,7 +57,7 @@ class ClientAccess:
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """How a worker is secured: TLS, access and audit. Files are named."""
+    """The security of a worker: TLS, access and audit. Holds names of files, not their content."""
 
     cert_file: str | None = option(
         "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of this worker's certificate."
@@ -134,7 +134,7 @@ class ServerAccess:
         return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit)
 
     def as_client(self) -> ClientAccess:
-        """How this worker calls others: with its own certificate, and the token that it was given."""
+        """The access of this worker to others: its own certificate, and the token that it was given."""
         if self.cert_file is None:
             return ClientAccess(server_name=self.server_name, token_file=self.token_file)
         # Where one authority signs workers and clients, it need be named only once.

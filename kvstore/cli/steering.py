@@ -23,7 +23,6 @@ from kvstore.errors import InvalidRequest, KVStoreError
     "within_s",
     type=DURATION,
     default=0.0,
-    metavar="TIME",
     help="How long calls in progress may take; by default the worker's own --drain.",
 )
 @access_options

@@ -36,13 +36,11 @@ class Tiers:
         "--memory",
         type=SIZE,
         default=0,
-        metavar="SIZE",
         help="Shared memory of each worker for hot chunks, such as 8GiB; engines on this host map it. By default none.",
     )
     disk: tuple[str, int] | None = option(
         "--disk",
         type=FolderSize(),
-        metavar="FOLDER:SIZE",
         help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once. "
         "The folder is one worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
     )

@@ -44,7 +44,6 @@ class UpOptions:
         type=HOST_PORT,
         default="127.0.0.1:7070",
         show_default=True,
-        metavar="HOST:PORT",
         help="Where the first worker listens, the next ones on the ports after it; port 0: any free ones.",
     )
     workers: int = option(
@@ -55,7 +54,6 @@ class UpOptions:
         type=HOST_PORT,
         default="127.0.0.1:0",
         show_default=True,
-        metavar="HOST:PORT",
         help="Where the first worker serves Prometheus metrics, the next ones on the ports after it.",
     )
     etcd_folder: str | None = option(
@@ -68,12 +66,8 @@ class UpOptions:
     drain_s: float = option(
         "--drain", type=DURATION, default="10s", show_default=True, help="Time for workers to finish at the end."
     )
-    gc_metrics: str | None = option(
-        "--gc-metrics", type=HOST_PORT, metavar="HOST:PORT", help="Where kvstore-gc serves Prometheus metrics."
-    )
-    dashboard: str | None = option(
-        "--dashboard", type=HOST_PORT, metavar="HOST:PORT", help="Where to serve the dashboard; else nowhere."
-    )
+    gc_metrics: str | None = option("--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics.")
+    dashboard: str | None = option("--dashboard", type=HOST_PORT, help="Where to serve the dashboard; else nowhere.")
 
     def check(self, serving: WorkerOptions) -> None:
         """Raises InvalidRequest for options that make no sense together, or are not safe."""
@@ -148,7 +142,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
 
 @contextmanager
 def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
-    """How to reach etcd, and the bundled one where none is given."""
+    """The way to etcd, and the bundled etcd if no other is given."""
     if serving.cluster.etcd is not None:
         yield serving.cluster.etcd, None
         return
@@ -161,7 +155,7 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
 
 
 def state_folder(root: str) -> Path:
-    """Where the bundled etcd of a root keeps its files: ``$XDG_STATE_HOME``, else ``~/.local/state``."""
+    """The folder for the files of a root's bundled etcd, in ``$XDG_STATE_HOME``, else ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     key = local_path(root) or root
     return Path(base) / "kvstore" / f"etcd-{blake2b(key.encode(), digest_size=8).hexdigest()}"

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 PEERS_CLOSE_S = 2.0
 ENDING_S = 15.0
-"""How long ending may take beside its calls and what is flushed. Each step has a deadline; not all of them pass it."""
+"""The time to end, beside calls and flushing. Each step has a deadline, and not all steps take all of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,11 @@ class Addresses:
         "--listen",
         type=LISTEN,
         required=True,
-        metavar="HOST:PORT",
         help="Where to serve gRPC; port 0: any free one. Or unix:PATH.",
     )
     advertise: str | None = option(
         "--advertise",
         type=LISTEN,
-        metavar="HOST:PORT",
         help="How clients reach this worker, where that is not what it listens on (0.0.0.0, a container).",
     )
     metrics: str = option(
@@ -107,7 +105,6 @@ class Addresses:
         type=HOST_PORT,
         default="127.0.0.1:0",
         show_default=True,
-        metavar="HOST:PORT",
         help="Where to serve Prometheus metrics (path /metrics).",
     )
     bulk: int | None = option(
@@ -164,7 +161,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     """Serves until ``ending`` is asked for; what is to be undone then is left to ``undo``."""
     from kvstore.cli.tracing import start_tracing
     from kvstore.peers.joining import join_peers
-    from kvstore.worker.metrics import start_metrics
+    from kvstore.worker.metrics_server import start_metrics
     from kvstore.worker.worker import Worker
 
     _raise_file_limit()
@@ -181,8 +178,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
         on_drain=ending.ask,
         advertise=at.advertise,
         version=__version__,
-        bulk=at.bulk is not None,
-        bulk_port=at.bulk or 0,
+        bulk_port=at.bulk,
         security=security,
     )
     undo.callback(serving.stop)
@@ -204,7 +200,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
 
 
 class _Ending:
-    """How the worker ends: when a signal comes, or a client of the control service asks for it."""
+    """The end of the worker, which a signal or a client of the control service asks for."""
 
     def __init__(self, stopper: Stopper, within_s: float) -> None:
         self._stopper = stopper

@@ -69,12 +69,11 @@ class BlockCache:
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> BlockHold:
         """Looks which keys are in the store, and keeps garbage collection away from these until released.
 
-        At most ``ttl`` seconds, and the node's limit.  Through a worker it protects nothing: what is collected before
-        it is read is a miss.  Raises Overloaded where too many holds are alive.
+        At most ``ttl`` seconds, and the node's limit.  Raises Overloaded where too many holds are alive.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
-        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl))
+        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
@@ -90,9 +89,10 @@ class BlockCache:
 class BlockHold:
     """Blocks that were in the store when they were looked for. Release it, or use it as a context."""
 
-    def __init__(self, hold: PortBlockHold) -> None:
+    def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
         self._owner = Owner()
         self._hold = hold
+        self._cache = cache  # kept alive: a store of which nothing is left closes, and ends its holds
 
     @property
     def present(self) -> list[bool]:
@@ -100,7 +100,10 @@ class BlockHold:
         return self._hold.present
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
-        """As ``BlockCache.get``, for keys that are held. Raises HoldBroken where the hold has ended."""
+        """As ``BlockCache.get``, for keys that are held.
+
+        Raises HoldBroken where the hold has ended, or its worker does not answer.
+        """
         self._owner.check()
         checked = _checked_keys(keys)
         return self._hold.read(checked, _views(checked, buffers, writable=True))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.client.cache import Cache
 from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.control_values import limits_of, place_of, plain, selection_message, ticket_of
 from kvstore.client.endpoint import Endpoint
@@ -22,6 +21,7 @@ from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_move import move_message
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.namespace import Namespace
 from kvstore.node.looking import ChunkPlace
 from kvstore.node.moves import Act, Level
 from kvstore.results import Draining, LimitValue
@@ -40,6 +40,14 @@ BUSY_S = 1.0
 """Before a worker that has too many calls is asked again how a ticket is."""
 WATCH_S = 300.0
 """One look at a ticket as it goes on lasts so long at most; then the next one."""
+
+
+class HasNamespace(Protocol):
+    """A Cache, of which nothing but its namespace matters to a worker's control service."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace that the call is about."""
 
 
 class ControlTicket:
@@ -83,7 +91,8 @@ class Control:
     Where ``worker`` is one of their addresses it is that one which is asked, else whichever is best.
     """
 
-    def __init__(self, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
+    def __init__(self, port: object, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
+        self._port = port  # kept alive: a port that is dropped closes the connections
         self._caller = caller
         self._endpoints = endpoints
         self._limits = limits
@@ -95,7 +104,9 @@ class Control:
 
     # Where things lie
 
-    def lookup(self, cache: Cache, tokens: Tokens, chunks_max: int = 0, worker: str | None = None) -> list[ChunkPlace]:
+    def lookup(
+        self, cache: HasNamespace, tokens: Tokens, chunks_max: int = 0, worker: str | None = None
+    ) -> list[ChunkPlace]:
         """Where each leading chunk of a prompt lies, as one worker sees it, up to the first that is nowhere; at most
         ``chunks_max`` of them, unless that is 0. It is no use of them. Raises Unavailable.
         """
@@ -105,9 +116,11 @@ class Control:
         # At the worker that the prompt would be read from: its memory is the one to look into.
         affinity = namespace.digest + packed[: 4 * namespace.layout.chunk_tokens]
         raw = self._at(
-            worker, lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
-            self._limits.read_s, affinity,
-        )  # fmt: skip
+            worker,
+            lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
+            self._limits.read_s,
+            affinity,
+        )
         return [place_of(each) for message in raw for each in pb.LookupResponse.FromString(message).chunks]
 
     # Long acts
@@ -146,20 +159,31 @@ class Control:
         return self._recode(selection, pb.RECODING_REENCRYPT, deadline, worker)
 
     def prefetch(
-        self, cache: Cache, prompts: Sequence[Tokens], tier: str = "memory", *, deadline: float = 0.0,
+        self,
+        cache: HasNamespace,
+        prompts: Sequence[Tokens],
+        tier: str = "memory",
+        *,
+        deadline: float = 0.0,
         worker: str | None = None,
-    ) -> ControlTicket:  # fmt: skip
+    ) -> ControlTicket:
         """``Cache.prefetch`` of several prompts, which goes on when this client is gone. Raises as that does."""
         return self._move(cache, prompts, Act.PREFETCH, Level.of(tier), deadline, worker)
 
     def move(
-        self, cache: Cache, prompts: Sequence[Tokens], tier: str, *, deadline: float = 0.0, worker: str | None = None
+        self,
+        cache: HasNamespace,
+        prompts: Sequence[Tokens],
+        tier: str,
+        *,
+        deadline: float = 0.0,
+        worker: str | None = None,
     ) -> ControlTicket:
         """``Cache.move`` of several prompts, likewise."""
         return self._move(cache, prompts, Act.MOVE, Level.of(tier), deadline, worker)
 
     def release(
-        self, cache: Cache, prompts: Sequence[Tokens], *, deadline: float = 0.0, worker: str | None = None
+        self, cache: HasNamespace, prompts: Sequence[Tokens], *, deadline: float = 0.0, worker: str | None = None
     ) -> ControlTicket:
         """``Cache.release`` of several prompts, likewise."""
         return self._move(cache, prompts, Act.RELEASE, Level.MEMORY, deadline, worker)
@@ -265,7 +289,13 @@ class Control:
         return ControlTicket(self, self._ticket_of("Recode", request, worker))
 
     def _move(
-        self, cache: Cache, prompts: Sequence[Tokens], act: Act, level: Level, deadline_s: float, worker: str | None
+        self,
+        cache: HasNamespace,
+        prompts: Sequence[Tokens],
+        act: Act,
+        level: Level,
+        deadline_s: float,
+        worker: str | None,
     ) -> ControlTicket:
         one = move_message(cache.namespace.digest, b"", act, level)
         request = pb.BeginMoveRequest(

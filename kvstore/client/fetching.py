@@ -8,8 +8,8 @@ from contextlib import closing
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.handed import read_given
+from kvstore.client.bulk.given import GivenSlots, Giving
+from kvstore.client.bulk.handed import leading, take_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import receive_chunks
 from kvstore.client.bulk.viewing import Views, view_given
@@ -149,17 +149,22 @@ class ChunkFetch:
         number, count, timeout_s = self._begin_bulk(link, mode)
         chain, first, is_right = self._hashed(), self.good, True
         assert self._sections is not None
-        lanes, deadline = self._tools.lanes, Deadline(self._tools.lanes.clock, timeout_s)
+        lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, timeout_s), False
+        views = self._views
+        if link.memory is not None and len(link.memory.leases) >= LEASES_MAX:
+            views = None
         with Giving(link, number, mode) as giving:
-            if first >= count:
-                giving.finish(first)
-                return True
-            if self._views is None or (link.memory is not None and len(link.memory.leases) >= LEASES_MAX):
-                steps = read_given(giving, link, chain, first, count, self._sections, lanes, deadline)
-            else:
-                steps = view_given(giving, link, chain, first, count, self._views, lanes, deadline)
-            for step in steps:
-                self.good, is_right = step
+            for given in giving.each(first, count) if first < count else ():
+                given_count = given.count  # of files only until they are taken
+                if views is None:
+                    done = take_given(link, chain, given, self._sections, lanes, deadline)
+                else:
+                    done = view_given(link, chain, given, views, lanes, deadline)
+                    keeps |= isinstance(given, GivenSlots)
+                self.good, is_right = given.first + leading(done), leading(done) == given_count
+                if not is_right:
+                    break
+            giving.finish(self.good, keep=keeps)
         return is_right
 
     def _receive_stream(self, link: Link) -> bool:

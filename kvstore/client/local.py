@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
@@ -153,13 +152,8 @@ class LocalPort:
         return self._node.blocks.present(namespace, keys, deadline)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
-        # Held before anybody looks: what a sweep condemns from here on, it takes only after the hold (rule H2).
-        hold = self._node.holds.take(self._node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
-        try:
-            return LocalBlockHold(self._node, namespace, hold, self.present_blocks(namespace, keys))
-        except BaseException:
-            self._node.release(hold)
-            raise
+        hold, present = self._node.hold_blocks(namespace, keys, ttl_s)
+        return LocalBlockHold(self._node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +29,7 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote_blocks import RemoteBlocks
+from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
@@ -128,7 +129,6 @@ class RemotePort:
         self._clock = clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
-        self._discovery = discovery
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
@@ -136,6 +136,14 @@ class RemotePort:
         self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), write)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
+        self.parts = ExitStack()
+        """What is closed with the port, last first; it does not refer to the port."""
+        self.parts.callback(self._tools.lanes.close)
+        self.parts.callback(self._watch.close)
+        self.parts.callback(self.endpoints.close)
+        self.parts.callback(self._tools.renewing.close)
+        if discovery is not None:
+            self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
     # Namespaces
 
@@ -289,8 +297,12 @@ class RemotePort:
             lambda: self._reopening(namespace, lambda: self._blocks.present(namespace, keys)), [False] * len(keys)
         )
 
-    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> UnheldBlocks:
-        return UnheldBlocks(self, namespace, self.present_blocks(namespace, keys))
+    def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
+        try:
+            return self._reopening(namespace, lambda: self._blocks.hold(namespace, keys, ttl_s))
+        except Unavailable:
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
+            return self._blocks.unheld(namespace, keys)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         hits = [False] * len(keys)
@@ -360,7 +372,7 @@ class RemotePort:
         )  # fmt: skip
 
     def control(self) -> Control:
-        return Control(self._caller, self.endpoints, self.limits, self._clock)
+        return Control(self, self._caller, self.endpoints, self.limits, self._clock)
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         answers = self._caller.each("Stats", b"", self.limits.probe_s)
@@ -370,14 +382,8 @@ class RemotePort:
         }
 
     def close(self) -> None:
-        if not self.endpoints.owner.is_here:
-            return  # a forked child: threads and connections are its parent's
-        if self._discovery is not None:
-            self._discovery.close()  # first: the thread of the endpoints may be waiting for it
-        self._tools.renewing.close()
-        self.endpoints.close()
-        self._watch.close()
-        self._tools.lanes.close()
+        if self.endpoints.owner.is_here:  # in a forked child, threads and connections are its parent's
+            self.parts.close()
 
     def _mode(self, write: WriteMode | None) -> WriteMode | None:
         return self._tools.write if write is None else write
@@ -484,21 +490,6 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return miss
-
-
-class UnheldBlocks:
-    """Blocks that were there when they were looked for. A worker holds none of them: what is collected is a miss."""
-
-    def __init__(self, port: RemotePort, namespace: Namespace, present: list[bool]) -> None:
-        self._port = port
-        self._namespace = namespace
-        self.present = present
-
-    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        return self._port.get_blocks(self._namespace, keys, buffers)
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:

@@ -12,14 +12,14 @@ from kvstore.client.bulk.cargo import BlockCargo
 from kvstore.client.bulk.reading_blocks import BlockReading
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
+from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message
@@ -113,10 +113,24 @@ class RemoteBlocks:
             return []
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
         raw = self._tools.caller.unary("MatchBlocks", sealed(request), self._tools.limits.match_s, keys[0])
-        answer = pb.MatchBlocksResponse.FromString(raw)
-        if len(answer.present) != len(keys):
-            raise Unavailable(f"the worker answered for {len(answer.present)} blocks of {len(keys)}: repeat the call")
-        return [bool(each) for each in answer.present]
+        return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
+
+    def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
+        """See ``Port.hold_blocks``. Raises Unavailable, Overloaded."""
+        if not keys:
+            return self.unheld(namespace, keys)
+        request = sealed(pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys)))
+
+        def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
+            answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(request, timeout=left_s))
+            present = _each(answer.present, keys)
+            return RemoteBlockHold(self, namespace, present, answer, endpoint if answer.hold else None, self._tools)
+
+        return self._tools.caller.anywhere(send, self._tools.limits.match_s, keys[0])
+
+    def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
+        """A hold of nothing, for keys that no worker could look for."""
+        return RemoteBlockHold(self, namespace, [False] * len(keys), pb.HoldResponse(), None, self._tools)
 
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.
@@ -125,19 +139,30 @@ class RemoteBlocks:
         """
         if not keys:
             return
-        limits, sizes = self._tools.limits, [len(buffer) for buffer in buffers]
-        wanted = keyed(namespace, keys, sizes)
+        wanted, limits = keyed(namespace, keys, [len(buffer) for buffer in buffers]), self._tools.limits
 
         def send(endpoint: Endpoint, left_s: float) -> None:
-            left = [index for index, hit in enumerate(hits) if not hit]
-            left = self._get_past_grpc(endpoint, wanted, buffers, hits, left)
-            if left:
-                self._get_over_grpc(endpoint, wanted, buffers, hits, left, left_s)
+            self.get_at(endpoint, wanted, buffers, hits, left_s)
 
-        self._tools.caller.anywhere(send, limits.stream_s(limits.read_s, sum(sizes)), keys[0])
+        self._tools.caller.anywhere(send, limits.stream_s(limits.read_s, sum(wanted.sizes_bytes)), keys[0])
+
+    def get_at(
+        self,
+        endpoint: Endpoint,
+        wanted: Keyed,
+        buffers: Pieces,
+        hits: list[bool],
+        left_s: float,
+        hold: bytes = b"",
+    ) -> None:
+        """Reads what ``hits`` says is missing from one worker, under a hold of it; inside a call of ``Caller``."""
+        left = [index for index, hit in enumerate(hits) if not hit]
+        left = self._get_past_grpc(endpoint, wanted, buffers, hits, left, hold)
+        if left:
+            self._get_over_grpc(endpoint, wanted, buffers, hits, left, left_s, hold)
 
     def _get_past_grpc(
-        self, endpoint: Endpoint, wanted: Keyed, buffers: Pieces, hits: list[bool], left: list[int]
+        self, endpoint: Endpoint, wanted: Keyed, buffers: Pieces, hits: list[bool], left: list[int], hold: bytes
     ) -> list[int]:
         """Reads over a bulk connection; which are to be read over gRPC after it."""
         tools = self._tools
@@ -145,7 +170,7 @@ class RemoteBlocks:
             if link is None:
                 return left
             tools.counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
-            reading = BlockReading(link, wanted, buffers, hits, tools.lanes, tools.limits)
+            reading = BlockReading(link, wanted, buffers, hits, tools.lanes, tools.limits, hold)
             try:
                 reading.run(left)
             except (LinkBroken, InvalidRequest) as error:
@@ -167,6 +192,7 @@ class RemoteBlocks:
         hits: list[bool],
         left: list[int],
         left_s: float,
+        hold: bytes,
     ) -> None:
         tools = self._tools
         tools.counters.add(ClientCount.GETS_GRPC)
@@ -175,6 +201,7 @@ class RemoteBlocks:
             namespace=wanted.namespace.digest,
             keys=pack_keys([wanted.keys[index] for index in left]),
             sizes=pack_sizes(sizes),
+            hold=hold,
         )
         stream = endpoint.stream_in("GetBlocks")
         frames = received(stream, sealed(request), tools.watch, tools.limits.read_s, left_s)
@@ -201,3 +228,40 @@ class RemoteBlocks:
                 finally:
                     for part in range(before, incoming.complete):
                         hits[left[found[part]]] = True
+
+
+class RemoteBlockHold(HeldAtWorker):
+    """Blocks held by a worker: as a hold of chunks, it keeps collectors away from all there is."""
+
+    def __init__(
+        self,
+        blocks: RemoteBlocks,
+        namespace: Namespace,
+        present: list[bool],
+        answer: pb.HoldResponse,
+        endpoint: Endpoint | None,
+        tools: Tools,
+    ) -> None:
+        super().__init__(answer, endpoint, tools)
+        self._blocks = blocks
+        self._namespace = namespace
+        self.present = present
+
+    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        hits, limits = [False] * len(keys), self._tools.limits
+        wanted = keyed(self._namespace, keys, [len(buffer) for buffer in buffers])
+        timeout_s = limits.stream_s(limits.read_s, sum(wanted.sizes_bytes))
+        try:
+            self._at_worker(
+                lambda endpoint, hold_id: self._blocks.get_at(endpoint, wanted, buffers, hits, timeout_s, hold_id)
+            )
+        except BrokenTransfer:
+            self._tools.counters.add(ClientCount.MISSES_DAMAGED)
+        return hits
+
+
+def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
+    """What a worker says of each key. Raises Unavailable where it says nothing of some."""
+    if len(present) != len(keys):
+        raise Unavailable(f"the worker answered for {len(present)} blocks of {len(keys)}: repeat the call")
+    return [bool(each) for each in present]

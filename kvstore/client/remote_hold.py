@@ -1,7 +1,7 @@
-"""A hold at a worker, known to that worker alone: where that one is gone, so is the hold, and reading says so.
+"""Holds at a worker, known to that worker alone: where that one is gone, so is the hold, and reading says so.
 
-A chunk that was lost under a live hold is a miss: fewer tokens are read.  A hold that has ended, or whose worker does
-not answer, so that nobody knows whether it still protects, is ``HoldBroken``.
+A chunk or block that was lost under a live hold is a miss.  A hold that has ended, or whose worker does not answer, so
+that nobody knows whether it still protects, is ``HoldBroken``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,82 @@ VIEWED_FILES_MAX = 256
 """Chunks of one view that are mapped files, a descriptor each; the others are copies."""
 
 
-class RemoteHold:
-    """Held leading chunks of one prompt. ``endpoint`` is None where nothing was found, and nothing is held."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Lease:
+    """See ``LeasedHold``."""
+
+    id: bytes
+    lease_s: float
+    endpoint: Endpoint
+    renewed_s: float
+    ended: bool = False
+
+
+class HeldAtWorker:
+    """A hold at one worker, renewed until it is released. Where ``endpoint`` is None nothing is held.
+
+    Reads of what is held are given to ``_at_worker``.
+    """
+
+    def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
+        self._tools = tools
+        self._lock = threading.Lock()
+        self._released = False
+        self._lease: _Lease | None = None
+        if endpoint is not None:
+            endpoint.use()
+            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
+            tools.renewing.add(self._lease)
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        if self._lease is None:
+            return
+        self._tools.renewing.remove(self._lease)
+        request = sealed(pb.ReleaseRequest(hold=self._lease.id))
+        endpoint = self._lease.endpoint
+        try:
+            self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
+        except CallFailed:
+            pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
+        endpoint.leave()
+
+    def _at_worker(self, read: Callable[[Endpoint, bytes], None], tokens_valid: Callable[[], int] = lambda: 0) -> None:
+        """Calls ``read`` with the worker and the hold's id, inside a call of ``Caller``; not where nothing is held.
+
+        Raises HoldBroken, with what ``tokens_valid`` says then; and BrokenTransfer.
+        """
+        self._check()
+        if self._lease is None:
+            return
+        endpoint, hold_id = self._lease.endpoint, self._lease.id
+        try:
+            self._tools.caller.at(endpoint, lambda: read(endpoint, hold_id))
+        except CallFailed as failed:
+            error = failed.failed.error
+            if isinstance(error, HoldBroken):
+                raise error from failed
+            self._tools.counters.add(ClientCount.MISSES_UNREACHABLE)
+            if not failed.failed.answered:
+                raise HoldBroken(
+                    f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
+                ) from failed
+
+    def _check(self) -> None:
+        if self._released:
+            raise HoldBroken("the hold has ended (it was released): match again")
+        if self._lease is not None and self._lease.ended:
+            raise HoldBroken(
+                "the hold has ended (its worker was restarted, or this process did not renew it in time): match again"
+            )
+
+
+class RemoteHold(HeldAtWorker):
+    """Held leading chunks of one prompt."""
 
     def __init__(
         self,
@@ -44,18 +118,11 @@ class RemoteHold:
         endpoint: Endpoint | None,
         tools: Tools,
     ) -> None:
+        super().__init__(answer, endpoint, tools)
         self.chunks = answer.chunks
         self._namespace = namespace
         self._packed = packed_tokens
         self._layout = namespace.layout
-        self._tools = tools
-        self._lock = threading.Lock()
-        self._released = False
-        self._lease: _Lease | None = None
-        if endpoint is not None:
-            endpoint.use()
-            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
-            tools.renewing.add(self._lease)
 
     def read(self, sections: Sections) -> int:
         return self._fetch(lambda _: sections)
@@ -74,61 +141,20 @@ class RemoteHold:
         finally:
             ahead.close()
 
-    def release(self) -> None:
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
-        if self._lease is None:
-            return
-        self._tools.renewing.remove(self._lease)
-        request = sealed(pb.ReleaseRequest(hold=self._lease.id))
-        endpoint = self._lease.endpoint
-        try:
-            self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
-        except CallFailed:
-            pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
-        endpoint.leave()
-
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
-        self._check()
-        if self._lease is None:
-            return 0
-        tools = self._tools
-        request = pb.GetRequest(hold=self._lease.id)
-        tokens = unpack_tokens(self._packed)
-        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, tools, views)
+        good = 0
+
+        def fetch(endpoint: Endpoint, hold_id: bytes) -> None:
+            nonlocal good
+            request, tokens = pb.GetRequest(hold=hold_id), unpack_tokens(self._packed)
+            fetching = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
+            try:
+                fetching.receive(endpoint)
+            finally:
+                good = fetching.good
+
         try:
-            fetch.run(self._lease.endpoint)
-        except CallFailed as failed:
-            error = failed.failed.error
-            if isinstance(error, HoldBroken):
-                raise error from failed
-            tools.counters.add(ClientCount.MISSES_UNREACHABLE)
-            if not failed.failed.answered:
-                raise HoldBroken(
-                    f"the worker that has the hold does not answer ({error}): match again",
-                    fetch.good * self._layout.chunk_tokens,
-                ) from failed
+            self._at_worker(fetch, lambda: good * self._layout.chunk_tokens)
         except BrokenTransfer:
             pass  # counted where it was found
-        return fetch.good
-
-    def _check(self) -> None:
-        if self._released:
-            raise HoldBroken("the hold has ended (it was released): match again")
-        if self._lease is not None and self._lease.ended:
-            raise HoldBroken(
-                "the hold has ended (its worker was restarted, or this process did not renew it in time): match again"
-            )
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Lease:
-    """See ``LeasedHold``."""
-
-    id: bytes
-    lease_s: float
-    endpoint: Endpoint
-    renewed_s: float
-    ended: bool = False
+        return good

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
+from kvstore.client.dropping import close_when_dropped
 from kvstore.client.local import LocalPort
 from kvstore.client.port import Port
 from kvstore.encodings.keys import KeyFile
@@ -30,10 +32,15 @@ DURABILITIES = ("none", "fsync")
 
 
 class Store:
-    """A store, by whichever way it is reached. Close it, or use it as a context. Thread-safe."""
+    """A store, in this process or behind workers. Close it, or use it as a context. Thread-safe.
 
-    def __init__(self, port: Port) -> None:
+    Where neither is done, a ResourceWarning says so once its last cache, hold and pin are gone, and it is closed then.
+    """
+
+    def __init__(self, port: Port, when_dropped: finalize[..., Port] | None = None) -> None:
+        """``when_dropped`` closes a port that this store is responsible for."""
         self._port = port
+        self._when_dropped = when_dropped
 
     def namespace(
         self,
@@ -108,6 +115,8 @@ class Store:
 
     def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""
+        if self._when_dropped is not None:
+            self._when_dropped.detach()
         self._port.close()
 
     def __enter__(self) -> Store:
@@ -152,7 +161,6 @@ def open(
 
     ``label`` is what a roll-out is called: it is on record beside all that this process writes, and
     ``kvstore clear --written-by label=...`` takes that back.
-
     ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root and the local disk
     (kvstore/encodings/ENCODINGS.md); it is read again when it changes.
 
@@ -176,7 +184,8 @@ def open(
         label=label,
         keys=KeyFile(keys).load() if keys is not None else None,
     )
-    return Store(LocalPort(member))
+    port = LocalPort(member)
+    return Store(port, close_when_dropped(port, member.close, str(root)))
 
 
 def connect(
@@ -201,4 +210,5 @@ def connect(
     """
     from kvstore.client.remote import remote_port  # gRPC only where it is used
 
-    return Store(remote_port(workers, etcd=etcd, root=root, **options))
+    port = remote_port(workers, etcd=etcd, root=root, **options)
+    return Store(port, close_when_dropped(port, port.parts.close, ", ".join(workers) or f"etcd {etcd}"))

@@ -22,7 +22,7 @@ PAUSE_S = 5.0
 REMEMBERED_MAX = 1024
 """Models whose digests are remembered; the oldest is forgotten first."""
 TOLD_CHARACTERS_MAX = 200
-"""How much of a model's name is logged."""
+"""Characters of a model's name that are logged."""
 
 
 class _Computation:

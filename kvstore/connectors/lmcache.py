@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 TASKS_MAX = 4096
 """Tasks waiting for a thread, of each kind; more are misses and failed stores at once."""
 CLOSE_S = 5.0
-"""How long closing waits beside the deadlines of what is under way."""
+"""The time that closing waits, beside the deadlines of tasks in progress."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return loaded
 
     def _by_hold(self, keys: list[Any]) -> list[tuple[Callable[..., list[bool]], list[int]]]:
-        """How to read each key: under the hold that its lock has, or without one."""
+        """The way to read each key: under the hold that its lock has, or without one."""
         groups: dict[int, tuple[Callable[..., list[bool]], list[int]]] = {}
         for at, key in enumerate(keys):
             hold = self._locks.of(key)

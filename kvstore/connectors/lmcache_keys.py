@@ -1,8 +1,8 @@
-"""How LMCache's objects are named in the store: one namespace per model, one block per object.
+"""The names of LMCache's objects in the store: one namespace per model, one block per object.
 
-LMCache tells a store the model's name, the rank, the object group, the user's salt and the chunk's hash, none of which
-changes with the weights, and nothing of the tensors but what each object says of itself.  So the namespace takes a
-fingerprint from the settings, and the key takes shapes and types from the object.
+LMCache tells a store the model's name, the rank, the object group, the user's salt and the chunk's hash. None of these
+changes with the weights, and shapes and types are known only from each object. So the namespace takes a fingerprint
+from the settings, and the key takes shapes and types from the object.
 """
 
 from __future__ import annotations

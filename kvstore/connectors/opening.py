@@ -46,7 +46,7 @@ class Settings:
     store_timeout_s: float = setting(30.0)
     """A store that takes longer has failed."""
     tenant: str = ""
-    """Whose KV it is: tenants share nothing."""
+    """The owner of the KV: tenants share nothing."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

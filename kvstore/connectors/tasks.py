@@ -47,7 +47,7 @@ class TaskThreads:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Lets the tasks in the queue come to their ends; whether they did, and the threads ended, in time."""
+        """Waits for the tasks in the queue; True if they and the threads ended in time."""
         if self._process != os.getpid():
             return True
         with self._condition:

@@ -37,7 +37,7 @@ from kvstore.waiting import Monitor
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-"""How long a shutdown waits for jobs under way, of each kind."""
+"""The time that a shutdown waits for jobs of each kind."""
 
 OWN_KEYS = frozenset(
     {"fingerprint", "tenant", "lookup_timeout_s", "load_timeout_s", "store_timeout_s", "pause_s", "load_threads"}

@@ -27,7 +27,7 @@ SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json",
 """Files with settings that change KV of the same weights: RoPE, windows, quantisation."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WAIT_S_MAX = 600.0
-"""How long to wait for another process that is hashing, before this one hashes by itself."""
+"""The time to wait for another process that is hashing, before this one hashes by itself."""
 REMEMBERED_MAX = 4096
 READ_BYTES = 8 << 20
 
@@ -35,7 +35,7 @@ READ_BYTES = 8 << 20
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     """A digest of the weight files at ``path``, a folder or one file, in hexadecimal.
 
-    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest where there
+    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest if there
     are no weights, or they cannot be read.
     """
     place = Path(path)

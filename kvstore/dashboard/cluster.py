@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import ID_BYTES, Keys
+from kvstore.meta.keys import Keys
 from kvstore.meta.pins import PinRecord, Pins
-from kvstore.meta.roots import bound_root
+from kvstore.meta.roots import bound_root, known_roots
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace
 
 TIMEOUT_S = 4.0
-ROOTS = "/kv/roots/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,9 @@ class WhichRoot:
             return self._known
         if self._url is not None and (bound := bound_root(meta, self._url, TIMEOUT_S)) is not None:
             return bound
-        found = {kv.value for kv in meta.list(ROOTS, TIMEOUT_S).items if len(kv.value) == ID_BYTES}
+        found = known_roots(meta, TIMEOUT_S)
         if len(found) == 1:
-            return found.pop()
+            return found[0]
         raise Unavailable(
             f"which root this is is not known: the root did not say so, and etcd knows {len(found)} at other places"
         )

@@ -23,13 +23,13 @@ CONNECTIONS_MAX = 256
 """Beyond that the oldest that waits for its client makes room for the next."""
 HEADERS_BYTES_MAX = 16 << 10
 FIRST_REQUEST_S = 10.0
-"""From a connection to its first whole request."""
+"""The time from a connection to its first whole request."""
 AT_REST_S = 30
 """A connection that was answered and asks nothing more is closed after this time."""
 CONNECTION_S = 120.0
 """Then a connection ends after its request; the page opens another one."""
 ANSWER_S = 10.0
-"""From then on, until a client has to have taken the answer."""
+"""The time from then on for a client to take the answer."""
 START_S = 10.0
 STOP_S = 3.0
 
@@ -62,8 +62,8 @@ class Serving:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serves; returns the URL. Raises InvalidRequest where it cannot listen there or the certificate is no good,
-        Unavailable where it does not get ready.
+        """Serves; returns the URL. Raises InvalidRequest if it cannot listen there or the certificate is not valid,
+        Unavailable if it is not ready in time.
         """
         if self._certificate is not None:
             context = self._certificate.context(server=True)

@@ -1,1 +1,1 @@
-"""What is done to the sections of a chunk between a node and a file: compression, encryption, both, or nothing."""
+"""Encodings of a chunk's sections between a node and a file: compression, encryption, both, or none."""

@@ -1,6 +1,6 @@
-"""From a chunk to the bytes of its encoded file, and back part by part. Pure but for the libraries it calls.
+"""Encodes a chunk to the bytes of its file, and decodes it part by part. Pure except for the libraries it calls.
 
-Apart from the format, which says where the bytes lie, and from nodes, which say what is wanted and do the I/O.
+Separate from the format, which says where the bytes lie, and from nodes, which choose the encoding and do the I/O.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How a chunk is to be written."""
+    """The wanted encoding of a chunk."""
 
     compress: bool = False
     key: Key | None = None
 
     @property
     def encoding(self) -> Encoding:
-        """As the header says it."""
+        """The encoding as the header states it."""
         compressed = Encoding.COMPRESSED if self.compress else Encoding.PLAIN
         return compressed | (Encoding.ENCRYPTED if self.key else Encoding.PLAIN)
 
@@ -51,9 +51,9 @@ def encode_chunk(
     salt: bytes,
     checksums: Sequence[int] | None = None,
 ) -> list[memoryview]:
-    """The bytes of an encoded file, in pieces. ``salt`` is 16 random bytes that were never used before.
+    """Returns the bytes of an encoded file, in pieces. ``salt`` is 16 random bytes that were never used before.
 
-    ``checksums`` are those that the sections must have, where they are known: what went wrong since is found then.
+    ``checksums`` are the known checksums of the sections, if any: they reveal bytes that changed since.
     """
     assert wish.encoding and len(sections) == expected.section_count
     encoding, key = wish.encoding, wish.key
@@ -74,12 +74,12 @@ def encode_chunk(
 
 
 class Decoding:
-    """An encoded file whose header is known and, where it is encrypted, opened. Thread-safe."""
+    """An encoded file whose header is known and, if it is encrypted, decrypted. Thread-safe."""
 
     __slots__ = ("_offsets", "_seal", "header", "plain_header")
 
     def __init__(self, raw: ReadBuffer, header: Header, key: Key | None) -> None:
-        """``raw`` is the whole header, ``header`` what it says, ``key`` the one it names. Raises Damaged."""
+        """``raw`` is the whole header, ``header`` its fields, ``key`` the key that it names. Raises Damaged."""
         self.header = header
         sealed, salt = sealed_of(raw)
         self._seal = Seal(key.secret, salt, bytes(raw[:FIXED_BYTES])) if key else None
@@ -93,11 +93,11 @@ class Decoding:
         self._offsets = offsets
 
     def where(self, index: int) -> tuple[int, int]:
-        """Offset and size of a stored section."""
+        """Returns offset and size of a stored section."""
         return self._offsets[index], self.header.stored[index].size_bytes
 
     def section(self, index: int, stored: memoryview, section: memoryview) -> None:
-        """Decodes what is stored of a section into memory of its size. Raises Damaged; that is undefined then."""
+        """Decodes a stored section into memory of its size. Raises Damaged, which leaves that memory undefined."""
         if checksum(stored) != self.header.stored[index].checksum:
             raise Damaged(Damage.SECTION_CHECKSUM)
         opened: ReadBuffer = self._seal.open(index, stored) if self._seal else stored
@@ -108,7 +108,7 @@ class Decoding:
 
 
 def decode_header(raw: ReadBuffer, expected: Expected) -> Header:
-    """The header of an encoded file that must be of the chunk ``expected``, as far as it shows without a key.
+    """Decodes the header of an encoded file that must be of the chunk ``expected``, as far as it shows without a key.
 
     Raises Damaged.
     """

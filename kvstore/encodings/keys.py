@@ -1,6 +1,7 @@
-"""The keys of tenants: a file of secrets, and what it says at this moment.
+"""The keys of tenants: a file of secrets, and its current content.
 
-Apart from sealing, which uses one key: here is which, and how a node learns of a new one without a restart.
+Separate from sealing, which uses one key: this module chooses the key, and lets a node learn a new one without a
+restart.
 """
 
 from __future__ import annotations
@@ -39,35 +40,39 @@ class Key:
 
     @property
     def id(self) -> bytes:
-        """What a file says of the key it is encrypted with: of the secret and not of its name, so that a name that is
-        used for another secret later opens nothing wrongly."""
+        """The key's id in the files encrypted with it.
+
+        It is derived from the secret, not from its name: a name that is reused for another secret then opens no file
+        wrongly.
+        """
         digest = hashlib.blake2b(key=self.secret, digest_size=KEY_ID_BYTES, person=b"kvstore.keyid.1")
         return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """All keys of all tenants, as one reading of the file had them."""
+    """All keys of all tenants, as of one reading of the file."""
 
     current: Mapping[str, Key | None]
-    """Of each tenant that is listed, the key of what is written now; None where that is not encrypted any more."""
+    """For each listed tenant, the key of new files; None if new files are not encrypted any more."""
     by_id: Mapping[bytes, Key]
 
     @classmethod
     def parse(cls, content: bytes) -> KeyRing:
-        """From the content of a key file. Raises InvalidRequest, which never shows a secret."""
+        """Parses the content of a key file. Raises InvalidRequest, which never shows a secret."""
         current: dict[str, Key | None] = {}
         by_id: dict[bytes, Key] = {}
         tenants = _object(_loaded(content).get("tenants"), "tenants")
         for tenant, fields in tenants.items():
             said = _object(fields, f"tenant {tenant!r}")
             keys = {name: _key(tenant, name, text) for name, text in _object(said.get("keys"), "keys").items()}
-            # Its type first: a list is no key of a dict, and to ask for one is a TypeError that no caller expects.
+            # Check its type first: a list cannot be a dict's key, and looking it up would raise a TypeError that no
+            # caller expects.
             name = said.get("current")
             if "current" not in said or not (name is None or (isinstance(name, str) and name in keys)):
                 raise InvalidRequest(
                     f"the {_WHAT} names no current key of tenant {tenant!r}: expected one of {sorted(keys)}, or null "
-                    "(what is written is not encrypted any more)"
+                    "(new chunks are not encrypted any more)"
                 )
             current[tenant] = None if name is None else keys[name]
             by_id.update((key.id, key) for key in keys.values())
@@ -81,32 +86,32 @@ class KeyFile:
     """A key file, read again when it changes. Thread-safe. ``load`` it first."""
 
     def __init__(self, path: str | PathLike[str], *, look_s: float = LOOK_S) -> None:
-        """``look_s``: between two looks at whether it changed."""
+        """``look_s`` is the time between two looks for a change."""
         self._path = Path(path)
         self._watched = Watched([self._path], look_s)
-        self._loading = threading.Lock()  # so that only one thread reads the key file again
+        self._loading = threading.Lock()  # lets only one thread read the key file again
         self._ring: KeyRing | None = None
         self.noted: Callable[[NodeCount], object] = lambda counter: None
         """Called with ``keys_reloaded`` or ``keys_refused``."""
 
     def load(self) -> KeyFile:
-        """Reads it. Raises InvalidRequest where others may read it, or it is no key file."""
+        """Reads the file. Raises InvalidRequest if others may read it, or if it is not a key file."""
         sealing.check_available()
-        self._watched.changed()  # before it is read: what changes from here on is seen
+        self._watched.changed()  # before reading: later changes are then seen
         self._ring = KeyRing.parse(read_secret(self._path, _WHAT))
         return self
 
     @property
     def ring(self) -> KeyRing:
-        """What it says now; where it cannot be read or understood, what it said before."""
-        # One thread reads it again, the others go on with what there is: the file may lie on a slow mount.
+        """The current keys; if the file cannot be read or understood, the keys from before."""
+        # One thread reads the file again while the others use the old keys: it may lie on a slow mount.
         if self._loading.acquire(blocking=False):
             try:
                 if self._watched.changed():
                     self._reload()
             finally:
                 self._loading.release()
-        assert self._ring is not None, "load it first: without keys all would be written as plain text"
+        assert self._ring is not None, "load it first: without keys, chunks would be written as plain text"
         return self._ring
 
     def _reload(self) -> None:
@@ -115,12 +120,13 @@ class KeyFile:
             before = self._ring or EMPTY
             gone = [tenant for tenant, key in before.current.items() if key and tenant not in ring.current]
             if gone:
-                # Or a slip of the editor would have us write what they put as plain text from now on.
+                # Refuse: a slip of the editor would make this node write that tenant's chunks as plain text from now
+                # on.
                 raise InvalidRequest(
-                    f'the {_WHAT} lists tenants {gone} no more: say "current": null first, then restart without them'
+                    f'the {_WHAT} no longer lists tenants {gone}: say "current": null first, then restart without them'
                 )
         except InvalidRequest as error:
-            log.error("keys.refused %s; the keys from before stay in use", error)
+            log.error("keys.refused %s; the previous keys stay in use", error)
             self.noted(NodeCount.KEYS_REFUSED)
         else:
             self._ring = ring
@@ -131,17 +137,19 @@ class KeyFile:
 def _loaded(content: bytes) -> Mapping[str, Any]:
     try:
         loaded = json.loads(content, object_pairs_hook=_once)
-    except InvalidRequest:  # of ours; the next line would say less of it
+    except InvalidRequest:  # our own error says more than the next line would
         raise
     except (ValueError, RecursionError):
-        # Not the cause: it would show a piece of the file.
-        raise InvalidRequest(f"the {_WHAT} is no JSON") from None
+        # Without the cause, which would show a piece of the file.
+        raise InvalidRequest(f"the {_WHAT} is not JSON") from None
     return _object(loaded, "the whole")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are all different: of two JSON keeps the last, and a key, or a tenant's whole encryption,
-    would be gone without a word."""
+    """Builds an object whose names are all different.
+
+    Of two equal names JSON keeps the last: a key, or a tenant's whole encryption, would disappear silently.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

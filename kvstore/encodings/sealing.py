@@ -1,8 +1,8 @@
 """Encryption of one chunk file: AES-256-GCM with a key of the file's own, each part tied to its place in it.
 
-Apart from the codec, because this is all that touches cryptography.  The key of a file is derived from its tenant's key
-and 16 random bytes in its header, so that neither does a nonce ever come twice under one key, however many chunks a
-tenant has, nor does anything rest on incarnations being unique.
+Separate from the codec, because only this module does cryptography. A file's key is derived from its tenant's key and
+16 random bytes in its header. So a nonce never repeats under one key, however many chunks a tenant has, and nothing
+depends on incarnations being unique.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 HEADER_PART = 0xFFFFFFFF
-"""The number of what is encrypted in the header; sections have their own."""
+"""The part number of the header's encrypted part; sections have their own numbers."""
 
 
 def check_available() -> None:
-    """Raises InvalidRequest where the library is not installed."""
+    """Raises InvalidRequest if the library is not installed."""
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError as cause:
@@ -42,11 +42,11 @@ class Seal:
         self._fixed = fixed
 
     def close(self, part: int, plain: ReadBuffer) -> bytes:
-        """A part encrypted, with its tag behind it."""
+        """Returns a part encrypted, with its tag behind it."""
         return self._cipher.encrypt(part.to_bytes(12, "little"), plain, self._fixed)
 
     def open(self, part: int, sealed: ReadBuffer) -> bytes:
-        """The inverse. Raises Damaged where it is not what ``close`` made of that part of that file."""
+        """Decrypts a part. Raises Damaged unless ``close`` sealed it as that part of that file."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -1,7 +1,8 @@
 """Compression of sections: byte planes apart, then zstd.
 
-The exponents of neighbouring elements of KV are alike and their mantissas are noise; apart, the ones shrink and the
-others cost little to pass over.  Lossless, and of each section by itself, so that one can be read without the others.
+Neighbouring elements of KV have similar exponents, and mantissas like noise. Once they are apart, the exponents shrink
+and the mantissas cost little to pass over. Lossless, and each section separately, so that one can be read without the
+others.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from zstandard import ZstdCompressor, ZstdDecompressor
 
 LEVEL = 1
-"""Of zstd. Higher ones are slower and find nothing more in KV (benchmarks/NOTES.md)."""
+"""The level of zstd. Higher levels are slower and gain nothing on KV (benchmarks/NOTES.md)."""
 
 _own = threading.local()
 """zstd's contexts are for one thread at a time, and making one costs more than a small section."""
 
 
 def is_available() -> bool:
-    """Whether the library is installed."""
+    """True if the library is installed."""
     try:
         import zstandard  # noqa: F401
     except ImportError:
@@ -35,13 +36,13 @@ def is_available() -> bool:
 
 
 def check_available() -> None:
-    """Raises InvalidRequest where the library is not installed."""
+    """Raises InvalidRequest if the library is not installed."""
     if not is_available():
         raise InvalidRequest("compression needs a library: pip install 'kvstore[compression]'")
 
 
 def squeeze(section: memoryview, itemsize: int) -> bytes | memoryview:
-    """A section compressed; the section itself where that would not be shorter."""
+    """Compresses a section; returns the section itself if that would not be shorter."""
     compressor: ZstdCompressor | None = getattr(_own, "compressor", None)
     if compressor is None:
         from zstandard import ZstdCompressor
@@ -52,7 +53,7 @@ def squeeze(section: memoryview, itemsize: int) -> bytes | memoryview:
 
 
 def stretch(stored: ReadBuffer, section: memoryview, itemsize: int) -> None:
-    """The inverse of ``squeeze``, into ``section``. Raises Damaged where that is not what comes of it."""
+    """Decompresses what ``squeeze`` returned into ``section``. Raises Damaged if the result does not fit."""
     if len(stored) == len(section):
         section[:] = stored
         return
@@ -66,7 +67,7 @@ def _decompressed(stored: ReadBuffer, size_bytes: int) -> bytes:
     if decompressor is None:
         decompressor = _own.decompressor = zstandard.ZstdDecompressor()
     try:
-        # Asked before it is believed: a frame that claims more would have so much allocated.
+        # Check the size before use: a frame that claims more would allocate that much.
         if zstandard.frame_content_size(stored) != size_bytes:
             raise Damaged(Damage.ENCODING)
         planes = decompressor.decompress(stored)
@@ -78,7 +79,7 @@ def _decompressed(stored: ReadBuffer, size_bytes: int) -> bytes:
 
 
 def split_planes(section: memoryview, itemsize: int) -> memoryview:
-    """All first bytes of elements, then all second ones, and so on; what is no whole element stays behind them."""
+    """Returns all first bytes of elements, then all second ones, and so on; bytes that fill no element come last."""
     whole = len(section) - len(section) % itemsize
     if itemsize == 1 or not whole:
         return section
@@ -90,13 +91,13 @@ def split_planes(section: memoryview, itemsize: int) -> memoryview:
 
 
 def join_planes(planes: ReadBuffer, itemsize: int, section: memoryview) -> None:
-    """The inverse, into ``section``."""
+    """Joins the planes that ``split_planes`` made, into ``section``."""
     whole = len(section) - len(section) % itemsize
     if itemsize == 1 or not whole:
         section[:] = planes
         return
     split = np.frombuffer(planes, np.uint8, whole).reshape(itemsize, -1)
     joined = np.frombuffer(section, np.uint8, whole)
-    for at in range(itemsize):  # plane by plane: eight times as fast as a transposed copy
+    for at in range(itemsize):  # plane by plane is eight times as fast as a transposed copy
         joined[at::itemsize] = split[at]
     section[whole:] = memoryview(planes)[whole:]

@@ -1,6 +1,6 @@
 """Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.
 
-Against an adversary stand the keyed addresses; a checksum finds the damage that disks, memory and networks do.
+The keyed addresses protect against an adversary; a checksum finds the damage that disks, memory and networks do.
 """
 
 from __future__ import annotations

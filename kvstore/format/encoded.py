@@ -1,8 +1,8 @@
-"""Version 2 of the header: of a chunk file whose sections are compressed, encrypted, or both.
+"""Version 2 of the header, for chunk files whose sections are compressed, encrypted, or both.
 
-Apart from version 1, which is what memory, native code and most files have: a file is of version 2 only where one of
-the two was asked for, and stands for one of version 1.  Here is which bytes lie where; what is done to them is
-``kvstore/encodings``.  Pure.
+Separate from version 1, which memory, native code and most files have. A file has version 2 only if compression or
+encryption was asked for, and it stands for a file of version 1. This module says which bytes lie where;
+``kvstore/encodings`` does the encoding. Pure.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ assert _FIXED.size == FIXED_BYTES
 
 
 def _table_at(identity_bytes: int, section_count: int) -> int:
-    """Where the table of stored sections begins: behind identity and checksums, tag and salt."""
+    """Returns where the table of stored sections begins: behind identity and checksums, tag and salt."""
     return FIXED_BYTES + inner_bytes(identity_bytes, section_count) + TAG_BYTES + SALT_BYTES
 
 
 def is_encoded(prefix: ReadBuffer) -> bool:
-    """Whether a file that begins with ``prefix`` says that it is of version 2."""
+    """True if a file that begins with ``prefix`` says that it has version 2."""
     return bytes(prefix[:10]) == MAGIC + VERSION_2.to_bytes(2, "little")
 
 
 def header_bytes(identity_bytes: int, section_count: int) -> int:
-    """Size of a header of version 2."""
+    """Returns the size of a header of version 2."""
     used = _table_at(identity_bytes, section_count) + _ENTRY_BYTES * section_count + _SUM.size
     return -(-used // PAGE_BYTES) * PAGE_BYTES
 
@@ -68,15 +68,15 @@ HEADER_BYTES_MAX = header_bytes(4 * CHUNK_TOKENS_MAX, 2 * LAYERS_MAX) + PAGE_BYT
 def encode_fixed(
     expected: Expected, incarnation: Incarnation, encoding: Encoding, key_id: bytes, payload_bytes: int
 ) -> bytes:
-    """The first 128 bytes of the header: what encryption ties each section to.
+    """Returns the first 128 bytes of the header, to which encryption ties each section.
 
-    ``key_id`` is empty where nothing is encrypted; ``payload_bytes`` is the sum of all sections as they are stored.
+    ``key_id`` is empty if nothing is encrypted; ``payload_bytes`` is the sum of all sections as they are stored.
     """
     assert encoding and len(incarnation) == ADDRESS_BYTES
     assert len(key_id) == (KEY_ID_BYTES if Encoding.ENCRYPTED in encoding else 0)
     size = header_bytes(len(expected.identity), expected.section_count)
     if size + payload_bytes == expected.file_bytes:
-        size += PAGE_BYTES  # so that its size alone tells a file from one of version 1
+        size += PAGE_BYTES  # so that the size alone tells it from a file of version 1
     return _FIXED.pack(
         MAGIC,
         VERSION_2,
@@ -99,9 +99,10 @@ def encode_fixed(
 
 
 def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored]) -> bytearray:
-    """The whole header: ``sealed`` is the identity and the checksums of the sections, encrypted (with its tag) or not.
+    """Returns the whole header: ``sealed`` is the identity and the sections' checksums, encrypted (with the tag) or
+    not.
 
-    ``salt`` is empty where nothing is encrypted.
+    ``salt`` is empty if nothing is encrypted.
     """
     fields = _FIXED.unpack(fixed)
     size, identity_bytes, section_count = fields[7], fields[9], fields[10]
@@ -118,12 +119,12 @@ def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored]
 
 
 def decode_any(header: ReadBuffer) -> Header:
-    """The fields of a header of either version; more than the header is ignored. Raises Damaged."""
+    """Decodes the fields of a header of either version; ignores bytes after the header. Raises Damaged."""
     return decode_encoded(header) if is_encoded(header) else decode(header)
 
 
 def decode_encoded(header: ReadBuffer) -> Header:
-    """The fields of a header of version 2, without any key. Raises Damaged."""
+    """Decodes the fields of a header of version 2, without any key. Raises Damaged."""
     if len(header) < PAGE_BYTES:
         raise Damaged(Damage.SIZE)
     fields = _FIXED.unpack_from(header)
@@ -137,7 +138,7 @@ def decode_encoded(header: ReadBuffer) -> Header:
     known = algorithms == [XXH3_64, BLAKE2B_128] and kind in (Kind.TOKENS, Kind.BLOCK)
     if not known or not 1 <= encoding_number <= (Encoding.COMPRESSED | Encoding.ENCRYPTED):
         raise Damaged(Damage.ALGORITHM)
-    # Bounded by what we were given before anything is addressed through it.
+    # Check the size against the given bytes before anything is addressed through it.
     least = header_bytes(identity_bytes, section_count)
     if size not in (least, least + PAGE_BYTES) or size > len(header) or itemsize not in ITEMSIZES:
         raise Damaged(Damage.GEOMETRY)
@@ -171,7 +172,7 @@ def decode_encoded(header: ReadBuffer) -> Header:
 
 
 def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
-    """What is encrypted of a whole header that was decoded, its tag included, and the salt."""
+    """Returns the sealed part of a decoded whole header, its tag included, and the salt."""
     fields = _FIXED.unpack_from(header)
     table = _table_at(fields[9], fields[10])
     view = memoryview(header)
@@ -179,13 +180,13 @@ def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
 
 
 def inner_of(header: ReadBuffer) -> memoryview:
-    """Identity and checksums of a whole header, which is not encrypted, as they lie in version 1 too."""
+    """Returns identity and checksums of a whole, unencrypted header, as they lie in version 1 too."""
     fields = _FIXED.unpack_from(header)
     return memoryview(header)[FIXED_BYTES : FIXED_BYTES + inner_bytes(fields[9], fields[10])]
 
 
 def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
-    """The header of version 1 that a whole header stands for; ``inner`` is its identity and checksums, decrypted."""
+    """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
     fields = _FIXED.unpack_from(header)
     kind, (depth, identity_bytes, section_count, section_bytes), names = Kind(fields[4]), fields[8:12], fields[12:16]
     return encode_parts(kind, depth, identity_bytes, section_count, section_bytes, b"".join(names), inner)

@@ -1,7 +1,7 @@
-"""Which life of the metadata a root belongs to: one generation for as long as etcd lives, the next after it was lost.
+"""Generations: which life of the metadata a root belongs to. Each lasts as long as its etcd; its loss begins the next.
 
-Here because both sides keep one record of it, and neither knows the other: the root as ``generations/<number>``, etcd
-under the key ``generation``.  Where they differ, etcd was wiped, or is another cluster's (rule C6).
+Here because both sides keep one record of it and do not know each other: the root as ``generations/<number>``, etcd
+under the key ``generation``. If they differ, etcd was wiped, or is another cluster's (rule C6).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ RECORD_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """``number`` counts from 1; ``cluster`` is 16 random bytes, so that two lives of one number can be told apart."""
+    """``number`` counts from 1; ``cluster`` is 16 random bytes, which tell two lives of one number apart."""
 
     number: int
     cluster: bytes
 
     def to_json(self) -> bytes:
-        """As stored on both sides."""
+        """Returns the content that both sides store."""
         return json.dumps({"generation": self.number, "cluster": self.cluster.hex()}, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, content: bytes, where: str) -> Generation:
-        """The inverse of to_json; fields of newer versions are ignored. Raises RootMismatch, naming ``where``."""
+        """Parses what ``to_json`` returned; ignores fields of newer versions. Raises RootMismatch, naming ``where``."""
         try:
             fields = json.loads(content)
             found = cls(fields["generation"], bytes.fromhex(fields["cluster"]))

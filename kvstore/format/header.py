@@ -1,7 +1,7 @@
-"""The header of a chunk file: bytes to fields and back, and the verdict whether it is the chunk that was asked for.
+"""The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
 
-Of version 1, in which sections lie as they are; ``encoded.py`` does version 2.  ``FORMAT.md`` beside this file is the
-normative description; this is its only implementation.  Pure: no I/O, no clock.
+This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this file is
+the normative description; this is its only implementation. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INCARNATION_AT = 104
 
 
 class Encoding(enum.IntFlag):
-    """What was done to the sections of a chunk file; all but PLAIN are of version 2 (``encoded.py``)."""
+    """The encodings of the sections of a chunk file; all but PLAIN have version 2 (``encoded.py``)."""
 
     PLAIN = 0
     COMPRESSED = 1
@@ -50,7 +50,7 @@ class Encoding(enum.IntFlag):
 
 
 class Kind(enum.IntEnum):
-    """What the identity of a chunk file is."""
+    """The kinds of identity of a chunk file."""
 
     TOKENS = 0
     """Identity is the chunk's tokens as u32; the address chains from the parent's."""
@@ -59,7 +59,7 @@ class Kind(enum.IntEnum):
 
 
 class Damage(enum.Enum):
-    """Why a file is not the chunk that was asked for. Each is a miss, counted under its value."""
+    """Reasons why a file is not the wanted chunk. Each is a miss, counted under its value."""
 
     SIZE = "size"
     MAGIC = "magic"
@@ -72,11 +72,11 @@ class Damage(enum.Enum):
     SEAL = "seal"
     """Encrypted bytes that their key does not open: forged, moved here, or damaged before they were written."""
     ENCODING = "encoding"
-    """Compressed bytes that are whole, and do not give the section."""
+    """Compressed bytes that are whole, but do not give the section."""
 
 
 class Damaged(Exception):
-    """A file that is not what it should be; never leaves the node, where it becomes a miss."""
+    """A file that is not what it should be. Never leaves the node, where it becomes a miss."""
 
     def __init__(self, damage: Damage) -> None:
         super().__init__(damage.value)
@@ -85,7 +85,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """All that is known of a chunk before its file is opened: what it must hold, and how large it is."""
+    """Everything known of a chunk before its file is opened: its content and its size."""
 
     kind: Kind
     address: Address
@@ -96,9 +96,9 @@ class Expected:
     section_count: int
     section_bytes: int
     tenant: str = ""
-    """Whose it is: whether it is encrypted, and with which keys, is said by tenant."""
+    """The chunk's tenant, which decides whether it is encrypted, and with which keys."""
     itemsize: int = 1
-    """Bytes of one element, whose byte planes are compressed apart."""
+    """Bytes of one element, whose byte planes are compressed separately."""
 
     @property
     def header_bytes(self) -> int:
@@ -126,7 +126,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A decoded header: what the file says of itself."""
+    """A decoded header: the file's own description of itself."""
 
     kind: Kind
     address: Address
@@ -135,28 +135,28 @@ class Header:
     incarnation: Incarnation
     depth: int
     identity: bytes
-    """Empty where it is encrypted."""
+    """Empty if it is encrypted."""
     section_bytes: int
     checksums: tuple[int, ...]
-    """Of the sections as they were put; empty where they are encrypted."""
+    """Checksums of the sections as they were put; empty if they are encrypted."""
     header_bytes: int
     encoding: Encoding = Encoding.PLAIN
     itemsize: int = 1
     key_id: bytes = b""
-    """Which key it is encrypted with; empty where it is not."""
+    """Id of the key that it is encrypted with; empty if it is not encrypted."""
     stored: tuple[Stored, ...] = ()
-    """Each section as it lies in the file; empty where that is as it is."""
+    """Each section as it lies in the file; empty if sections are stored unchanged."""
 
     @property
     def file_bytes(self) -> int:
-        """Bytes the whole file must have."""
+        """Bytes that the whole file must have."""
         if self.encoding:
             return self.header_bytes + sum(each.size_bytes for each in self.stored)
         return self.header_bytes + len(self.checksums) * self.section_bytes
 
 
 def expected_chunk(chain: Chain, index: int) -> Expected:
-    """What the file of chunk ``index`` of a chain must hold."""
+    """Returns what the file of chunk ``index`` of a chain must hold."""
     layout = chain.namespace.layout
     return Expected(
         Kind.TOKENS,
@@ -173,7 +173,7 @@ def expected_chunk(chain: Chain, index: int) -> Expected:
 
 
 def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expected:
-    """What the file of an engine-hashed block of ``size_bytes`` must hold."""
+    """Returns what the file of an engine-hashed block of ``size_bytes`` must hold."""
     return Expected(
         Kind.BLOCK,
         block_address(namespace, key),
@@ -189,13 +189,13 @@ def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expecte
 
 
 def header_bytes(identity_bytes: int, section_count: int) -> int:
-    """Size of a header: fixed part, identity, section table and checksum, rounded up to pages."""
+    """Returns the size of a header: fixed part, identity, section table and checksum, rounded up to pages."""
     used = _FIXED.size + _padded(identity_bytes) + _SUM.size * section_count + _SUM.size
     return -(-used // PAGE_BYTES) * PAGE_BYTES
 
 
 def encode(expected: Expected, incarnation: Incarnation, section_checksums: list[int]) -> bytearray:
-    """The header's bytes. ``section_checksums`` has one entry per section, in order."""
+    """Encodes a header. ``section_checksums`` has one entry per section, in order."""
     assert len(section_checksums) == expected.section_count
     assert len(incarnation) == ADDRESS_BYTES
     names = b"".join((expected.address, expected.parent, expected.namespace, incarnation))
@@ -211,12 +211,12 @@ def encode(expected: Expected, incarnation: Incarnation, section_checksums: list
 
 
 def inner_bytes(identity_bytes: int, section_count: int) -> int:
-    """Size of what lies between the fixed part and the padding: identity and section table."""
+    """Returns the size of identity and section table, which lie between the fixed part and the padding."""
     return _padded(identity_bytes) + _SUM.size * section_count
 
 
 def inner(expected: Expected, section_checksums: Sequence[int]) -> bytes:
-    """Identity and section table, as they lie behind the fixed part."""
+    """Returns identity and section table, as they lie behind the fixed part."""
     table = struct.pack(f"<{expected.section_count}Q", *section_checksums)
     return expected.identity.ljust(_padded(len(expected.identity)), b"\0") + table
 
@@ -230,7 +230,7 @@ def encode_parts(
     names: bytes,
     inner: ReadBuffer,
 ) -> bytearray:
-    """A header of what lies in it; ``names`` are address, parent, namespace digest and incarnation."""
+    """Encodes a header from its fields; ``names`` are address, parent, namespace digest and incarnation."""
     size = header_bytes(identity_bytes, section_count)
     header = bytearray(size)
     numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count, section_bytes)
@@ -241,9 +241,9 @@ def encode_parts(
 
 
 def decode(header: ReadBuffer) -> Header:
-    """The fields of a header. ``header`` holds at least the whole header; more is ignored.
+    """Decodes the fields of a header. ``header`` holds at least the whole header; the rest is ignored.
 
-    Raises Damaged where it is not a header of this version, or its checksum does not match.
+    Raises Damaged if it is not a header of this version, or its checksum does not match.
     """
     if len(header) < PAGE_BYTES:
         raise Damaged(Damage.SIZE)
@@ -257,7 +257,7 @@ def decode(header: ReadBuffer) -> Header:
         raise Damaged(Damage.VERSION)
     if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (Kind.TOKENS, Kind.BLOCK):
         raise Damaged(Damage.ALGORITHM)
-    # The size is bounded by what we were given before it is used, so that a damaged one reads no other memory.
+    # Check the size against the given bytes before use, so that a damaged size reads no other memory.
     if size != header_bytes(identity_bytes, section_count) or size > len(header):
         raise Damaged(Damage.GEOMETRY)
     view = memoryview(header)
@@ -279,7 +279,7 @@ def decode(header: ReadBuffer) -> Header:
 
 
 def decode_as(header: ReadBuffer, expected: Expected) -> Header:
-    """The fields of a header that must be the one of ``expected``. Raises Damaged where it is not."""
+    """Decodes a header that must be that of ``expected``. Raises Damaged if it is not."""
     found = decode(header)
     if not matches(found, expected):
         raise Damaged(Damage.IDENTITY)
@@ -289,7 +289,7 @@ def decode_as(header: ReadBuffer, expected: Expected) -> Header:
 
 
 def matches(header: Header, expected: Expected) -> bool:
-    """Whether a header says that it is the chunk that was asked for, whatever its geometry."""
+    """True if a header says that it is the wanted chunk, whatever its geometry."""
     return (
         header.kind == expected.kind
         and header.address == expected.address
@@ -301,18 +301,19 @@ def matches(header: Header, expected: Expected) -> bool:
 
 
 def incarnation_at(prefix: ReadBuffer) -> Incarnation:
-    """The bytes where a header has its incarnation, of a file that begins with ``prefix``; fewer where it is shorter.
+    """Returns the bytes at the incarnation's place in a file that begins with ``prefix``; fewer if ``prefix`` is
+    shorter.
 
-    Not verified: for telling files under one name apart, whole or damaged. Two publications never share it.
+    Not verified. It tells files under one name apart, whole or damaged: two publications never share it.
     """
     return Incarnation(bytes(memoryview(prefix)[INCARNATION_AT : INCARNATION_AT + ADDRESS_BYTES]))
 
 
 def is_self_consistent(header: Header) -> bool:
-    """Whether address, namespace and identity of a header belong together, as far as the file alone can show.
+    """True if address, namespace and identity of a header belong together, as far as the file alone can show.
 
-    For ``fsck``: a header written by us always satisfies it, whatever name the file has now. Of one that is encrypted
-    it does not show.
+    For ``fsck``: a header written by kvstore always satisfies it, whatever name the file has now. An encrypted header
+    does not show it.
     """
     if Encoding.ENCRYPTED in header.encoding:
         return True
@@ -322,5 +323,5 @@ def is_self_consistent(header: Header) -> bool:
 
 
 def _padded(count: int) -> int:
-    """``count`` rounded up to 8, so that the section table is aligned."""
+    """Returns ``count`` rounded up to 8, so that the section table is aligned."""
     return -(-count // 8) * 8

@@ -1,6 +1,6 @@
-"""Lineage: what an incarnation says of who published a chunk and when, and the record that says who that was.
+"""Lineage: an incarnation says who published a chunk and when, and a record says who that writer was.
 
-Apart from headers, which carry the 16 bytes and do not look into them.  ``FORMAT.md`` is the normative description.
+Separate from headers, which carry the 16 bytes and do not look into them. ``FORMAT.md`` is the normative description.
 Pure: no I/O, no clock.
 """
 
@@ -22,14 +22,14 @@ LINEAGE_BYTES = 8
 SESSION_BYTES = 16
 RECORD_BYTES_MAX = 4096
 LABEL_BYTES_MAX = 256
-"""So that a record never gets over ``RECORD_BYTES_MAX``, beyond which nobody reads it."""
+"""Keeps a record under ``RECORD_BYTES_MAX``, above which nobody reads it."""
 _PARTS = struct.Struct(f"<{LINEAGE_BYTES}sII")
 _U32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What an incarnation says. Of a writer without a record it means nothing: such may be 16 random bytes."""
+    """The content of an incarnation. It means nothing if the writer has no record: then it may be 16 random bytes."""
 
     lineage: LineageId
     written_s: int
@@ -38,30 +38,30 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who wrote under a lineage: one session of one node."""
+    """The writer of a lineage: one session of one node."""
 
     session: str
     """32 hexadecimal digits."""
     node: str
-    """The same of the node, which may have several sessions one after another."""
+    """Id of the node, which may have several sessions one after another; 32 hexadecimal digits."""
     host: str
     pid: int
     version: str
-    """Of kvstore."""
+    """Version of kvstore."""
     started_s: float
-    """When the session first wrote; seconds since the epoch."""
+    """Time of the session's first write, in seconds since the epoch."""
     python: str = ""
     label: str = ""
-    """What its operator calls this roll-out."""
+    """The operator's name for this roll-out."""
     identity: str = ""
 
     def to_json(self) -> bytes:
-        """As on the root."""
+        """Returns the record's content on the root."""
         return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
 
     @classmethod
     def from_json(cls, content: bytes) -> Writer:
-        """The inverse; fields that this version does not know are ignored. Raises InvalidRequest for anything else."""
+        """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(content)
             texts = {name: _text(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}
@@ -76,7 +76,7 @@ class Writer:
 
     @property
     def lineage(self) -> LineageId:
-        """Under which its chunks are written."""
+        """The lineage under which its chunks are written."""
         return lineage_id(bytes.fromhex(self.session))
 
 
@@ -84,7 +84,7 @@ Writers = Mapping[LineageId, Writer]
 
 
 def check_label(label: str) -> None:
-    """Raises InvalidRequest where a roll-out cannot be called that: it would never be found again by its name."""
+    """Raises InvalidRequest for a label under which nobody could find a roll-out again."""
     if not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
         raise InvalidRequest(
             f"label {label[:64]!r}{'...' if len(label) > 64 else ''}: expected printable text, at most "
@@ -93,17 +93,17 @@ def check_label(label: str) -> None:
 
 
 def lineage_id(session: bytes) -> LineageId:
-    """The lineage of all that a session publishes."""
+    """Returns the lineage of everything that a session publishes."""
     return LineageId(hashlib.blake2b(session, digest_size=LINEAGE_BYTES, person=b"kvstore.writer.1").digest())
 
 
 def incarnation(lineage: LineageId, written_s: float, number: int) -> Incarnation:
-    """The incarnation of a publication; ``number`` is counted by the session, from a random one on."""
+    """Returns the incarnation of a publication; the session counts ``number`` up from a random start."""
     return Incarnation(_PARTS.pack(lineage, int(written_s) & _U32, number & _U32))
 
 
 def written(found: Incarnation) -> Written | None:
-    """What an incarnation says; None of one that was cut short."""
+    """Decodes an incarnation; None for one that was cut short."""
     if len(found) != _PARTS.size:
         return None
     lineage, written_s, _ = _PARTS.unpack(found)
@@ -111,11 +111,11 @@ def written(found: Incarnation) -> Written | None:
 
 
 def renewed(found: Incarnation, number: int) -> Incarnation:
-    """The incarnation of a chunk that is published once more: written by the same, then; only the number is fresh."""
+    """Returns the incarnation of a chunk that is published again: same writer and time, a fresh number."""
     lineage, written_s, _ = _PARTS.unpack(found)
     return Incarnation(_PARTS.pack(lineage, written_s, number & _U32))
 
 
 def _text(value: object) -> str:
-    """What a record says, as UTF-8 can say it: half a surrogate pair, which JSON allows, fits into no message."""
+    """Returns a record's text as valid UTF-8: half a surrogate pair, which JSON allows, fits into no message."""
     return str(value).encode(errors="replace").decode()

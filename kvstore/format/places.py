@@ -1,7 +1,7 @@
-"""Where things lie under a root: every name as a function, relative to the root, with ``/`` between parts.
+"""The names of everything under a root: each name as a function, relative to the root, with ``/`` between parts.
 
-A chunk's name follows from its address alone, so that no index is needed to find it; it also carries the namespace's
-id, so that a listing tells namespaces apart without opening a file.
+A chunk's name follows from its address alone, so no index is needed to find it. It also carries the namespace's id, so
+that a listing tells namespaces apart without opening a file.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ PIN_ID_BYTES = 16
 SESSION_BYTES = 16
 NUMBER_DIGITS_MAX = 18
 REPLACED_S_MAX = 3600
-"""What recoding replaced stays no longer than this, whatever its name says: its writer's clock may be wrong."""
+"""A file that recoding replaced stays no longer than this, whatever its name says: its writer's clock may be wrong."""
 OWNER_CHARACTERS_MAX = 128
-"""Of a folder's name; a longer owner's is a digest, since no file system has room for what etcd allows."""
+"""Limit on a folder's name. A longer owner gets a digest, since no file system has room for what etcd allows."""
 
 _PLAIN = frozenset((string.ascii_letters + string.digits + "-_.~").encode())
 
 
 def shard(address: Address, shard_bits: int) -> int:
-    """The shard of an address: its first ``shard_bits`` bits as a number."""
+    """Returns the shard of an address: its first ``shard_bits`` bits as a number."""
     return int.from_bytes(address[:2], "big") >> (16 - shard_bits)
 
 
 def shard_folder(number: int) -> Name:
-    """The folder of one shard."""
+    """Returns the folder of one shard."""
     return Name(f"{CHUNKS}/{number:04x}")
 
 
 def chunk(address: Address, namespace: NamespaceId, shard_bits: int) -> Name:
-    """P(address): the one final name of a chunk."""
+    """Returns P(address): the one final name of a chunk."""
     return Name(f"{CHUNKS}/{shard(address, shard_bits):04x}/{address.hex()}.{namespace.hex()}")
 
 
 def parse_chunk(file_name: str) -> tuple[Address, NamespaceId] | None:
-    """Address and namespace id from the last part of a chunk's name; None for anything else."""
+    """Returns address and namespace id from the last part of a chunk's name; None for anything else."""
     address, dot, namespace = file_name.partition(".")
     if not dot or len(address) != 2 * ADDRESS_BYTES or len(namespace) != 2 * NAMESPACE_ID_BYTES:
         return None
@@ -66,30 +66,31 @@ def parse_chunk(file_name: str) -> tuple[Address, NamespaceId] | None:
         found = Address(bytes.fromhex(address)), NamespaceId(bytes.fromhex(namespace))
     except ValueError:
         return None
-    # fromhex also takes spaces and upper case, which no name of ours has.
+    # fromhex also takes spaces and upper case, which chunk names never have.
     return found if f"{found[0].hex()}.{found[1].hex()}" == file_name else None
 
 
 def staging_folder(session: bytes) -> Name:
-    """The folder in which one session stages; nobody else writes there (rule W2)."""
+    """Returns the folder in which one session stages; nobody else writes there (rule W2)."""
     return Name(f"{STAGING}/{session.hex()}")
 
 
 def staged(session: bytes, number: int) -> Name:
-    """A name that this session uses once."""
+    """Returns a name that this session uses once."""
     return Name(f"{STAGING}/{session.hex()}/{number}.part")
 
 
 def replaced(session: bytes, number: int, until_s: int) -> Name:
-    """The second name of a file that recoding replaced (rule W5), and until when it must stay, in seconds since 1970.
+    """Returns the second name of a file that recoding replaced (rule W5); it must stay until ``until_s``, seconds since
+    1970.
 
-    The time is in the name because the file's own says when its chunk was last used.
+    The time is in the name because the file's mtime says when its chunk was last used.
     """
     return Name(f"{STAGING}/{session.hex()}/{number}.{until_s}.old")
 
 
 def parse_replaced(file_name: str) -> int | None:
-    """Until when a replaced file must stay, from the last part of its name; None for anything else."""
+    """Returns until when a replaced file must stay, from the last part of its name; None for anything else."""
     number, _, rest = file_name.partition(".")
     until, _, suffix = rest.partition(".")
     if suffix != "old" or not (number + until).isascii() or not (number.isdecimal() and until.isdecimal()):
@@ -98,7 +99,7 @@ def parse_replaced(file_name: str) -> int | None:
 
 
 def replaced_stays(file_name: str, now_s: float, clock_margin_s: float) -> bool | None:
-    """Whether a file that recoding replaced must stay still, at that time by a clock that may be wrong by the margin.
+    """True if a replaced file must still stay at that time, by a clock that may be wrong by the margin.
 
     None for any other name.
     """
@@ -107,44 +108,44 @@ def replaced_stays(file_name: str, now_s: float, clock_margin_s: float) -> bool 
 
 
 def quarantined(address: Address, session: bytes, number: int) -> Name:
-    """Where a session sets a damaged file aside; unique, so that it replaces nothing."""
+    """Returns the name under which a session sets a damaged file aside; unique, so that it replaces nothing."""
     return Name(f"{QUARANTINE}/{address.hex()}.{session.hex()}.{number}")
 
 
 def trash_folder(sweep: bytes) -> Name:
-    """The folder of one sweep: as long as it exists, chunks may be renamed into it (rule F1)."""
+    """Returns the folder of one sweep: as long as it exists, chunks may be renamed into it (rule F1)."""
     return Name(f"{TRASH}/{sweep.hex()}")
 
 
 def trashed(sweep: bytes, chunk_name: Name, run: bytes) -> Name:
-    """Where one run of a sweep takes a chunk; ``run`` is used once, so that nothing is ever replaced there."""
+    """Returns the name that one run of a sweep gives a chunk; ``run`` is used once, so that no file is replaced."""
     return Name(f"{TRASH}/{sweep.hex()}/{chunk_name.rpartition('/')[2]}.{run.hex()}")
 
 
 def parse_trashed(file_name: str) -> tuple[Address, NamespaceId] | None:
-    """Whose chunk the last part of a trash entry's name is; None for anything else."""
+    """Returns address and namespace id from the last part of a trash entry's name; None for anything else."""
     chunk_part, dot, run = file_name.rpartition(".")
     return parse_chunk(chunk_part) if dot and len(run) == 2 * RUN_ID_BYTES else None
 
 
 def parse_sweep(folder_name: str) -> bytes | None:
-    """The sweep from the last part of a trash folder's or plan's name; None for anything else."""
+    """Returns the sweep from the last part of a trash folder's or plan's name; None for anything else."""
     return _parse_id(folder_name, SWEEP_ID_BYTES)
 
 
 def plan(sweep: bytes, checksum: bytes) -> Name:
-    """The exact list of what a sweep takes; the checksum of its content tells one list of a sweep from another."""
+    """Returns the name of the exact list of a sweep's victims; its checksum tells two lists of a sweep apart."""
     return Name(f"{PLANS}/{sweep.hex()}.{checksum.hex()}")
 
 
 def parse_plan(file_name: str) -> bytes | None:
-    """The sweep from the last part of a plan's name; None for anything else."""
+    """Returns the sweep from the last part of a plan's name; None for anything else."""
     sweep, dot, checksum = file_name.partition(".")
     return parse_sweep(sweep) if dot and parse_sweep(checksum) else None
 
 
 def twin(owner: str, pin: bytes) -> Name:
-    """The twin of a pin. The owner's name, which may hold any text, is quoted; the twin itself says whose it is."""
+    """Returns the name of a pin's twin. The owner, which may be any text, is quoted; the twin's content names it."""
     raw = owner.encode()
     quoted = "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in raw)
     if quoted.startswith("."):
@@ -155,40 +156,40 @@ def twin(owner: str, pin: bytes) -> Name:
 
 
 def parse_twin(file_name: str) -> bytes | None:
-    """The pin from the last part of a twin's name; None for anything else."""
+    """Returns the pin from the last part of a twin's name; None for anything else."""
     return _parse_id(file_name, PIN_ID_BYTES)
 
 
 def generation(number: int) -> Name:
-    """The record of one generation of the metadata, the highest number being the current one."""
+    """Returns the name of one generation's record; the highest number is the current generation."""
     return Name(f"{GENERATIONS}/{number}")
 
 
 def parse_generation(file_name: str) -> int | None:
-    """The number from the last part of a generation's name; None for anything else."""
+    """Returns the number from the last part of a generation's name; None for anything else."""
     if not (file_name.isascii() and file_name.isdecimal()) or file_name.startswith("0"):
         return None
     return int(file_name) if len(file_name) <= NUMBER_DIGITS_MAX else None
 
 
 def writer(session: bytes) -> Name:
-    """The record of who a session was, written before its first chunk."""
+    """Returns the name of a session's record, which is written before its first chunk."""
     return Name(f"{LINEAGE}/{session.hex()}.json")
 
 
 def parse_writer(file_name: str) -> bytes | None:
-    """The session from the last part of a writer's record's name; None for anything else."""
+    """Returns the session from the last part of the name of a writer's record; None for anything else."""
     stem, dot, suffix = file_name.partition(".")
     return _parse_id(stem, SESSION_BYTES) if dot and suffix == "json" else None
 
 
 def namespace_claim(key: bytes) -> Name:
-    """The record that says which layout a (tenant, name) has; ``key`` digests both."""
+    """Returns the name of the record of a claim: which layout a (tenant, name) has; ``key`` digests both."""
     return Name(f"{NAMESPACES}/{key.hex()}.claim")
 
 
 def namespace_record(digest: bytes) -> Name:
-    """The full description of one namespace, so that chunk files can be understood without etcd."""
+    """Returns the name of a namespace's full description, which makes chunk files understandable without etcd."""
     return Name(f"{NAMESPACES}/{digest.hex()}.json")
 
 

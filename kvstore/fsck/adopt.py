@@ -102,8 +102,8 @@ class _Adoption:
 
     def run(self) -> Adopted:
         before = self._meta.get(self._keys.generation, self._timeout_s)
-        # First of all, so that root and etcd differ from here until the last step: whoever begins a session meanwhile
-        # protects nothing and promises nothing, and whoever began one before is in the list that is revoked next.
+        # First of all, so that root and etcd differ from here until the last step: a session that begins meanwhile
+        # protects nothing and promises nothing, and one that began before is in the list that is revoked next.
         mine = self._next_generation()
         self._end_sessions()
         self._undo_sweeps()

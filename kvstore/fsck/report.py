@@ -25,8 +25,8 @@ class Kind(enum.Enum):
     ORPHAN_STAGING = "orphan_staging"
     """A file that a dead session staged and never published, or replaced by recoding and did not remove."""
     YOUNG_STAGING = "young_staging"
-    """Staged lately by a session of which nobody said whether it lives: perhaps a put on its way. Or replaced lately by
-    recoding, while others may hold it."""
+    """Staged lately by a session that may live: perhaps a put in progress. Or replaced lately by recoding, while others
+    may hold it."""
     QUARANTINED = "quarantined"
     """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
     BAD_RECORD = "bad_record"
@@ -36,9 +36,9 @@ class Kind(enum.Enum):
     UNREACHABLE = "unreachable"
     """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
     UNREADABLE = "unreadable"
-    """The root did not let us look: an I/O error, or no permission."""
+    """The root refused to show it: an I/O error, or no permission."""
     OLD_WRITER = "old_writer"
-    """The record of a session that ended long ago, and of which the root has no chunk any more."""
+    """The record of a session that ended long ago, and that has no chunk on the root any more."""
     LEFTOVER = "leftover"
     """The scratch folder of a ``check-root`` that was killed."""
 

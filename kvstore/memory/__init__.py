@@ -1,4 +1,4 @@
-"""What a bounded tier holds, and the shared memory that holds it.
+"""The contents of a bounded tier, and the shared memory that holds them.
 
-Pure but for the arena: no locks, no clock, no I/O. ``MEMORY.md`` is the specification.
+Pure except for the arena: no locks, no clock, no I/O. ``MEMORY.md`` is the specification.
 """

@@ -1,7 +1,8 @@
-"""The arena: one anonymous file in memory that a node writes images into and that others of its host map for reading.
+"""The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
+reading.
 
-Separate from the inventory, which is pure: only here is memory of the system asked for, and only the two functions here
-know by which seals readers are safe from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
+Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
+which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ PAGE_BYTES = 4096
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 STEP_BYTES = 16 << 20
 BLOCK_BYTES = 512
-"""Of ``st_blocks``."""
+"""The unit of ``st_blocks``."""
 LOOK_PERIOD_S, LOOKS_MAX = 0.05, 1200
-"""How often, for a minute, it is looked whether the other end has taken its pages."""
+"""How often, for a minute, a reader looks whether the worker has taken its pages."""
 F_SEAL_FUTURE_WRITE = 0x0010
-"""From ``linux/fcntl.h``; the standard library has no name for it. Linux 5.1 and newer."""
+"""Defined in ``linux/fcntl.h``; the standard library has no name for it. Linux 5.1 and newer."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 class Arena:
     """``size_bytes`` of memory, a multiple of 4 KiB, that only this process can write.
 
-    Its pages are taken from the system in the background as soon as it is open, where it has as many free, else as they
-    are written, and kept until it is closed.  They are
-    pages of a memfd: a container without ``/dev/shm``, or with a small one, has as much of it as any other.  They count
-    as the worker's memory in its cgroup, whose limit needs room for the whole arena; past it the system kills the
-    process that writes, as for any other memory.
+    If the system has enough free pages, the arena takes them in the background as soon as it is open; otherwise they
+    are taken as they are written. They are kept until it is closed. They are pages of a memfd: a container without
+    ``/dev/shm``, or with a small one, has as much of it as any other. They count as the worker's memory in its cgroup,
+    whose limit needs room for the whole arena; past it the system kills the process that writes, as for any other
+    memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -50,16 +51,16 @@ class Arena:
             raise InvalidRequest(f"an arena of {size_bytes} bytes: expected a multiple of {PAGE_BYTES}, more than 0")
         self.size_bytes = size_bytes
         self.fd = -1
-        """For handing over: whoever gets it can map it for reading only."""
+        """The descriptor to hand over: a process that gets it can map it for reading only."""
         self.memory = memoryview(bytearray())
-        """All of it, writable; empty before ``open`` and after ``close``. Parts of it stay readable after that."""
+        """The whole arena, writable; empty before ``open`` and after ``close``. Its parts stay readable after that."""
         self._closing = Flag()
         self._filling: threading.Thread | None = None
 
     def open(self) -> Arena:
-        """Makes and maps it.
+        """Makes and maps the arena.
 
-        Raises InvalidRequest where this host or container never has so much, Unavailable where it gives no such memory.
+        Raises InvalidRequest if this host or container never has so much, Unavailable if it does not give such memory.
         """
         most = memory_most_bytes()
         if self.size_bytes > most:
@@ -70,20 +71,20 @@ class Arena:
             self.fd = os.memfd_create("kvstore-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.size_bytes)
             mapped = mmap.mmap(self.fd, self.size_bytes)
-            # After mapping: this seal leaves the mappings that there are writable, and allows no other.
+            # Seal after mapping: this seal leaves existing mappings writable, and allows no new ones.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except (OSError, ValueError, OverflowError) as cause:
             self.close()
             raise Unavailable(
-                f"no arena of {self.size_bytes} bytes ({cause}): give less memory, or Linux 5.1 or newer"
+                f"cannot make an arena of {self.size_bytes} bytes ({cause}): give less memory, or Linux 5.1 or newer"
             ) from cause
         with suppress(OSError, ValueError):
-            # Only where the system's administrator lets shared memory have huge pages.
+            # Has an effect only if the administrator allows huge pages for shared memory.
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(mapped)
         free = memory_free_bytes()
         if free is not None and self.size_bytes > free:
-            # Taken now they would cost some process its life, this one or another; later there may be room.
+            # Taking the pages now would make the system kill this process or another; later there may be room.
             log.warning(
                 "memory.scarce asked_bytes=%d free_bytes=%d: the system may kill a process when it fills; give less",
                 self.size_bytes,
@@ -95,7 +96,7 @@ class Arena:
         return self
 
     def close(self) -> None:
-        """Lets go of it; its pages go when the last view and the last mapping of another process have. Idempotent."""
+        """Gives it up; its pages go with the last view, and the last mapping in another process. Idempotent."""
         self._closing.set()
         if self._filling is not None:
             self._filling.join(1.0)
@@ -106,13 +107,14 @@ class Arena:
 
 
 def populate(memory: memoryview, writing: bool, closing: Flag) -> None:
-    """Has the system take the pages of a mapping now, for reading or ``writing``, bit by bit until ``closing`` is set.
+    """Makes the system take the pages of a mapping now, for reading or ``writing``, bit by bit until ``closing`` is
+    set.
 
-    Whoever touches a page first waits for it otherwise: in a virtual machine twenty times as long as copying takes.
-    Nothing is changed, and nothing said where the system cannot (before Linux 5.14).
+    Otherwise the first access to a page waits for it: in a virtual machine twenty times as long as copying takes. It
+    changes nothing, and logs nothing if the system cannot do it (before Linux 5.14).
     """
     address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    madvise = ctypes.CDLL(None).madvise  # mmap's own keeps the GIL
+    madvise = ctypes.CDLL(None).madvise  # the method of mmap keeps the GIL
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advice = MADV_POPULATE_WRITE if writing else MADV_POPULATE_READ
     for start in range(0, len(memory), STEP_BYTES):
@@ -121,12 +123,12 @@ def populate(memory: memoryview, writing: bool, closing: Flag) -> None:
 
 
 def follow(memory: memoryview, fd: int, closing: Flag) -> None:
-    """Has the page tables of a mapping of ``fd`` made as soon as whoever made that file has taken its pages.
+    """Maps the pages of ``fd`` ahead, as soon as the process that made the file has taken them.
 
-    In a thread that ends with ``closing``; ``fd`` stays the caller's.
+    Works in a thread that ends with ``closing``; the caller keeps ``fd``.
 
-    The first reading of a page costs more than twice what copying it does otherwise.  Not before: pages count as memory
-    of whoever takes them, and these are the other's.
+    Otherwise the first read of a page costs more than twice as much as copying it. Not before the owner took them:
+    pages count as memory of the process that takes them, and these belong to the other one.
     """
     own = os.dup(fd)
     try:
@@ -149,10 +151,10 @@ def _follow(memory: memoryview, fd: int, closing: Flag) -> None:
 
 
 def map_arena(fd: int, size_bytes: int) -> memoryview:
-    """An arena that came over a socket, mapped for reading; ``fd`` stays the caller's, to be closed.
+    """Maps for reading an arena that came over a socket; the caller keeps ``fd`` and closes it.
 
-    It stays readable when the worker is gone. Raises Unavailable where it is not what a worker hands over: without its
-    seals a worker that fails could take pages away that are being read, which would kill this process.
+    The memory stays readable when the worker is gone. Raises Unavailable if it is not what a worker hands over: without
+    its seals, a failing worker could take away pages that are being read, which would kill this process (SIGBUS).
     """
     try:
         seals, found_bytes = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size

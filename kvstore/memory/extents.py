@@ -1,6 +1,6 @@
-"""Extents: which parts of a fixed size are taken. Best fit over pages; neighbours join when they are given back.
+"""Extents: which parts of a fixed size are taken. Best fit over pages; free neighbours join.
 
-Apart from the arena that it cuts up, because it is arithmetic and nothing else.
+Separate from the arena that it divides, because it is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PAGE_BYTES = 4096
 
 
 class Extents:
-    """Runs of pages of ``size_bytes``, as a ``Room``; what is left over of the last page is never given out.
+    """Runs of pages of ``size_bytes``, as a ``Room``; a partial last page is never given out.
 
     Taking and giving cost a bisection of the free runs. Not thread-safe.
     """
@@ -25,7 +25,8 @@ class Extents:
         self._pages_count = size_bytes // page_bytes
         self._free_pages = self._pages_count
         self._taken: dict[int, int] = {}
-        # Each free run three times: by its first page, by the page after it, and in order of size, lowest first.
+        # Each free run is kept three times: by its first page, by the page after it, and in order of size, lowest
+        # first.
         self._free: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._sizes: list[tuple[int, int]] = []
@@ -33,12 +34,12 @@ class Extents:
 
     @property
     def size_bytes(self) -> int:
-        """All there is, in whole pages."""
+        """The whole room, in whole pages."""
         return self._pages_count * self._page_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What is not taken, in however many pieces."""
+        """Bytes that are not taken, in however many pieces."""
         return self._free_pages * self._page_bytes
 
     @property
@@ -47,7 +48,7 @@ class Extents:
         return self._sizes[-1][0] * self._page_bytes if self._sizes else 0
 
     def take(self, size_bytes: int) -> int | None:
-        """The offset of ``size_bytes`` bytes (1 or more), or None where no free run is long enough."""
+        """Takes ``size_bytes`` bytes (1 or more); returns their offset, or None if no free run is long enough."""
         if size_bytes < 1:
             raise InvalidRequest(f"room for {size_bytes} bytes: expected at least 1")
         pages = -(-size_bytes // self._page_bytes)
@@ -63,7 +64,7 @@ class Extents:
         return first * self._page_bytes
 
     def give(self, offset: int) -> None:
-        """Gives back what was taken at ``offset``. Raises InvalidRequest where nothing is taken there."""
+        """Gives back what was taken at ``offset``. Raises InvalidRequest if nothing is taken there."""
         first = offset // self._page_bytes
         if offset % self._page_bytes or first not in self._taken:
             raise InvalidRequest(f"nothing is taken at offset {offset}: give back what take() returned, once")

@@ -1,7 +1,7 @@
-"""How much memory there is: of the host, or what the container (the cgroup) of this process is limited to.
+"""The memory of the host, or the limit of this process's container (the cgroup).
 
-Separate from the arena, because it is asked for before there is one: a number that is too large must be an error where
-it is given, since what does not fit is only noticed when it is written, and then the system kills somebody.
+Separate from the arena, because it is asked before there is one. A number that is too large must be an error where it
+is given: otherwise nobody notices before the memory is written, and then the system kills a process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPARE_SHARE = 8
 
 
 def memory_there_bytes() -> int:
-    """All memory of the host, or the least of what this process's cgroups are limited to."""
+    """Returns all memory of the host, or the lowest limit of this process's cgroups."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _limits():
         with suppress(OSError, ValueError):  # not a cgroup of its own, or no limit ("max")
@@ -28,13 +28,13 @@ def memory_there_bytes() -> int:
 
 
 def memory_most_bytes() -> int:
-    """What can be given to arenas of this host or container: an eighth of it, or 1 GiB, is left to everything else."""
+    """Returns what arenas of this host or container may have: it leaves an eighth, or 1 GiB, to everything else."""
     there = memory_there_bytes()
     return there - min(there // SPARE_SHARE, SPARE_BYTES_MAX)
 
 
 def memory_free_bytes() -> int | None:
-    """What the host has now without taking it from anybody; None where the system does not say."""
+    """Returns what the host can give now without taking it from anybody; None if the system does not say."""
     with suppress(OSError, ValueError, IndexError):
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -43,7 +43,7 @@ def memory_free_bytes() -> int | None:
 
 
 def _limits() -> Iterator[Path]:
-    """Where limits of this process may stand: its cgroup of either version, and all that this one is in."""
+    """Yields the files that may limit this process: its cgroup of either version, and all cgroups around it."""
     yield CGROUPS / "memory.max"
     yield CGROUPS / "memory" / "memory.limit_in_bytes"
     with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The inventory of a bounded tier: what it holds, who uses it, and what goes when room is needed (MEMORY.md, E1 to E4).
+"""The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
 
-Pure: no lock, no clock, no I/O; so the memory and the local disk share it, and a replay needs no bytes. Whoever has it
-keeps calls apart, and looks at entries only between them.
+Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner makes
+one call at a time, and looks at entries only between calls.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from kvstore.namespace import NamespaceDigest
 __all__ = ["Entry", "Inventory", "Place", "Room", "place_of"]
 
 EVICTED_TIMES_MAX = 8
-"""Where room is in pieces: how many times the bytes asked for may be evicted before a claim gives up. Where one of six
-blocks is as large as what is asked for, and the others are small, 4 was not always enough."""
+"""If free room is fragmented, a claim gives up after evicting this multiple of the bytes asked for. With one block in
+six of the size asked for, and the others small, 4 was not always enough.
+"""
 
 DROP_COUNT = 64
-"""Entries of a cleared namespace that are dropped under a lock at once: look-ups wait for no more than that."""
+"""Entries of a cleared namespace that are dropped under one lock: look-ups wait for no more than that."""
 
 
 class Room(Protocol):
-    """What the bytes of entries lie in; bounded."""
+    """The bounded space that holds the bytes of entries."""
 
     @property
     def size_bytes(self) -> int:
-        """All there is."""
+        """Total size."""
 
     @property
     def free_bytes(self) -> int:
-        """What is not taken, in however many pieces."""
+        """Bytes that are not taken, in however many pieces."""
 
     def take(self, size_bytes: int) -> int | None:
-        """A number that says where; None where there is no room."""
+        """Takes room; returns its position, or None if there is none."""
 
     def give(self, offset: int) -> None:
-        """Gives back what was taken there."""
+        """Gives back the room at ``offset``."""
 
 
 class Inventory:
@@ -59,34 +60,34 @@ class Inventory:
         self._queues = Queues(policy, self._is_evictable)
         self._prints = Prints()
         self._pins: dict[Address, int] = {}
-        # The latest time that a caller gave: what the ages of entries are reckoned to.
+        # The latest time that a caller gave: ages of entries count up to it.
         self._now_s = 0.0
         self.held_bytes = 0
-        """Of all entries, and of those that are gone and still referred to."""
+        """Bytes of all entries, and of those that are gone and still referred to."""
         self.dirty_bytes = 0
         self.referenced_bytes = 0
-        """Of entries that somebody refers to, gone or not; a claimant does."""
+        """Bytes of entries that somebody refers to, gone or not; a claimant does."""
         self.pinned_bytes = 0
         self.evicted_count = 0
-        """Entries that went because their room was needed, since the beginning."""
+        """Number of entries evicted since the beginning."""
         self.evicted_bytes = 0
 
     @property
     def entries_count(self) -> int:
-        """Entries claimed or ready."""
+        """Number of entries that are claimed or ready."""
         return len(self._tree)
 
     def find(self, address: Address) -> Entry | None:
-        """The ready entry of this address."""
+        """Returns the ready entry of this address."""
         entry = self._tree.find(address)
         return entry if entry is not None and entry.is_ready else None
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
-        """How many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
+        """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
         return self._tree.leading(addresses, first)
 
     def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[Entry]:
-        """The ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing them."""
+        """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing."""
         return self._tree.match(namespace, packed)
 
     def claim(
@@ -99,15 +100,15 @@ class Inventory:
         dirty: bool = False,
         replica: bool = False,
     ) -> Entry | None:
-        """A new entry with room, which nobody sees before ``ready``; evicts others where that makes the room.
+        """Makes a new entry with room, which nobody sees before ``ready``; evicts others if that makes the room.
 
-        None where the address is claimed or ready (E4), or where no room can be made (E2). The caller has one
-        reference, and gives it up with ``unrefer``, after ``ready`` or ``drop``.
+        None if the address is claimed or ready (E4), or if no room can be made (E2). The caller has one reference, and
+        gives it up with ``unrefer``, after ``ready`` or ``drop``.
         """
         self._now_s = max(self._now_s, now_s)
         if self._tree.find(place.address) is not None:
             return None
-        # In the tree before room is made: so its parent is no leaf, and cannot go for its child.
+        # Add it to the tree before room is made: its parent is then no leaf, and cannot be evicted for its child.
         entry = Entry(place, -1, size_bytes, now_s, hints)
         self._tree.add(place.namespace, entry, place.tokens)
         offset = self._make_room(size_bytes)
@@ -124,7 +125,7 @@ class Inventory:
         return entry
 
     def ready(self, entry: Entry) -> bool:
-        """Shows a claimed entry to everybody. False where it was dropped meanwhile."""
+        """Shows a claimed entry to everybody. False if it was dropped meanwhile."""
         if entry.is_gone:
             return False
         self._tree.show(entry)
@@ -134,7 +135,7 @@ class Inventory:
         return True
 
     def drop(self, entry: Entry) -> None:
-        """Takes an entry away at once, whatever it is; its room is given back with the last reference. Once or more."""
+        """Takes an entry away at once, in any state; its room is given back with the last reference. Idempotent."""
         if entry.is_gone:
             return
         if entry.is_ready:
@@ -148,7 +149,7 @@ class Inventory:
 
     def refer(self, entry: Entry) -> None:
         """Keeps an entry that is not gone until ``unrefer``."""
-        assert not entry.is_gone, "the room of an entry that is gone may be another's"
+        assert not entry.is_gone, "an entry that is gone may have lost its room to another"
         entry.references += 1
         if entry.references == 1:
             self.referenced_bytes += entry.size_bytes
@@ -166,9 +167,9 @@ class Inventory:
             self._queues.offer(entry)
 
     def pin(self, address: Address) -> bool:
-        """Keeps what is ready here from being evicted, until as many ``unpin``. False where it is not.
+        """Keeps a ready chunk from being evicted, until as many ``unpin``. False if it is not ready here.
 
-        A pin is of the address: it also keeps what comes in the place of an entry that was dropped as damaged.
+        The address is pinned: the pin also keeps the entry that replaces one dropped as damaged.
         """
         entry = self.find(address)
         if entry is None:
@@ -179,7 +180,7 @@ class Inventory:
         return True
 
     def unpin(self, address: Address) -> None:
-        """Undoes one ``pin``; without one, nothing."""
+        """Undoes one ``pin``; does nothing if there is none."""
         count = self._pins.pop(address, 0)
         if count > 1:
             self._pins[address] = count - 1
@@ -188,11 +189,11 @@ class Inventory:
             self._queues.offer(entry)
 
     def is_pinned(self, address: Address) -> bool:
-        """Whether a pin keeps what is here of this address."""
+        """True if a pin keeps the entry of this address."""
         return address in self._pins
 
     def clean(self, entry: Entry) -> None:
-        """Says that an entry need not reach the root any more (E3)."""
+        """Notes that an entry need not reach the root any more (E3)."""
         if entry.is_dirty:
             entry.is_dirty = False
             if not entry.is_gone:
@@ -200,7 +201,7 @@ class Inventory:
                 self._queues.offer(entry)
 
     def used(self, entries: Iterable[Entry], now_s: float, hints: Hints | None = None) -> None:
-        """Notes a use of each, and raises what its writers hinted to ``hints``."""
+        """Notes a use of each, and raises its hints to ``hints``."""
         self._now_s = max(self._now_s, now_s)
         for entry in entries:
             if entry.is_gone:
@@ -215,38 +216,39 @@ class Inventory:
                 self._queues.moved(entry)
 
     def retire(self, entries: Iterable[Entry]) -> None:
-        """Lets these go before all others when room is needed, until they are used again. Nothing is dropped."""
+        """Makes these the first to go when room is needed, until they are used again. Drops nothing."""
         for entry in entries:
             if not (entry.is_gone or entry.is_retired):
                 entry.is_retired = True
                 self._queues.moved(entry)
 
     def victims(self, bytes_wanted: int) -> list[Entry]:
-        """What would be evicted next, in that order: at least so many bytes if there are. Nothing is changed."""
+        """Returns the next entries to evict, in that order: at least so many bytes if there are. Changes nothing."""
         found = self._plan(bytes_wanted)
         for entry in found:
             self._queues.put_back(entry)
         return found
 
     def of_namespace(self, namespace: NamespaceDigest) -> list[Entry]:
-        """The entries of a namespace, claimed ones too, the latest first. Looks at every entry there is."""
+        """Returns the entries of a namespace, claimed ones too, the latest first. Looks at every entry of the tier."""
         return [entry for entry in self.entries() if entry.namespace == namespace]
 
     def entries(self) -> list[Entry]:
-        """All entries, claimed ones too, the latest first."""
-        # So most children come before their parents: a run is shortened then, where else it would be split.
+        """Returns all entries, claimed ones too, the latest first."""
+        # In this order most children come before their parents, so that dropping shortens a run instead of splitting
+        # it.
         return [*self._tree][::-1]
 
     def changes(self) -> set[int]:
-        """Shards (0 to 63) in which entries became ready or went since this was last asked."""
+        """Returns the shards (0 to 63) in which entries became ready or went since the last call."""
         return self._prints.changes()
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
-        """The prints of the ready entries of a shard, shape ``(n,)``, each once, ascending."""
+        """Returns the prints of the ready entries of a shard, shape ``(n,)``, each once, ascending."""
         return self._prints.of(shard)
 
     def _is_evictable(self, entry: Entry) -> bool:
-        """E1, E2."""
+        """True if rules E1 and E2 allow its eviction."""
         return (
             not entry.references
             and not entry.children_count
@@ -256,11 +258,11 @@ class Inventory:
         )
 
     def _make_room(self, size_bytes: int) -> int | None:
-        """Takes room, evicting no more than is needed for it; where that cannot do, nothing."""
+        """Takes room and evicts no more than it needs; evicts nothing if that would not make the room."""
         offset = self._room.take(size_bytes)
         evicted_bytes = 0
         while offset is None and size_bytes <= self._room.size_bytes and evicted_bytes < EVICTED_TIMES_MAX * size_bytes:
-            # Where there is enough, but in pieces: one after the other, until two of them meet.
+            # If there is enough room, but in pieces, evict one after the other until two free pieces meet.
             short_bytes = max(size_bytes - self._room.free_bytes, 1)
             found = self._plan(short_bytes)
             if sum(entry.size_bytes for entry in found) < short_bytes:
@@ -285,7 +287,7 @@ class Inventory:
             planned_bytes += entry.size_bytes
             parent = self._tree.find(entry.parent)
             if parent is not None:
-                # As if the child were gone already. Undone below: the parent then has a turn that does not count.
+                # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
                 parent.children_count -= 1
                 self._queues.offer(parent)
         for entry in found:

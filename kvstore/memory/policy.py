@@ -1,8 +1,8 @@
-"""Policies: which of the entries that may be evicted goes first, and what is asked for often enough to be brought in.
+"""Policies: which evictable entry goes first, and what is asked for often enough to be brought in.
 
 A policy sorts entries into a few *queues*, by their ``Worth``; within each the one unused for longest is first. When
 room is needed it compares the heads of the queues, so that ranks may change with time and yet nothing is sorted again.
-Pure, and apart from the queues, because it is the part that a trace replay judges.
+Pure, and separate from the queues, because it is the part that a trace replay judges.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from kvstore.memory.entry import Entry, Queue, Worth
 
 OCTAVES_PER_USE = 0.5
 OCTAVES_PER_PRIORITY = 0.1
-"""As the collector weighs chunks on the root (gc/kvstore_gc/policy.py)."""
+"""Octaves of age that one unit of priority is worth, as in the collector (gc/kvstore_gc/policy.py)."""
 REPLICA_OCTAVES = 1.0
-"""A replica counts as twice as old (P4). It does not go before all else: a full node would then keep none until its
-second use, however hot."""
+"""A replica counts as twice as old (P4). It does not go before all others: a full node would then keep no replica until
+its second use, however hot.
+"""
 PRIORITY_STEP = 5
 """Priorities are rounded to this, which bounds the number of queues."""
 AGE_LEAST_S = 30.0
-"""Added to every age, so that what came just now does not outlast everything."""
+"""Added to every age, so that brand-new entries do not outlast everything."""
 PROBATION_SHARE = 0.1
-"""Of the bytes held: what entries that were never used again may take, by ``TwoQueue``."""
+"""Share of the held bytes that entries never used again may take, in ``TwoQueue``."""
 GHOSTS_MAX = 65_536
 ASKED_MAX = 65_536
 ASKED_LASTS_S = 3_600.0
 
 
 class Policy(Protocol):
-    """An order of eviction. One object for each inventory: it may remember. A worth must be one of few."""
+    """An order of eviction. Each inventory has its own object, which may keep state. There are few different worths."""
 
     def worth(self, entry: Entry) -> Worth:
-        """Which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
+        """Returns which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
 
     def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
-        """The queue whose head goes first: one of ``candidates``, those of all ``queues`` where one may go."""
+        """Returns the queue whose head goes first: one of ``candidates``, the queues with an evictable entry."""
 
     def evicted(self, entry: Entry) -> None:
-        """Takes note of an entry that went because its room was needed."""
+        """Notes that an entry was evicted."""
 
 
 class Aged:
-    """The oldest goes first, by an age that is weighted with uses and hints, as on the root: what was used more
-    outlasts what was used once in proportion to how long things last here at all.
+    """Evicts the oldest, by an age weighted with uses and hints, as on the root.
 
-    What is past its ttl goes before all others.
+    An entry used more often outlasts one used once, in proportion to how long entries last here at all. Entries past
+    their ttl go before all others.
     """
 
     def __init__(self, octaves_per_use: float = OCTAVES_PER_USE, age_least_s: float = AGE_LEAST_S) -> None:
@@ -75,10 +76,11 @@ class Aged:
 
 
 class TwoQueue:
-    """New entries are on probation until they are used again, and go first while those on probation hold more than
-    their share; so a scan passes through without washing out the rest. Else, and within each part, as ``Aged``.
+    """Puts new entries on probation until they are used again.
 
-    What went while on probation and comes back soon is not put on it again. After S3-FIFO (Yang et al., SOSP 2023).
+    They go first while those on probation hold more than their share, so a scan passes through without evicting the
+    rest. Otherwise, and within each part, the order is that of ``Aged``. An entry that was evicted on probation and
+    comes back soon is not put on probation again. After S3-FIFO (Yang et al., SOSP 2023).
     """
 
     def __init__(self, share: float = PROBATION_SHARE, octaves_per_use: float = 0.0) -> None:
@@ -106,13 +108,13 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {"lru": lambda: Aged(octaves_per_use=0.0), "uses": Aged, "two_queue": TwoQueue}
 )
 DEFAULT_POLICY = "lru"
-"""What finds the most in memory and on the disk (MEMORY.md, Which policy)."""
+"""The policy with the most hits in memory and on the disk (MEMORY.md, Which policy)."""
 
 
 class Admission:
-    """Which addresses were asked for lately: at most ``addresses_max``, for about ``lasts_s``. Not thread-safe.
+    """The addresses asked for lately: at most ``addresses_max``, for about ``lasts_s``. Not thread-safe.
 
-    Two generations, the older of which is forgotten at once: so it remembers half to all of that.
+    It keeps two generations and forgets the older one at once, so it remembers half to all of the limit.
     """
 
     def __init__(self, addresses_max: int = ASKED_MAX, lasts_s: float = ASKED_LASTS_S) -> None:
@@ -123,10 +125,10 @@ class Admission:
         self._began_s = -math.inf
 
     def asked(self, address: Address, now_s: float) -> bool:
-        """Notes that an address is asked for. Whether it was before, not long ago."""
+        """Notes that an address is asked for; True if it was asked for before, not long ago."""
         age_s = now_s - self._began_s
         if len(self._new) >= self._generation_max or age_s >= self._lasts_s:
-            # After a long silence the newer ones are too old as well.
+            # After a long silence the newer generation is too old as well.
             self._old = self._new if age_s < 2 * self._lasts_s else set()
             self._new, self._began_s = set(), now_s
         known = self.knows(address)
@@ -134,5 +136,5 @@ class Admission:
         return known
 
     def knows(self, address: Address) -> bool:
-        """Whether it was asked for, not long ago."""
+        """True if it was asked for, not long ago."""
         return address in self._new or address in self._old

@@ -1,6 +1,6 @@
-"""Prints: 32 bits of each address that a tier holds, by shard, in order; what peers are told (MEMORY.md, "Peers").
+"""Prints: 32 bits of each address that a tier holds, by shard, in order; peers are told them (MEMORY.md, "Peers").
 
-Kept as they change, four bytes each, because a shard is told again about once a second, out of a million.
+Kept up to date at four bytes each, because a shard of a million prints is sent again about once a second.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SHARDS_COUNT = 64
 
 
 def shard_of(address: Address) -> int:
-    """The first six bits of an address."""
+    """Returns the first six bits of an address."""
     return address[0] >> 2
 
 
 def print_of(address: Address) -> int:
-    """Bytes 4 to 8 of an address, little-endian."""
+    """Returns bytes 4 to 8 of an address, little-endian."""
     return int.from_bytes(address[4:8], "little")
 
 
@@ -47,12 +47,12 @@ class Prints:
         self._changed.add(shard)
 
     def changes(self) -> set[int]:
-        """Shards in which addresses came or went since this was last asked."""
+        """Returns the shards in which addresses came or went since the last call."""
         changed, self._changed = self._changed, set()
         return changed
 
     def of(self, shard: int) -> npt.NDArray[np.uint32]:
-        """The prints of a shard, shape ``(n,)``, each once, ascending; a copy."""
+        """Returns the prints of a shard, shape ``(n,)``, each once, ascending; a copy."""
         prints = np.array(self._shards[shard], np.uint32)
-        # Not np.unique, which sorts: 20 times slower.
+        # np.unique would sort: 20 times slower.
         return np.concatenate((prints[:1], prints[1:][prints[1:] != prints[:-1]]))

@@ -1,6 +1,6 @@
-"""Queues: the entries of an inventory in the order in which its policy lets them go.
+"""Queues: the entries of an inventory in the order in which its policy evicts them.
 
-Apart from the inventory, which says what may be evicted; these say what goes first among that.
+Separate from the inventory, which says what may be evicted; queues say which of those goes first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from kvstore.memory.entry import Entry, Queue, Worth
 from kvstore.memory.policy import Policy
 
 STALE_MAX = 64
-"""Turns that no longer count, beyond as many as do, before the heaps are cleaned."""
+"""Limit on stale turns beyond the number of valid ones, before the heaps are cleaned."""
 RETIRED = Worth(octaves=-math.inf)
-"""Of what its users said they will not need soon: it goes before all that a policy ranks."""
+"""The worth of entries that their users said they will not need soon: they go before all that a policy ranks."""
 
 
 class Queues:
-    """The order of eviction. A turn that no longer counts stays in its heap until it surfaces, or until there are more
-    such turns than others.
-    """
+    """The order of eviction. A stale turn stays in its heap until it surfaces, or until most turns are stale."""
 
     def __init__(self, policy: Policy, is_evictable: Callable[[Entry], bool]) -> None:
         self._policy = policy
@@ -42,7 +40,7 @@ class Queues:
         self._withdraw(entry)
 
     def moved(self, entry: Entry) -> None:
-        """Takes note that an entry was used, or is valued differently: its turn comes later, if it has one."""
+        """Notes that an entry was used, or is valued differently: its turn comes later, if it has one."""
         worth = self._worth(entry)
         if worth != entry.queue.worth:
             entry.queue.held_bytes -= entry.size_bytes
@@ -53,7 +51,7 @@ class Queues:
             self.offer(entry)
 
     def offer(self, entry: Entry) -> None:
-        """Gives an entry a turn if it may be evicted and has none. To be called whenever it may have become so."""
+        """Gives an entry a turn if it may be evicted and has none. Call it whenever that may have become true."""
         if entry.ticket or not self._is_evictable(entry):
             return
         self._ticket += 1
@@ -64,7 +62,7 @@ class Queues:
             self._clean()
 
     def pop(self, now_s: float) -> Entry | None:
-        """The entry that goes first, without its turn: the caller drops it or calls ``put_back``. None: none may go."""
+        """Returns the entry that goes first, without its turn, to be dropped or ``put_back``; None if none may go."""
         queues = list(self._queues.values())
         candidates = [queue for queue in queues if self._has_head(queue)]
         if not candidates:
@@ -88,7 +86,7 @@ class Queues:
         return queue
 
     def _has_head(self, queue: Queue) -> bool:
-        """Whether there is a turn that counts; those before it are taken away."""
+        """True if there is a valid turn; removes the stale ones before it."""
         while queue.turns:
             _, ticket, entry = queue.turns[0]
             if entry.ticket == ticket:

@@ -1,10 +1,10 @@
 """The radix tree: chunks by address, and by the tokens of their chain, compared as tokens and not hashed.
 
 An edge is a *run*: consecutive chunks without a branch between them, their tokens packed into one string. A match
-compares whole runs at the speed of memcmp; only where a run begins is a chunk looked up, by its tokens. A run is
-bounded, so that no insertion, split or removal copies much more than ``RUN_BYTES_MAX``.
+compares whole runs at the speed of memcmp; only at the beginning of a run does it look up a chunk by its tokens. A run
+is bounded, so that no insertion, split or removal copies much more than ``RUN_BYTES_MAX``.
 
-Apart from the inventory, because it knows nothing of room, use or eviction.
+Separate from the inventory, because it knows nothing of room, use or eviction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUN_BYTES_MAX = 65_536
 
 
 class Chunk:
-    """What the tree keeps of a chunk; whoever uses the tree derives what it keeps itself from this."""
+    """The tree's part of a chunk; users of the tree derive their entries from it."""
 
     __slots__ = ("address", "children_count", "is_ready", "parent", "run")
 
@@ -29,11 +29,11 @@ class Chunk:
         self.address = address
         self.parent = parent
         self.children_count = 0
-        """Chunks in the tree whose parent this is, ready or not."""
+        """Number of chunks in the tree whose parent this is, ready or not."""
         self.is_ready = False
-        """Whether matches show it. Set by ``Tree.show``."""
+        """True if matches show it. ``Tree.show`` sets it."""
         self.run: Run[Any]
-        """Set by ``Tree.add``; once removed, one of its own."""
+        """``Tree.add`` sets it; a removed chunk has a run of its own."""
 
 
 C = TypeVar("C", bound=Chunk)
@@ -42,8 +42,8 @@ C = TypeVar("C", bound=Chunk)
 class Run(Generic[C]):
     """Consecutive chunks of one chain; only the last has children outside of it.
 
-    ``chunks`` is empty for the run that the blocks without tokens of a namespace share, and for that of a chunk that
-    was removed, which keeps its tokens.
+    ``chunks`` is empty for the run that a namespace's blocks without tokens share, and for the run of a removed chunk,
+    which keeps its tokens.
     """
 
     __slots__ = ("children", "chunks", "head", "rest", "space", "unready_count")
@@ -58,12 +58,12 @@ class Run(Generic[C]):
         self.unready_count = 0
 
     def tokens(self, index: int) -> bytes:
-        """The packed tokens of chunk ``index``."""
+        """Returns the packed tokens of chunk ``index``."""
         size = len(self.head)
         return self.rest[(index - 1) * size : index * size] if index else self.head
 
     def tokens_of(self, chunk: C) -> bytes:
-        """The packed tokens of a chunk whose run this is."""
+        """Returns the packed tokens of a chunk whose run this is."""
         return self.tokens(self.chunks.index(chunk)) if self.chunks else self.head
 
 
@@ -84,7 +84,7 @@ class Space(Generic[C]):
 class Tree(Generic[C]):
     """Chunks of several namespaces. Not thread-safe.
 
-    A chunk whose parent is not here is found by its address; by its tokens, once the parent has come.
+    A chunk whose parent is missing is found by its address, and by its tokens once the parent has come.
     """
 
     def __init__(self, run_bytes_max: int = RUN_BYTES_MAX) -> None:
@@ -92,7 +92,7 @@ class Tree(Generic[C]):
         self._chunks: dict[Address, C] = {}
         self._spaces: dict[NamespaceDigest, Space[C]] = {}
         self._waiting: dict[Address, dict[bytes, Run[C]]] = {}
-        """Runs by the parent that is not here."""
+        """Runs by their missing parent."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -101,11 +101,11 @@ class Tree(Generic[C]):
         return iter(self._chunks.values())
 
     def find(self, address: Address) -> C | None:
-        """The chunk of this address, ready or not."""
+        """Returns the chunk of this address, ready or not."""
         return self._chunks.get(address)
 
     def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[C]:
-        """The leading chunks of ``packed`` (tokens as u32, bytes) that are here and ready, parents first."""
+        """Returns the leading chunks of ``packed`` (tokens as u32, bytes) that are here and ready, parents first."""
         found: list[C] = []
         space = self._spaces.get(namespace)
         if space is None:
@@ -125,7 +125,7 @@ class Tree(Generic[C]):
         return found
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
-        """How many consecutive chunks from index ``first`` on are here and ready; of one chain, or any blocks."""
+        """Returns how many consecutive chunks from index ``first`` on are here and ready; a chain's, or any blocks."""
         at = first
         while at < len(addresses) and (chunk := self._chunks.get(addresses[at])) is not None and chunk.is_ready:
             run: Run[C] = chunk.run
@@ -138,11 +138,11 @@ class Tree(Generic[C]):
                 count = _ready_count(chunks, count)
             at += count
             if count < len(chunks):
-                break  # it leaves the run here; were there more of it, the run would have a branch here
+                break  # the chain leaves the run here: if it went on, the run would have a branch here
         return at - first
 
     def add(self, namespace: NamespaceDigest, chunk: C, tokens: bytes) -> None:
-        """Puts in a chunk that no match shows yet. ``tokens`` are its own, packed; b"" for a block without tokens."""
+        """Adds a chunk that no match shows yet. ``tokens`` are its own, packed; b"" for a block without tokens."""
         assert chunk.address not in self._chunks, "first writer wins: the address is in the tree"
         space = self._spaces.get(namespace)
         if space is None:
@@ -170,7 +170,7 @@ class Tree(Generic[C]):
             chunk.run.unready_count -= 1
 
     def remove(self, chunk: C) -> None:
-        """Takes a chunk out. What continues it waits for it to come back, and is found by address until then."""
+        """Takes a chunk out. Its descendants wait for it to come back, and are found by address until then."""
         assert self._chunks.get(chunk.address) is chunk, "not in the tree"
         del self._chunks[chunk.address]
         run: Run[C] = chunk.run
@@ -183,13 +183,13 @@ class Tree(Generic[C]):
             del self._spaces[space.namespace]
 
     def _link(self, space: Space[C], chunk: C, tokens: bytes) -> Run[C]:
-        """Gives a chunk its place behind its parent; the run whose last chunk it then is."""
+        """Puts a chunk behind its parent; returns the run whose last chunk it then is."""
         parent = self._chunks.get(chunk.parent)
         if parent is None:
             siblings = space.children if chunk.parent == NO_PARENT else self._waiting.setdefault(chunk.parent, {})
         else:
             parent.children_count += 1
-            chunk.parent = parent.address  # the same object, for a million of them
+            chunk.parent = parent.address  # share one object, for a million of them
             above: Run[C] = parent.run
             if above.chunks[-1] is not parent:
                 _split(above, above.chunks.index(parent) + 1)
@@ -234,12 +234,15 @@ class Tree(Generic[C]):
             del siblings[tokens]
             if not siblings:
                 del self._waiting[chunk.parent]
-        # So that whoever still refers to it can say what it was; no cycle, or it would wait for the collector.
+        # A removed chunk can still tell its tokens. Without a reference cycle, which would wait for the garbage
+        # collector.
         chunk.run = Run(space, [], tokens)
 
     def _join_only_child(self, run: Run[C]) -> None:
-        """Makes one run of a run and its only child where that is not too long: a tier that is filled again from files
-        meets chunks in any order, and would keep a run for each."""
+        """Joins a run and its only child if the result is not too long.
+
+        A tier that is filled again from files meets chunks in any order, and would keep a run for each.
+        """
         if run.children is None or len(run.children) != 1:
             return
         (child,) = run.children.values()
@@ -254,7 +257,7 @@ class Tree(Generic[C]):
 
 
 def _split(run: Run[C], index: int) -> None:
-    """Makes the chunks from ``index`` on a run of their own, behind the others."""
+    """Moves the chunks from ``index`` on into a run of their own, behind the others."""
     size = len(run.head)
     tail = Run(run.space, run.chunks[index:], run.tokens(index), run.rest[index * size :])
     tail.children, tail.unready_count = run.children, 0
@@ -268,13 +271,15 @@ def _split(run: Run[C], index: int) -> None:
 
 
 def _ready_count(chunks: list[C], count: int) -> int:
-    """How many of the first ``count`` are ready before one is not."""
+    """Counts the ready ones among the first ``count`` chunks, up to the first that is not ready."""
     return next((index for index in range(count) if not chunks[index].is_ready), count)
 
 
 def _equal_count(chunks: list[C], addresses: Sequence[Address], at: int) -> int:
-    """How many leading chunks have the addresses from index ``at`` on. An address stands for all of its chain: where
-    one is equal, all before it are; so most runs cost one comparison."""
+    """Counts the leading chunks that have the addresses from index ``at`` on.
+
+    An address stands for its whole chain: if one is equal, all before it are. So most runs cost one comparison.
+    """
     count = min(len(chunks), len(addresses) - at)
     if chunks[count - 1].address == addresses[at + count - 1]:
         return count
@@ -282,12 +287,12 @@ def _equal_count(chunks: list[C], addresses: Sequence[Address], at: int) -> int:
 
 
 def _shared_count(rest: bytes, given: memoryview, size: int) -> int:
-    """How many leading chunks of ``size`` bytes are equal."""
+    """Counts the equal leading chunks of ``size`` bytes."""
     if rest.startswith(given):
-        return len(given) // size  # most runs are, and this is all that they cost
+        return len(given) // size  # the common case, at no further cost
     low, high = 0, len(given) // size
     middle = high
-    # No step compares more than up to the first difference, and none what was equal in one before.
+    # Each step compares up to the first difference at most, and skips what an earlier step found equal.
     while low < high:
         if rest.startswith(given[low * size : middle * size], low * size):
             low = middle

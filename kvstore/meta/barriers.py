@@ -13,11 +13,11 @@ from kvstore.meta.keys import Keys
 from kvstore.sources import Clock
 
 BARRIER_S = 60
-"""A barrier whose clear died goes after so long."""
+"""A barrier goes this long after its clear has died."""
 
 
 class Barrier:
-    """One that was put up. ``check`` before each deletion."""
+    """A barrier that was put up. Call ``check`` before each deletion."""
 
     def __init__(self, meta: Meta, lease: LeaseId, sent_s: float, clock: Clock) -> None:
         self._meta = meta
@@ -27,7 +27,7 @@ class Barrier:
 
     @property
     def stands(self) -> bool:
-        """True while it stands for certain: half of its time is left, in which a deletion under way can end."""
+        """True while it certainly stands: half of its time is left, in which a running deletion can end."""
         return self._clock.monotonic_s() < self._sent_s + BARRIER_S / 2
 
     def check(self) -> None:
@@ -43,7 +43,7 @@ class Barrier:
         self._sent_s = sent_s
 
     def take_down(self, timeout_s: float) -> None:
-        """Lets pins in again: only once nothing is being deleted any more. It goes by itself where etcd is silent."""
+        """Allows pins again, once nothing is being deleted any more. If etcd does not answer, the lease ends it."""
         self._sent_s = float("-inf")
         try:
             self._meta.revoke(self._lease, timeout_s)
@@ -60,7 +60,7 @@ class Barriers:
         self._clock = clock
 
     def put_up(self, id: bytes, order: bytes, timeout_s: float) -> Barrier:
-        """A new barrier. Raises Unavailable: then it may be there until its time is over."""
+        """Puts up a new barrier. Raises Unavailable: then it may be there until its time is over."""
         sent_s = self._clock.monotonic_s()
         lease = self._meta.grant(BARRIER_S, timeout_s)
         try:
@@ -70,5 +70,5 @@ class Barriers:
         return Barrier(self._meta, lease, sent_s, self._clock)
 
     def orders(self, timeout_s: float) -> list[bytes]:
-        """The orders of all barriers that stand. Raises Unavailable."""
+        """Returns the orders of all barriers that stand. Raises Unavailable."""
         return [kv.value for kv in self._meta.list(self._keys.barriers, timeout_s).items]

@@ -1,6 +1,6 @@
 """Orders to clear by selection, and the answers of nodes that have dropped the chunks.
 
-    /kv/<root>/clears/<id>               an order; one that stands without a lease, so that who is away hears it later
+    /kv/<root>/clears/<id>               an order; one that stands has no lease: a node that is away hears it later
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
                                          swept; under its session's lease, and as long as the order is kept
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from kvstore.errors import Unavailable
 from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 from kvstore.meta.keys import Keys, SessionId, parse_id
-from kvstore.meta.session import Session
+from kvstore.meta.session import Session, live_sessions
 
 ORDERS_MAX = 256
-"""Kept; of more, the oldest are removed."""
+"""Limit on orders that are kept; beyond it, the oldest are removed."""
 PASSING_S = 60
-"""An order that does not stand is kept so long after it was told or last renewed, and after it was done."""
+"""How long an order that does not stand is kept after it was issued, last renewed, or done."""
 _WAITING, _DONE = b"\x00", b"\x01"
 
 
 @dataclass(frozen=True, slots=True)
 class OrderTold:
-    """An order, which is not kept any more where its content is None; ``is_done`` when the root has nothing of it."""
+    """An order as read; its content is None if it is no longer kept. ``is_done`` when the root has nothing of it."""
 
     id: bytes
     content: bytes | None
@@ -41,14 +41,14 @@ class Clears:
         self._keys = keys
 
     def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        """Tells all nodes of a new order, whose id nobody used before; what ``renew`` takes.
+        """Tells all nodes of a new order, whose id nobody used before; returns the lease that ``renew`` takes.
 
         Raises Unavailable: it may have been told.
         """
         return self._put(order, _WAITING + content, timeout_s, stands=stands)
 
     def renew(self, lease: LeaseId, timeout_s: float) -> bool:
-        """Keeps an order that does not stand for ``PASSING_S`` more; False if it is over. Raises Unavailable."""
+        """Keeps an order that does not stand for another ``PASSING_S``; False if it is over. Raises Unavailable."""
         return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
 
     def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
@@ -56,32 +56,31 @@ class Clears:
         self._put(order, _DONE + content, timeout_s, stands=stands)
 
     def answer(self, session: Session, order: bytes, timeout_s: float, *, done: bool) -> None:
-        """Says that this node has obeyed an order, or obeyed it once more when it was ``done``.
+        """Answers that this node has obeyed an order, or obeyed it once more after it was ``done``.
 
         Raises SessionLost, Unavailable.
         """
         session.put(self._keys.clear_answer(order, session.id), _DONE if done else _WAITING, timeout_s)
 
     def withdraw(self, session: Session, order: bytes, timeout_s: float) -> None:
-        """Takes back this session's answer to an order that is not kept any more. Raises Unavailable."""
+        """Withdraws this session's answer to an order that is no longer kept. Raises Unavailable."""
         self._meta.delete(self._keys.clear_answer(order, session.id), timeout_s)
 
     def silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
-        """The sessions of nodes that live and have not answered. Raises Unavailable."""
-        # Sessions last: one that begins in between has read the order at its start, and answers as well.
+        """Returns the sessions of live nodes that have not answered. Raises Unavailable."""
+        # Read the sessions last: one that begins in between has read the order at its start, and answers as well.
         answers = self._answers(order, timeout_s).keys()
-        sessions = {self._keys.parse_session(kv.key) for kv in self._meta.list(self._keys.sessions, timeout_s).items}
-        return {session for session in sessions if session is not None and session not in answers}
+        return live_sessions(self._meta, self._keys, timeout_s) - answers
 
     def still_silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
-        """Live sessions that answered once, but not again since the order was done.
+        """Returns live sessions that answered once, but not again since the order was done.
 
-        A session that began since has nothing from before. Raises Unavailable.
+        A session that began since then has nothing from before. Raises Unavailable.
         """
         return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        """All orders that are kept. Raises Unavailable."""
+        """Returns all orders that are kept. Raises Unavailable."""
         return self._meta.list(self._keys.clears, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
@@ -109,7 +108,7 @@ class Clears:
         return lease
 
     def trim(self, timeout_s: float) -> int:
-        """Removes the oldest orders beyond ``ORDERS_MAX``; how many. Raises Unavailable."""
+        """Removes the oldest orders beyond ``ORDERS_MAX``; returns how many. Raises Unavailable."""
         kept = sorted(self.snapshot(timeout_s).items, key=lambda kv: kv.create_revision)
         for kv in kept[: max(0, len(kept) - ORDERS_MAX)]:
             self._meta.delete(kv.key, timeout_s)

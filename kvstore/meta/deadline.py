@@ -12,7 +12,7 @@ _LEAST_S = 0.001
 
 
 class Deadline:
-    """``timeout_s`` from now (5 s where None), on ``clock``. Raises InvalidRequest outside 0 to 3600 s."""
+    """``timeout_s`` from now (5 s if None), on ``clock``. Raises InvalidRequest outside 0 to 3600 s."""
 
     def __init__(self, timeout_s: float | None, clock: Clock | None = None) -> None:
         self.timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
@@ -29,7 +29,8 @@ class Deadline:
         return self._clock.monotonic_s() >= self._ends_s
 
     def left_s(self, share: float = 1.0) -> float:
-        """``share`` of the time left, as the timeout of a request; never zero, so that a late request fails by itself.
+        """Returns ``share`` of the time left, as the timeout of a request; never zero, so that a late request fails by
+        itself.
 
         A request whose lost reply has to be read back gets less than all, or there would be no time to read.
         """

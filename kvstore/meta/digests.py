@@ -22,7 +22,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class AddressTold:
-    """The address of a session's memory; None: not served any more. ``since`` orders the sessions of one address."""
+    """The address of a session's memory; None if no longer served. ``since`` orders the sessions of one address."""
 
     session: SessionId
     address: str | None
@@ -31,7 +31,7 @@ class AddressTold:
 
 @dataclass(frozen=True, slots=True)
 class DigestTold:
-    """The digest of a session's memory in one shard; None: it holds nothing there."""
+    """The digest of a session's memory in one shard; None if it holds nothing there."""
 
     session: SessionId
     shard: int
@@ -40,7 +40,7 @@ class DigestTold:
 
 @dataclass(frozen=True, slots=True)
 class ClearedTold:
-    """A namespace was cleared; ``mark`` is another one each time."""
+    """A namespace was cleared; ``mark`` differs each time."""
 
     namespace: NamespaceDigest
     mark: bytes
@@ -77,15 +77,15 @@ class Digests:
             raise SessionLost(f"session {session.id.hex()} ended: publish again in a new one") from gone
 
     def withdraw(self, session: Session, timeout_s: float) -> None:
-        """Nobody is to read from this worker's memory any more: before it stops. Raises Unavailable."""
+        """Stops other nodes from reading this worker's memory, before it stops. Raises Unavailable."""
         self._meta.delete(self._keys.peer_address(session.id), timeout_s)
 
     def mark_cleared(self, namespace: NamespaceDigest, mark: bytes, timeout_s: float) -> None:
-        """Tells all nodes that a namespace was cleared; not under a lease, so that one that is away hears it later."""
+        """Tells all nodes that a namespace was cleared. Without a lease, so that a node that is away hears it later."""
         self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        """All that is told now. Raises Unavailable."""
+        """Returns everything that is published now. Raises Unavailable."""
         return self._meta.list(self._keys.peers, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:

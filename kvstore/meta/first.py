@@ -1,4 +1,4 @@
-"""Keys that the first writer makes and all others accept. A lost reply is settled by reading back."""
+"""Writes keys that the first writer makes and all others accept. A lost reply is settled by reading back."""
 
 from __future__ import annotations
 

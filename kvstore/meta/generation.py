@@ -58,7 +58,7 @@ def join_generation(
 
     Call it for each session, after the session's key was put, and at the start of a collector.
 
-    ``read_root`` gives the root's newest generation, ``publish_root`` publishes one and gives the newest afterwards
+    ``read_root`` returns the root's newest generation, ``publish_root`` publishes one and returns the newest afterwards
     (``kvstore.root.generations``). Their errors are raised, except RootMismatch, which means Foreign. ``timeout_s`` is
     for the calls to ``meta`` only. Raises Unavailable if the answer stays unknown, PermissionDenied.
     """
@@ -67,7 +67,7 @@ def join_generation(
     for _ in range(LOOKS_MAX):
         try:
             on_root = read_root()
-            # The root first: if two make the first generation, neither publishes it before etcd has it.
+            # The root first: if two nodes make the first generation, neither publishes it before etcd has it.
             in_meta = read_generation(meta, keys, deadline.left_s(0.5))
             if on_root is None:
                 # Also if only etcd has one: its maker may have died before the root got it.
@@ -86,11 +86,11 @@ def join_generation(
 
 
 def difference(on_root: Generation, in_meta: Generation | None) -> str:
-    """The difference in words."""
+    """Returns the difference in words."""
     return f"the root is of generation {on_root}, etcd {f'of {in_meta}' if in_meta else 'has none'}"
 
 
 def read_generation(meta: Meta, keys: Keys, timeout_s: float | None = None) -> Generation | None:
-    """etcd's generation; None if it has none. Raises RootMismatch if it cannot be read."""
+    """Returns etcd's generation; None if it has none. Raises RootMismatch if it cannot be read."""
     found = meta.get(keys.generation, timeout_s)
     return None if found is None else Generation.from_json(found.value, keys.generation)

@@ -54,7 +54,7 @@ Compare = Absent | ModifiedAt | ValueIs
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write a key, under a lease where one is given."""
+    """Write a key, under a lease if one is given."""
 
     key: str
     value: bytes
@@ -63,14 +63,14 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a key; deleting an absent key is no error."""
+    """Delete a key; deleting an absent key is not an error."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """``revision`` is the store's after that transaction: the mod_revision of what it put, where it succeeded."""
+    """``revision`` is the store's after that transaction: if it succeeded, the mod_revision of the keys that it put."""
 
     succeeded: bool
     revision: int
@@ -94,18 +94,18 @@ class Event:
 
 
 class Watch(Protocol):
-    """A stream of changes under one prefix, in order, a revision's events together."""
+    """A stream of changes under one prefix, in order, with a revision's events together."""
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        """The next batch of events (never splits a revision), or None when none came within ``timeout_s``.
+        """Returns the next batch of events (never splits a revision), or None if none came within ``timeout_s``.
 
-        Reconnects by itself from the last revision handed out. Raises WatchLost when the stream cannot continue from
-        there; read the prefix afresh (rule V3). Raises PermissionDenied when the store refuses to watch the prefix.
+        Reconnects by itself from the last revision handed out. Raises WatchLost if the stream cannot continue from
+        there; read the prefix afresh (rule V3). Raises PermissionDenied if the store refuses to watch the prefix.
         """
         ...
 
     def close(self) -> None:
-        """Ends the watch; idempotent."""
+        """Ends the watch. Idempotent."""
         ...
 
 
@@ -118,33 +118,33 @@ class LeaseGone(Exception):
 
 
 class Meta(Protocol):
-    """Every call returns or raises within ``timeout_s`` (a default from construction where not given).
+    """Every call returns or raises within ``timeout_s``; if it is not given, a default from construction holds.
 
-    Raises Unavailable when no member answered in time (a transaction may then have taken effect: its outcome is
-    unknown, the caller reads back), PermissionDenied for refused credentials, InvalidRequest for a request over a
+    Raises Unavailable if no member answered in time. A transaction may then have taken effect: its outcome is unknown,
+    and the caller reads back. Raises PermissionDenied for refused credentials, InvalidRequest for a request over a
     limit of ``limits.py``, LeaseGone for a put under a lease that does not exist. After ``close`` every call raises
     Unavailable.
     """
 
     @property
     def operations_count(self) -> int:
-        """Calls made so far; a test shows that no chunk costs one."""
+        """Number of calls made so far; a test shows that no chunk costs one."""
         ...
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        """A linearizable read of one key."""
+        """Reads one key, linearizable."""
         ...
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        """A linearizable read of all keys under ``prefix``, paged inside, at one revision.
+        """Reads all keys under ``prefix``, linearizable, paged inside, at one revision.
 
-        The pages are read one after the other: a store restored from a snapshot in between can mix two histories,
-        so a reader whose safety depends on one read repeats its decisive keys afterwards.
+        The pages are read one after the other. A store restored from a snapshot in between can mix two histories, so a
+        reader whose safety depends on one read repeats its decisive keys afterwards.
         """
         ...
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """The number of keys under ``prefix``, linearizable; no value is read or sent."""
+        """Returns the number of keys under ``prefix``, linearizable; reads and sends no value."""
         ...
 
     def txn(
@@ -170,25 +170,25 @@ class Meta(Protocol):
         ...
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
-        """Deletes one key; True when this call's attempt saw it exist."""
+        """Deletes one key; True if this call's attempt saw it exist."""
         ...
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
-        """A new lease of ``ttl_s`` seconds (whole, at least 1; the store may give a little more, never less)."""
+        """Grants a new lease of ``ttl_s`` seconds (whole, at least 1; the store may give a little more, never less)."""
         ...
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-        """Renews a lease once; False when it no longer exists."""
+        """Renews a lease once; False if it no longer exists."""
         ...
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
-        """Ends a lease and deletes its keys; no error when it is gone already."""
+        """Ends a lease and deletes its keys; no error if it is gone already."""
         ...
 
     def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once and connects by itself."""
+        """Watches changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once, then connects."""
         ...
 
     def close(self) -> None:
-        """Releases connections and threads; idempotent."""
+        """Releases connections and threads. Idempotent."""
         ...

@@ -38,6 +38,8 @@ PinId = NewType("PinId", bytes)
 SweepId = NewType("SweepId", bytes)
 
 ID_BYTES = 16
+ROOTS = "/kv/roots/"
+"""The prefix of the bindings of URLs to roots."""
 OWNER_BYTES_MAX = 256
 
 
@@ -66,15 +68,15 @@ class Keys:
         self.barriers = f"{self.prefix}clearing/"
 
     def session(self, session: SessionId) -> str:
-        """The key of a session."""
+        """Returns the key of a session."""
         return f"{self.sessions}{session.hex()}"
 
     def worker(self, session: SessionId) -> str:
-        """The key of the worker that runs in a session."""
+        """Returns the key of the worker that runs in a session."""
         return f"{self.workers}{session.hex()}"
 
     def refs_of(self, owner: str) -> str:
-        """The prefix of one owner's refs."""
+        """Returns the prefix of one owner's refs."""
         try:
             size = len(owner.encode())
         except UnicodeEncodeError as cause:
@@ -84,29 +86,29 @@ class Keys:
         return f"{self.refs}{quote(owner, safe='')}/"
 
     def ref(self, owner: str, pin: PinId) -> str:
-        """The key of a pin."""
+        """Returns the key of a pin."""
         return f"{self.refs_of(owner)}{pin.hex()}"
 
     def namespace_digest(self, digest: NamespaceDigest) -> str:
-        """The key of a namespace's record."""
+        """Returns the key of a namespace's record."""
         return f"{self.namespace_digests}{digest.hex()}"
 
     def namespace_name(self, tenant: str, name: str) -> str:
-        """The key of the layout claimed under a tenant and name, which may be any text and so are hashed."""
+        """Returns the key of the layout claimed under a tenant and name, which may be any text and so are hashed."""
         tenant_bytes = tenant.encode()
         text = len(tenant_bytes).to_bytes(4, "big") + tenant_bytes + name.encode()
         return f"{self.prefix}namespaces/names/{blake2b(text, digest_size=16, person=b'kvstore.name.1').hexdigest()}"
 
     def usage_of(self, session: SessionId) -> str:
-        """The key of the report of a node or collector."""
+        """Returns the key of the report of a node or collector."""
         return f"{self.usage}{session.hex()}"
 
     def condemned_in(self, shard: int) -> str:
-        """The key of the sweep of a shard."""
+        """Returns the key of the sweep of a shard."""
         return f"{self.condemned}{shard:04x}"
 
     def parse_condemned(self, key: str) -> int | None:
-        """The shard of a sweep's key; None for another key."""
+        """Returns the shard of a sweep's key; None for another key."""
         shard = key.removeprefix(self.condemned)
         if not key.startswith(self.condemned) or len(shard) != 4:
             return None
@@ -117,39 +119,39 @@ class Keys:
         return found if f"{found:04x}" == shard else None
 
     def collector(self, session: SessionId) -> str:
-        """The key of a collector."""
+        """Returns the key of a collector."""
         return f"{self.collectors}{session.hex()}"
 
     def peer_address(self, session: SessionId) -> str:
-        """The key of the address at which a session's worker serves its memory."""
+        """Returns the key of the address at which a session's worker serves its memory."""
         return f"{self.peers}{session.hex()}/address"
 
     def peer_digest(self, session: SessionId, shard: int) -> str:
-        """The key of the digest of a session's memory in one shard of the addresses."""
+        """Returns the key of the digest of a session's memory in one shard of the addresses."""
         return f"{self.peers}{session.hex()}/{shard:02x}"
 
     def peer_cleared(self, digest: NamespaceDigest) -> str:
-        """The key of the mark that a namespace was cleared."""
+        """Returns the key of the mark that a namespace was cleared."""
         return f"{self.peers}cleared/{digest.hex()}"
 
     def clear_order(self, order: bytes) -> str:
-        """The key of an order to clear."""
+        """Returns the key of an order to clear."""
         return f"{self.clears}{order.hex()}"
 
     def barrier(self, order: bytes) -> str:
-        """The key of the barrier of a clear."""
+        """Returns the key of the barrier of a clear."""
         return f"{self.barriers}{order.hex()}"
 
     def clear_answers(self, order: bytes) -> str:
-        """The prefix of the answers of nodes to an order."""
+        """Returns the prefix of the answers of nodes to an order."""
         return f"{self.prefix}cleared/{order.hex()}/"
 
     def clear_answer(self, order: bytes, session: SessionId) -> str:
-        """The key of one node's answer."""
+        """Returns the key of one node's answer."""
         return f"{self.clear_answers(order)}{session.hex()}"
 
     def parse_session(self, key: str) -> SessionId | None:
-        """The session of a session's, worker's, collector's or report's key; None for another key."""
+        """Returns the session of a session's, worker's, collector's or report's key; None for another key."""
         for prefix in (self.sessions, self.workers, self.collectors, self.usage):
             if key.startswith(prefix):
                 found = parse_id(key.removeprefix(prefix))
@@ -158,12 +160,12 @@ class Keys:
 
 
 def root_binding(url: str) -> str:
-    """The key of the id of the root that was found at ``url``."""
-    return f"/kv/roots/{blake2b(url.encode(), digest_size=16, person=b'kvstore.url.1').hexdigest()}"
+    """Returns the key of the id of the root that was found at ``url``."""
+    return f"{ROOTS}{blake2b(url.encode(), digest_size=16, person=b'kvstore.url.1').hexdigest()}"
 
 
 def parse_id(text: str) -> bytes | None:
-    """An id from its 32 hexadecimal digits; None for any other text."""
+    """Parses an id from its 32 hexadecimal digits; None for any other text."""
     try:
         found = bytes.fromhex(text)
     except ValueError:

@@ -38,7 +38,7 @@ def check_request(compares: Sequence[Compare], operations: Sequence[Put | Delete
 
 
 def check_key(key: str) -> int:
-    """The size of ``key`` in bytes. Raises InvalidRequest for an empty or oversized key."""
+    """Returns the size of ``key`` in bytes. Raises InvalidRequest for an empty or oversized key."""
     size = len(key.encode())
     if not 1 <= size <= KEY_BYTES_MAX:
         raise InvalidRequest(f"a metadata key has {size} bytes: expected 1 to {KEY_BYTES_MAX}")
@@ -46,7 +46,7 @@ def check_key(key: str) -> int:
 
 
 def check_ttl(ttl_s: int) -> None:
-    """Raises InvalidRequest if ``ttl_s`` is no whole number of seconds from 1 to a year."""
+    """Raises InvalidRequest if ``ttl_s`` is not a whole number of seconds from 1 to a year."""
     if not 1 <= ttl_s <= LEASE_TTL_S_MAX:
         raise InvalidRequest(f"lease ttl_s={ttl_s!r}: expected a whole number from 1 to {LEASE_TTL_S_MAX}")
 

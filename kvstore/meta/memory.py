@@ -51,7 +51,7 @@ class MemoryWatch:
 
 
 class MemoryMeta:
-    """One client of a MemoryStore (its own one unless given). Never waits, so deadlines are met by nature."""
+    """One client of a MemoryStore (its own one unless given). Never waits, so it meets every deadline."""
 
     def __init__(self, store: MemoryStore | None = None, clock: Clock | None = None) -> None:
         self.store = store or MemoryStore(clock)

@@ -39,7 +39,7 @@ class _Lease:
 
 
 class MemoryStore:
-    """One linear history of keys. Thread-safe; leases end by ``clock``, when anybody looks or ``expire`` is called.
+    """One linear history of keys. Thread-safe; leases end by ``clock``, at the next read or call of ``expire``.
 
     Keeps the events of the last ``history_revisions_max`` revisions; an older watch is lost, as after a compaction.
     """
@@ -56,20 +56,20 @@ class MemoryStore:
         self._history_max = history_revisions_max
 
     def get(self, key: str) -> KeyValue | None:
-        """The key as it is now."""
+        """Returns the key as it is now."""
         with self._changed:
             self._expire()
             return self._keys.get(key)
 
     def list(self, prefix: str) -> Snapshot:
-        """All keys under ``prefix`` as they are now."""
+        """Returns all keys under ``prefix`` as they are now."""
         with self._changed:
             self._expire()
             items = tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix))
             return Snapshot(items, self._revision)
 
     def count(self, prefix: str) -> int:
-        """The number of keys under ``prefix`` now."""
+        """Returns the number of keys under ``prefix`` now."""
         with self._changed:
             self._expire()
             return sum(key.startswith(prefix) for key in self._keys)
@@ -87,7 +87,7 @@ class MemoryStore:
             return TxnResult(True, self._revision)
 
     def grant(self, ttl_s: int) -> LeaseId:
-        """A new lease, ending ``ttl_s`` from now."""
+        """Grants a new lease, ending ``ttl_s`` from now."""
         with self._changed:
             self._lease_last += 1
             lease = LeaseId(self._lease_last)
@@ -112,7 +112,7 @@ class MemoryStore:
             self._end_lease(lease)
 
     def expire(self) -> None:
-        """Ends the leases that are due, for those who wait without looking (a test that moved its clock)."""
+        """Ends the leases that are due, for callers that wait without looking (a test that moved its clock)."""
         with self._changed:
             self._expire()
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class MemoryStore:
     def events(
         self, prefix: str, from_revision: int, timeout_s: float, closed: Callable[[], bool]
     ) -> tuple[tuple[Event, ...], int]:
-        """Events under ``prefix`` from ``from_revision`` on, waiting up to ``timeout_s`` for the first of them.
+        """Returns events under ``prefix`` from ``from_revision`` on, waiting up to ``timeout_s`` for the first of them.
 
         Also returns the revision to go on from. Raises WatchLost if history no longer reaches back that far.
         """
@@ -139,12 +139,12 @@ class MemoryStore:
                 if from_revision < self._compacted:
                     raise WatchLost(f"revision {from_revision} is compacted (up to {self._compacted}): read afresh")
                 found = self._since(prefix, from_revision)
-                # What was looked through once is not looked through again, however quiet the prefix.
+                # Skip what was looked through already, however quiet the prefix.
                 from_revision = max(from_revision, self._revision + 1)
                 remaining_s = deadline_s - time.monotonic()
                 if found or closed() or remaining_s <= 0:
                     return found, from_revision
-                # Woken in time for the next lease that ends by itself: nobody else may look until then.
+                # Wake in time for the next lease that ends by itself: nobody else may look until then.
                 self._changed.wait(min(remaining_s, self._next_end_s()))
 
     def wake(self) -> None:

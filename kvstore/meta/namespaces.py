@@ -1,4 +1,4 @@
-"""Namespaces as nodes agree on them: which layout a tenant's name stands for, and which variants exist under it.
+"""Namespaces as nodes agree on them: the layout that a tenant's name stands for, and its variants.
 
 A name is claimed for one layout by compare-and-set. Other weights or settings under the same name are namespaces of
 their own (another digest) and are recorded beside it; another layout under the same name is refused.
@@ -27,7 +27,7 @@ class _Claim:
     variants_count: int
 
     def to_json(self, namespace: Namespace) -> bytes:
-        """The stored form; tenant and name are for people who read the store."""
+        """Returns the stored form; tenant and name are for people who read the store."""
         fields = {
             "tenant": namespace.tenant,
             "name": namespace.name,
@@ -50,11 +50,11 @@ class Namespaces:
         self._keys = keys
 
     def claim(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Records ``namespace``; returns at once where it is recorded already.
+        """Records ``namespace``; returns at once if it is recorded already.
 
         Raises LayoutMismatch if its name stands for another layout, InvalidRequest over 1024 variants of one name,
-        Unavailable if the store did not answer. May be repeated: what is found recorded counts as success,
-        whoever wrote it, so a lost reply needs no more than reading back.
+        Unavailable if the store did not answer. May be repeated: a record that is found counts as
+        success, so a lost reply needs no more than reading back.
         """
         deadline = Deadline(timeout_s)
         name_key = self._keys.namespace_name(namespace.tenant, namespace.name)
@@ -81,21 +81,21 @@ class Namespaces:
             try:
                 self._meta.txn((compare, Absent(digest_key)), puts, deadline.left_s(0.6))
             except Unavailable:
-                # Unknown: the next round reads back, and the compares keep a late one from counting twice.
+                # Unknown outcome: the next round reads back, and the compares keep a late write from counting twice.
                 tries_left -= 1
                 if not tries_left or deadline.over:
                     raise
 
     def list(self, timeout_s: float | None = None) -> tuple[Namespace, ...]:
-        """All recorded namespaces, by tenant and name."""
+        """Returns all recorded namespaces, by tenant and name."""
         items = self._meta.list(self._keys.namespace_digests, timeout_s).items
         found = [Namespace.from_json(kv.value) for kv in items]
         return tuple(sorted(found, key=lambda one: (one.tenant, one.name, one.digest)))
 
     def find(self, digest: NamespaceDigest, timeout_s: float | None = None) -> Namespace | None:
-        """The namespace with this digest; None if none is recorded.
+        """Returns the namespace with this digest; None if none is recorded.
 
-        Raises RootMismatch if the record is not what its key says (a damaged or foreign store).
+        Raises RootMismatch if the record does not match its key (a damaged or foreign store).
         """
         found = self._meta.get(self._keys.namespace_digest(digest), timeout_s)
         if found is None:
@@ -120,7 +120,7 @@ def _check(namespace: Namespace, claim: _Claim) -> None:
     if claim.layout != namespace.layout:
         raise LayoutMismatch(
             f"namespace {namespace.name!r} of tenant {namespace.tenant!r} exists with {claim.layout}, "
-            f"asked was {namespace.layout}: use that layout, or another namespace name"
+            f"but {namespace.layout} was asked for: use the existing layout, or another namespace name"
         )
     if claim.variants_count >= VARIANTS_MAX:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Pins: refs under a lease of their own, which protect chunks for longer than the process that asked.
 
-The number of refs that contain an address is its refcount; no integer is ever stored, so a crashed owner cannot leak
-one: its refs end with their leases.
+The number of refs that contain an address is its refcount. No integer is ever stored, so a crashed owner cannot leak a
+count: its refs end with their leases.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PinRecord:
         return at >= 0
 
     def to_bytes(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         fields = {
             "id": self.id.hex(),
             "owner": self.owner,
@@ -86,12 +86,12 @@ class PinRecord:
 
     @classmethod
     def of(cls, kv: KeyValue) -> PinRecord:
-        """A ref as read. Raises RootMismatch if it cannot be understood: then nobody knows what it protects."""
+        """Parses a ref as read. Raises RootMismatch if it cannot be understood: then nobody knows what it protects."""
         return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
 
     @classmethod
     def from_bytes(cls, value: bytes, where: str) -> PinRecord:
-        """The inverse of to_bytes, such as of a twin. Raises RootMismatch, naming ``where``."""
+        """Parses what ``to_bytes`` returned, for example a twin. Raises RootMismatch, naming ``where``."""
         try:
             if not value.startswith(_MAGIC):
                 raise ValueError("no magic")
@@ -128,18 +128,18 @@ class Twins(Protocol):
     """The place for the second copy of each pin's record, which outlives the loss of etcd (rule C5)."""
 
     def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        """Writes and syncs a twin. Raises what the root raises."""
+        """Writes and syncs a twin. Raises the root's errors."""
         ...
 
     def remove(self, owner: str, pin: PinId) -> bool:
-        """Removes a twin; False if there is none. Raises what the root raises."""
+        """Removes a twin; False if there is none. Raises the root's errors."""
         ...
 
 
 class Pins:
-    """The pins of one root. ``session`` gives this node's live session, such as ``Presence.current``.
+    """The pins of one root. ``session`` returns this node's live session, such as ``Presence.current``.
 
-    Without ``twins`` pins live in ``meta`` alone, as they may where losing it is the end of the process.
+    Without ``twins`` pins live in ``meta`` alone, which is enough if losing it ends the process.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class Pins:
         namespace: NamespaceDigest,
         timeout_s: float | None = None,
     ) -> PinRecord:
-        """A new pin on ``addresses`` (16 bytes each, at most 65,536), alive for ``ttl_s`` (1 s to 30 days).
+        """Pins ``addresses`` (16 bytes each, at most 65,536) for ``ttl_s`` (1 s to 30 days).
 
         Hold them while this runs, verify them afterwards (rule P1). Raises InvalidRequest over a limit, Overloaded over
-        a quota, SessionLost when this node's session ended (rule P2), Unavailable when the store did not answer, and
-        what the root raised where the twin could not be written: then there is no pin.
+        a quota, SessionLost if this node's session ended (rule P2), Unavailable if the store did not answer, and the
+        root's errors if the twin could not be written: then there is no pin.
         """
         packed = _packed(addresses)
         if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
@@ -200,14 +200,14 @@ class Pins:
     def unpin(self, owner: str, pin: PinId, timeout_s: float | None = None) -> bool:
         """Removes a pin; False if it does not exist (any more). Raises Unavailable if that stays unknown.
 
-        A twin that was left over, by an owner that died or because etcd lost the key, is removed too, and counts.
+        Also removes a leftover twin, whose owner died or whose key etcd lost; that counts as removed.
         """
         key = self._keys.ref(owner, pin)
         deadline = Deadline(timeout_s)
         removed = False
         tries_left = TRIES_MAX
         while (kv := self._meta.get(key, deadline.left_s(0.5))) is not None:
-            # Only what was looked at (rule P3): a removal that arrives late must not meet another ref.
+            # Delete only the ref that was looked at (rule P3): a removal that arrives late must not delete another one.
             if PinRecord.of(kv).id != pin:
                 return False
             try:
@@ -217,12 +217,12 @@ class Pins:
                 tries_left -= 1
                 if not tries_left or deadline.over:
                     raise
-                removed = True  # if it is gone when read back, this call has removed it or its lease has
+                removed = True  # if it is gone at the read-back, this call or its lease has removed it
             if kv.lease:
                 self._drop(kv.lease, deadline)
             if deadline.over:
                 raise Unavailable(f"pin {pin.hex()} could not be removed in time: the call may be repeated")
-        # After the key: where this is the end of us, the pin protects for longer, and nobody is told a lie.
+        # After the key: if this process dies here, the pin protects for longer, and nobody was told otherwise.
         if self._twins is not None and self._twins.remove(owner, pin):
             removed = True
         return removed
@@ -232,7 +232,7 @@ class Pins:
         return sum(record.contains(address) for record in self.list(timeout_s=timeout_s))
 
     def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[PinRecord, ...]:
-        """All live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
+        """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
         return tuple(PinRecord.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
 
@@ -259,7 +259,7 @@ class Pins:
                 f"the lease of a pin for {record.ttl_s} s ended while it was being put: ask for longer"
             ) from gone
         except KVStoreError:
-            # The put may be on its way still: without its lease it cannot land, and what has landed is gone.
+            # The put may still be on its way: without its lease it cannot land, and a put that landed is gone.
             self._drop(lease, deadline)
             raise
         assert result.succeeded, "only the session's own compare was made, and a broken one raises"

@@ -1,7 +1,7 @@
 """Presence: a node's standing in the cluster, one session after another.
 
-A session never comes back (rule V2); presence is what does. Separate from ``session.py`` because a session only knows
-how to live and die, while this knows what else a node must do when one begins and ends.
+A session never comes back (rule V2); presence begins the next one. Separate from ``session.py`` because a session only
+lives and dies, while presence does everything else that a node must do when one begins and ends.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Hook:
 
 
 class Presence:
-    """Always one session, as far as the store allows: a lost one is followed by a new one as soon as it answers.
+    """Always one session, as far as the store allows: after a lost one the next begins as soon as the store answers.
 
-    Whatever hangs on the session is attached. ``on_new`` runs for every new session before ``current`` hands it out
-    (rule V1: first the session, then the view, only then answers); where it raises one of ``kvstore.errors`` it leaves
-    nothing behind, and the session ends; the next one begins after a while. ``on_lost`` runs once for every session
-    that ``on_new`` returned for and that died, before the lease is revoked and the next session begins; it must not
-    raise. One thread runs them all.
+    Attach whatever depends on the session. ``on_new`` runs for every new session before ``current`` hands it out (rule
+    V1: first the session, then the view, only then answers). If it raises one of ``kvstore.errors`` it leaves nothing
+    behind, and the session ends; the next one begins after a while. ``on_lost`` runs once for every session that
+    ``on_new`` returned for and that died, before the lease is revoked and the next session begins; it must not raise.
+    One thread runs them all.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Presence:
         self._told: list[_Hook] = []
         self._session: Session | None = None
         self._heard_s = self._clock.monotonic_s()
-        """When the store last acknowledged something of the sessions before this one."""
+        """The last time that the store acknowledged something of the sessions before this one."""
         self._ready = False
         self._why_none: Exception | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def attach(self, on_new: SessionCall, on_lost: SessionCall | None = None) -> None:
-        """Adds what hangs on the session, before or after ``start``."""
+        """Adds hooks for what depends on the session, before or after ``start``."""
         with self._changed:
             self._hooks.append(_Hook(on_new, on_lost))
             self._changed.notify_all()
@@ -74,7 +74,7 @@ class Presence:
     def start(self, wait_s: float | None = None) -> None:
         """Starts the thread; with ``wait_s`` also waits for the first session.
 
-        Raises Unavailable when none began in that time, PermissionDenied when the store refused; only if asked to wait.
+        Only if asked to wait, raises Unavailable if none began in that time, PermissionDenied if the store refused.
         """
         assert self._thread is None, "presence is started once"
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
@@ -86,11 +86,11 @@ class Presence:
             if self._ready:
                 return
             error = self._none()
-        self.close(timeout_s=0.1)  # whoever asked has waited enough; the thread ends with the request it is in
+        self.close(timeout_s=0.1)  # the caller has waited long enough; the thread ends with the request it is in
         raise error
 
     def current(self) -> Session:
-        """The live session. Raises Unavailable while there is none."""
+        """Returns the live session. Raises Unavailable while there is none."""
         with self._changed:
             if self._ready and self._session is not None and self._session.alive:
                 return self._session
@@ -145,7 +145,7 @@ class Presence:
                 self._pause(backoff_s)
 
     def _live(self, session: Session) -> bool:
-        """Tells the hooks of ``session`` and waits until it ends; False if a hook failed.
+        """Runs the hooks of ``session`` and waits until it ends; False if a hook failed.
 
         A session that is not ready must not stay: collectors would wait for it, and it announces nothing.
         """

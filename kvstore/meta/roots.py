@@ -1,4 +1,4 @@
-"""The root that is at a URL: notices a host whose mount is missing before it fills the empty mount point."""
+"""Records which root is at a URL: this reveals a missing mount before the host fills the empty mount point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvstore.errors import RootMismatch
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.first import put_first
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import root_binding
+from kvstore.meta.keys import ID_BYTES, ROOTS, root_binding
 
 
 def bind_root(meta: Meta, url: str, root_id: bytes, timeout_s: float | None = None) -> None:
@@ -24,6 +24,11 @@ def bind_root(meta: Meta, url: str, root_id: bytes, timeout_s: float | None = No
 
 
 def bound_root(meta: Meta, url: str, timeout_s: float | None = None) -> bytes | None:
-    """The id of the root that this cluster knows at ``url``; None if it knows none. Raises Unavailable."""
+    """Returns the id of the root that this cluster knows at ``url``; None if it knows none. Raises Unavailable."""
     found = meta.get(root_binding(url), timeout_s)
     return found.value if found else None
+
+
+def known_roots(meta: Meta, timeout_s: float | None = None) -> list[bytes]:
+    """The ids of all roots that this cluster knows, sorted. Raises Unavailable."""
+    return sorted({kv.value for kv in meta.list(ROOTS, timeout_s).items if len(kv.value) == ID_BYTES})

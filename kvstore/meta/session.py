@@ -1,8 +1,9 @@
 """A session: a node's leased presence, and the chain of its writes.
 
 When a session dies, everything under its lease dies with it, and so must everything that the node believed because of
-it. Rule V2: a session is dead, for ever, once no keepalive was acknowledged for its ttl, measured by the node itself
-from when it *sent* the last acknowledged one: that is never later than the moment at which the store drops the lease.
+it. Rule V2: a session is dead, for ever, once no keepalive was acknowledged for its ttl. The node measures that itself,
+from the moment when it *sent* the last acknowledged one, which is never later than the moment at which the store drops
+the lease.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class SessionRecord:
     write: int
 
     def to_json(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         return json.dumps({"announced": self.announced, "write": self.write}, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> SessionRecord:
-        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(value)
             return cls(int(fields["announced"]), int(fields["write"]))
@@ -59,10 +60,16 @@ def check_session_ttl(ttl_s: int) -> None:
         raise InvalidRequest(f"session ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX}")
 
 
+def live_sessions(meta: Meta, keys: Keys, timeout_s: float) -> set[SessionId]:
+    """The sessions of a root that live now. Raises Unavailable."""
+    found = (keys.parse_session(kv.key) for kv in meta.list(keys.sessions, timeout_s).items)
+    return {session for session in found if session is not None}
+
+
 class Session:
     """One live session. Made by ``open``; ``start`` keeps it alive in a thread; ends with ``close`` or by itself.
 
-    ``on_lost`` is called once, in that thread, when the session died by itself: drop whatever hangs on it.
+    ``on_lost`` is called once, in that thread, when the session died by itself: drop whatever depends on it.
     """
 
     def __init__(
@@ -80,8 +87,8 @@ class Session:
         self.id = session
         self.key = keys.session(session)
         self.ttl_s = ttl_s
-        self.lease = lease  # what is put under it disappears with the session
-        self.opened_s = sent_s  # monotonic; its key was not there before
+        self.lease = lease  # keys under it disappear with the session
+        self.opened_s = sent_s  # monotonic; its key did not exist before
         self._meta = meta
         self._clock = clock
         self._lock = threading.Lock()
@@ -103,9 +110,9 @@ class Session:
     def open(
         cls, meta: Meta, keys: Keys, *, clock: Clock, ids: Ids, ttl_s: int = TTL_S, timeout_s: float | None = None
     ) -> Session:
-        """A new session with a fresh id, its key written under its lease with announced = 0.
+        """Opens a new session with a fresh id, its key written under its lease with announced = 0.
 
-        Raises InvalidRequest for a ttl outside 2 to 3600 s, Unavailable when the store did not answer.
+        Raises InvalidRequest for a ttl outside 2 to 3600 s, Unavailable if the store did not answer.
         """
         check_session_ttl(ttl_s)
         deadline = Deadline(timeout_s, clock)
@@ -137,7 +144,7 @@ class Session:
         with self._lock:
             if self._lost is None and self._clock.monotonic_s() - self._acknowledged_s >= self.ttl_s:
                 self._lost = f"no keepalive was acknowledged for {self.ttl_s} s"
-                self._ended.set()  # wakes the thread, which tells on_lost
+                self._ended.set()  # wakes the thread, which calls on_lost
             return self._lost is None
 
     @property
@@ -152,11 +159,11 @@ class Session:
             raise self._broken(str(self._lost))
 
     def only_while(self, keeps_up: Callable[[], bool]) -> None:
-        """Keepalives are sent only while ``keeps_up`` says so: a node that lags must not delay others (rule H4)."""
+        """Sends keepalives only while ``keeps_up`` returns True: a node that lags must not delay others (rule H4)."""
         self._keeps_up = keeps_up
 
     def give_up(self, reason: str) -> None:
-        """Ends a session that cannot be relied on, as if it had died by itself: ``on_lost`` is called."""
+        """Ends a session that cannot be relied on as if it had died by itself: calls ``on_lost``."""
         log.warning("session.given_up %s %s", self.id.hex(), reason)
         self._end(reason)
 
@@ -191,11 +198,11 @@ class Session:
         announced: int | None = None,
         timeout_s: float | None = None,
     ) -> TxnResult:
-        """A transaction that also needs this session to be alive in the store and the next link of its chain.
+        """Applies a transaction that also requires the session to be alive in the store, as the next link of its chain.
 
-        ``announced`` replaces the announced revision. A lost reply is settled by reading the session's key back, which
-        carries the number of the write. Raises SessionLost when the chain is broken (the session is then dead),
-        Unavailable when the outcome stays unknown, LeaseGone for an operation's own lease.
+        ``announced`` replaces the announced revision. A lost reply is settled by reading back the session's key, which
+        carries the number of the write. Raises SessionLost if the chain is broken (the session is then dead),
+        Unavailable if the outcome stays unknown, LeaseGone for an operation's own lease.
         """
         if announced is not None and not 0 <= announced <= ANNOUNCED_MAX:
             raise InvalidRequest(f"announced={announced!r}: expected a revision")
@@ -223,7 +230,7 @@ class Session:
             raise SessionLost(f"session {self.id.hex()} ended: do it again in a new one") from gone
 
     def check_chain(self, timeout_s: float | None = None) -> None:
-        """Reads the session's key back: whether the store still has this session's last write (rule C2).
+        """Reads the session's key back, to check that the store still has this session's last write (rule C2).
 
         Raises SessionLost if it has not (the session is then dead), Unavailable if that stays unknown.
         """
@@ -237,9 +244,9 @@ class Session:
             self._chain.release()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the session and revokes its lease; where the store cannot be reached, the lease expires. Idempotent.
+        """Ends the session and revokes its lease; if the store cannot be reached, the lease expires. Idempotent.
 
-        Drop what hangs on the session first: others may act on its end as soon as the lease is revoked.
+        Drop what depends on the session first: others may act on its end as soon as the lease is revoked.
         """
         deadline = Deadline(timeout_s)
         self._end(_CLOSED)
@@ -260,7 +267,7 @@ class Session:
         announced: int | None,
         deadline: Deadline,
     ) -> TxnResult | None:
-        """One attempt at the next link; None when an earlier write of ours has landed instead, so try the next one."""
+        """Tries once to write the next link; None if an earlier write of ours has landed instead: then try again."""
         before = self._written_at
         number = max((self._record.write, *self._unsettled)) + 1
         record = SessionRecord(self._record.announced if announced is None else announced, number)
@@ -275,9 +282,9 @@ class Session:
                 return TxnResult(True, self._written_at)
             if self._written_at != before:
                 return None
-            raise  # not there, but on its way perhaps: unknown
+            raise  # not there, but perhaps on its way: unknown
         except LeaseGone:
-            self._settle(deadline)  # raises SessionLost where it was our own lease
+            self._settle(deadline)  # raises SessionLost if it was our own lease
             raise
         if result.succeeded:
             self._record, self._written_at = record, result.revision
@@ -287,7 +294,7 @@ class Session:
         return result if self._written_at == before else None
 
     def _settle(self, deadline: Deadline) -> int:
-        """Reads the session's key back: the number of the write that landed last. Raises SessionLost if not ours."""
+        """Reads the session's key back; returns the number of the write that landed last. Raises SessionLost."""
         found = self._meta.get(self.key, deadline.left_s())
         if found is None:
             raise self._broken("its key is gone from the store")
@@ -297,7 +304,7 @@ class Session:
         if record is None:
             raise self._broken("the store lost its last write (restored from a snapshot?)")
         self._record, self._written_at = record, found.mod_revision
-        # The others were made on top of the revision before: with this one landed, they never can.
+        # The others were made on top of the revision before: since this one has landed, they never can.
         self._unsettled.clear()
         return record.write
 
@@ -325,6 +332,6 @@ class Session:
             self._on_lost(self)
 
     def _pause_s(self) -> float:
-        """Seconds until the next keepalive is due: a third of the ttl after the last acknowledged one, 0 if late."""
+        """Returns the seconds until the next keepalive is due, a third of the ttl after the last one; 0 if late."""
         with self._lock:
             return max(0.0, self._acknowledged_s + self.ttl_s / 3 - self._clock.monotonic_s())

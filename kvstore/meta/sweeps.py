@@ -18,7 +18,7 @@ from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
 
 EXACT_MAX = 1024
-"""Sweeps of up to this many victims are told as packed addresses; larger ones as a filter."""
+"""A sweep of up to this many victims lists packed addresses; a larger one has a filter."""
 FILTER_BITS_PER_VICTIM = 24
 FILTER_HASHES = 8
 """With 24 bits each: 0.004 % of false positives. One of them ends the match of a whole prompt, so they must be rare."""
@@ -29,8 +29,6 @@ PACE_S_MAX = 60.0
 
 _MAGIC = b"KVSWEEP1"
 _FILTER, _FINAL = 1, 2
-
-Bits = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,13 @@ class Seq:
     pace_s: float = 0.0
 
     def to_json(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         fields = {"nonce": self.nonce.hex(), "prev": self.prev.hex(), "pace_s": self.pace_s}
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> Seq:
-        """The inverse of to_json. Raises RootMismatch for anything else."""
+        """Parses what ``to_json`` returned. Raises RootMismatch for anything else."""
         try:
             fields = json.loads(value)
             pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
@@ -65,9 +63,9 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """The value of ``gc/condemned/<shard>``: which sweep, the checksum of its plan, and whom it condemns.
+    """The value of ``gc/condemned/<shard>``: the sweep, the checksum of its plan, and the addresses it condemns.
 
-    ``is_final`` is for roots without a fence: the plan is the one that every run deletes from (rule O1).
+    ``is_final`` is for roots without a fence: every run deletes from this plan (rule O1).
 
     As stored: the magic ``KVSWEEP1``, sweep (16 bytes), checksum of the plan file (16), count of victims (u32,
     little-endian), flags (1 byte: bit 0 filter, bit 1 final), then the addresses or the bits of the filter.
@@ -82,7 +80,7 @@ class Condemned:
 
     @classmethod
     def of_victims(cls, sweep: SweepId, plan_checksum: bytes, victims: Sequence[Address]) -> Condemned:
-        """The record of a sweep. ``victims`` are at most VICTIMS_MAX."""
+        """Makes the record of a sweep. ``victims`` are at most VICTIMS_MAX."""
         assert len(victims) <= VICTIMS_MAX
         packed = b"".join(victims)
         if len(victims) <= EXACT_MAX:
@@ -96,14 +94,14 @@ class Condemned:
         return record
 
     def to_bytes(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         count = self.victims_count.to_bytes(4, "little")
         flags = bytes([self.is_filter * _FILTER | self.is_final * _FINAL])
         return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.members))
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Condemned:
-        """The inverse of to_bytes. Raises RootMismatch for anything else: then nobody knows what is condemned."""
+        """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: nobody knows what it condemns."""
         start = len(_MAGIC)
         body = value[start + 2 * ID_BYTES :]
         flags = body[4] if len(body) > 4 else 0xFF
@@ -147,16 +145,17 @@ _U64_MAX = (1 << 64) - 1
 
 
 def _halves(address: bytes) -> tuple[int, int]:
-    """The first place of an address in a filter, and the step from each to the next, before they wrap.
+    """Returns the first position of an address in a filter, and the step from each to the next, before they wrap.
 
-    Addresses are keyed hashes, so their halves serve as the two hashes that all others follow from (Kirsch and
-    Mitzenmacher, "Less hashing, same performance", 2006); but for the first 16 bits, which a shard's addresses share.
+    Addresses are keyed hashes, so their halves serve as the two hashes from which all others follow (Kirsch and
+    Mitzenmacher, "Less hashing, same performance", 2006), except for the first 16 bits, which a shard's addresses
+    share.
     """
     return int.from_bytes(address[8:], "little"), int.from_bytes(address[2:8], "little") | 1
 
 
 def _positions(packed: bytes, bits_count: int) -> npt.NDArray[np.intp]:
-    """The places of packed addresses in a filter, FILTER_HASHES each; as ``Members`` finds them."""
+    """Returns the positions of packed addresses in a filter, FILTER_HASHES each, as ``Members`` finds them."""
     halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
     steps = np.arange(FILTER_HASHES, dtype=np.uint64)
     with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
-"""Reports of nodes on the room that they take, and a collector's answer: ``usage/<session>``, ``gc/room``.
+"""Nodes' reports of the room that they take, and a collector's answer: ``usage/<session>``, ``gc/room``.
 
-Safety does not rest on them. They keep the root below its limit between two surveys, and a reader that cannot parse a
-record takes it for absent. Section 6 of gc/PROTOCOL.md has the bound that follows.
+Safety does not depend on them. They keep the root below its limit between two surveys. A reader that cannot parse a
+record treats it as absent. Section 6 of gc/PROTOCOL.md has the bound that follows.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ BYTES_MAX = (1 << 63) - 1
 class Usage:
     """The value of ``usage/<session>``: bytes written to the root, and deleted from it, since the session began.
 
-    Two counts that only grow: of two records of one session the larger one is the later one, and a survey that ran
-    while both changed may leave out deletions without leaving out a write.
+    Both counts only grow, so the larger of two records of one session is the later one. A survey that ran while both
+    changed may omit deletions without omitting a write.
     """
 
     written_bytes: int = 0
     removed_bytes: int = 0
 
     def to_json(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         return _packed({"written": self.written_bytes, "removed": self.removed_bytes})
 
     @classmethod
     def from_json(cls, value: bytes) -> Usage:
-        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "usage")
         return cls(_count(fields, "written"), _count(fields, "removed"))
 
     def latest(self, other: Usage) -> Usage:
-        """The later of two records of one session."""
+        """Returns the later of two records of one session."""
         return Usage(
             max(self.written_bytes, other.written_bytes),
             max(self.removed_bytes, other.removed_bytes),
@@ -49,9 +49,9 @@ class Usage:
 class Room:
     """The value of ``gc/room``: how much a node may write before a collector has heard of it, and when to report.
 
-    ``revision``: the reports of that revision and before are counted. Beyond its own last one among them a node
-    may write ``allowance_bytes``; None: no limit yet. It reports when it has written ``step_bytes`` (None: once,
-    when it sees the key) and at most every ``pace_s``.
+    Reports up to ``revision`` are counted. Beyond its own last one among them a node may write ``allowance_bytes``;
+    None: no limit yet. It reports when it has written ``step_bytes`` (None: once, when it sees the key) and at most
+    every ``pace_s``.
     """
 
     revision: int
@@ -60,7 +60,7 @@ class Room:
     pace_s: float
 
     def to_json(self) -> bytes:
-        """The stored form."""
+        """Returns the stored form."""
         return _packed(
             {
                 "revision": self.revision,
@@ -72,7 +72,7 @@ class Room:
 
     @classmethod
     def from_json(cls, value: bytes) -> Room:
-        """The inverse of to_json. Raises InvalidRequest for anything else."""
+        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "room")
         try:
             pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))

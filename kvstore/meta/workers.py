@@ -27,7 +27,7 @@ class WorkerRecord:
             raise InvalidRequest("worker address is empty: give host:port as clients reach it")
 
     def to_json(self) -> bytes:
-        """The stored form. Raises InvalidRequest over 4096 bytes."""
+        """Returns the stored form. Raises InvalidRequest over 4096 bytes."""
         value = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         if len(value) > RECORD_BYTES_MAX:
             raise InvalidRequest(f"worker record has {len(value)} bytes, over the limit of {RECORD_BYTES_MAX}")
@@ -35,7 +35,7 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, value: bytes) -> WorkerRecord:
-        """The inverse; fields of newer versions are ignored. Raises InvalidRequest for anything else."""
+        """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(value)
             return cls(
@@ -64,7 +64,7 @@ class Workers:
         self._meta.delete(self._keys.worker(session.id), timeout_s)
 
     def list(self, timeout_s: float | None = None) -> dict[SessionId, WorkerRecord]:
-        """The workers with a live session. A record that cannot be read (of a future version) is left out."""
+        """Returns the workers with a live session, except those whose record cannot be read (of a future version)."""
         found: dict[SessionId, WorkerRecord] = {}
         for kv in self._meta.list(self._keys.workers, timeout_s).items:
             session = self._keys.parse_session(kv.key)

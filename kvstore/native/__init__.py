@@ -1,7 +1,7 @@
-"""The data path in C: reads, verifies and writes runs of chunk files without the GIL, where it was built.
+"""The data path in C: reads, verifies and writes runs of chunk files without the GIL, if it was built.
 
-Optional.  It takes the common good case only; everything else, and everything where it was not built, is done in
-Python by ``kvstore.node.chunks``, with the same results.  ``KVSTORE_NATIVE=0`` in the environment turns it off.
+Optional. It does only the common good case. ``kvstore.node.chunks`` does everything else in Python, and everything if
+the library was not built, with the same results. ``KVSTORE_NATIVE=0`` in the environment turns it off.
 """
 
 from __future__ import annotations

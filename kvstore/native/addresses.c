@@ -1,14 +1,14 @@
 /* The addresses of a chain of chunks: BLAKE2b with 16 bytes of output, keyed with the namespace's digest.
  *
- * What it has over calling Python's: the state after the key's block is computed once and not for each chunk, nothing
- * is allocated, and the GIL is free. */
+ * Its advantages over Python's BLAKE2b: it computes the state after the key's block once and not for each chunk,
+ * allocates nothing, and needs no GIL. */
 #include <string.h>
 
 #include "blake2b.h"
 #include "native.h"
 
-/* The addresses of `count` chunks of `chunk_bytes` each, one after the other at `packed`; `parent` is that of the
- * first. */
+/* Computes the addresses of `count` chunks of `chunk_bytes` each, one after the other at `packed`; `parent` is the
+ * first one's parent. */
 KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
                             uint64_t count, uint8_t *addresses) {
     static const char person[16] = "kvstore.chunk.1";
@@ -26,7 +26,7 @@ KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const 
         uint64_t h[8], total = BLOCK_BYTES, left = chunk_bytes, filled = KV_ADDRESS_BYTES;
         memcpy(h, keyed, sizeof h);
         memcpy(block, parent, KV_ADDRESS_BYTES);
-        /* The parent and the first tokens share a block; after it, blocks are taken from where they lie. */
+        /* The parent and the first tokens share a block; later blocks are hashed in place. */
         while (left > BLOCK_BYTES - filled) {
             if (filled) memcpy(block + filled, packed, BLOCK_BYTES - filled);
             total += BLOCK_BYTES;

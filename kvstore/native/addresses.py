@@ -13,9 +13,10 @@ is_available: bool = library is not None
 
 
 def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> list[bytes]:
-    """The addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is given.
+    """Returns the addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is
+    given.
 
-    ``digest`` is the namespace's. Only where ``is_available``.
+    ``digest`` is the namespace's. Call it only if ``is_available``.
     """
     assert len(digest) == 32 and len(parent) == ADDRESS_BYTES and chunk_bytes > 0
     count = len(packed) // chunk_bytes - first

@@ -1,9 +1,9 @@
 /* One block of BLAKE2b, in plain C, and with AVX-512 for Intel's processors.
  *
- * One chain cannot be hashed side by side, as its blocks follow each other, so what counts is the time that one block
- * takes. In vectors all four columns are mixed at once, and one permutation chooses eight of the sixteen words: 0.7 of the
- * time of plain C on an Intel Xeon. On an AMD Zen 5, whose core the four columns of plain C keep busy, vectors that gathered
- * the words took twice as long; these have not been measured there. */
+ * The blocks of one chain cannot be hashed in parallel, because they follow each other, so only the time of one block
+ * counts. The vector code mixes all four columns at once, and one permutation chooses eight of the sixteen words: it
+ * takes 0.7 of the time of plain C on an Intel Xeon. On an AMD Zen 5, whose core the four columns of plain C keep busy,
+ * vectors that gathered the words took twice as long; the present vector code has not been measured there. */
 #include "blake2b.h"
 #include "native.h"
 
@@ -17,7 +17,8 @@ const uint64_t kv_blake2b_start[8] = {
     0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179,
 };
 
-/* The words of a block as each round takes them: first those of the columns, two each, then those of the diagonals. */
+/* The words of a block in the order of each round: first those of the columns, two each, then those of the diagonals.
+ */
 #define ROUNDS \
     ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) \
     ROUND(14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3) \
@@ -72,7 +73,7 @@ static void plain(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t 
 #undef ROUND
 
 #if defined(__x86_64__)
-/* Four columns, or diagonals, at once: the words s0, s2, s4, s6 come first, s1, s3, s5, s7 second. */
+/* Mixes four columns, or diagonals, at once: the words s0, s2, s4, s6 come first, s1, s3, s5, s7 second. */
 #define MIX_ALL(s0, s1, s2, s3, s4, s5, s6, s7)                                                                     \
     words = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(s0, s2, s4, s6, s1, s3, s5, s7), high);                \
     a = _mm256_add_epi64(_mm256_add_epi64(a, _mm512_castsi512_si256(words)), b);                                    \
@@ -83,8 +84,8 @@ static void plain(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t 
     d = _mm256_ror_epi64(_mm256_xor_si256(d, a), 16);                                                               \
     c = _mm256_add_epi64(c, d);                                                                                     \
     b = _mm256_ror_epi64(_mm256_xor_si256(b, c), 63);
-/* Turns three of the rows so that diagonals stand in columns, or back; not b, for which the next step waits longest. So the
- * diagonal that begins with v3 is the first. */
+/* Turns three of the rows so that diagonals stand in columns, or back. Row b stays, because the next step waits longest
+ * for it. So the diagonal that begins with v3 is the first. */
 #define TURN(by_a, by_c)                          \
     a = _mm256_permute4x64_epi64(a, by_a);        \
     c = _mm256_permute4x64_epi64(c, by_c);        \
@@ -111,7 +112,8 @@ __attribute__((target("avx512f,avx512vl"))) static void vectors(uint64_t h[8], c
 
 void (*kv_blake2b)(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t last) = plain;
 
-/* Whether vectors are used from now on: -1 where they are faster, 1 wherever the processor has them, 0 not. */
+/* Chooses whether to use vectors from now on: -1 if they are faster, 1 if the processor has them, 0 never. Returns the
+ * choice. */
 KV_PUBLIC int kv_use_vectors(int wanted) {
     kv_blake2b = plain;
 #if defined(__x86_64__)

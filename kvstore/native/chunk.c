@@ -1,4 +1,5 @@
-/* Chunk files as bytes: names, headers, and the verdict on sections while they arrive (kvstore/format/FORMAT.md). */
+/* Chunk files as bytes: names, headers, and the verification of sections while they arrive (kvstore/format/FORMAT.md).
+ */
 #include "native.h"
 
 #include <stdio.h>
@@ -17,7 +18,7 @@ uint8_t *kv_section(const kv_chunk *chunk, uint32_t section) {
 
 uint64_t kv_padded(uint64_t size) { return (size + 7) / 8 * 8; }
 
-/* The fixed part and the identity, without table and checksum; all else zero. */
+/* Writes the fixed part and the identity, without table and checksum; all else is zero. */
 void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
     const uint16_t version = 1;
     const uint8_t algorithms[3] = {1, 1, (uint8_t)run->kind};
@@ -37,7 +38,7 @@ void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     put(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes);
 }
 
-/* Bytes that the header of any of these needs. */
+/* Returns the bytes of the largest header of these chunks. */
 uint32_t kv_largest_header(const kv_chunk *chunks, int64_t count) {
     uint32_t most = 0;
     for (const kv_chunk *chunk = chunks; chunk < chunks + count; chunk++)
@@ -45,7 +46,7 @@ uint32_t kv_largest_header(const kv_chunk *chunks, int64_t count) {
     return most;
 }
 
-/* The checksum, once all before it is there. */
+/* Writes the checksum, once everything before it is there. */
 void kv_header_end(const kv_chunk *chunk, uint8_t *header) {
     uint64_t sum = kv_checksum(header, chunk->header_bytes - SUM_BYTES);
     put(header + chunk->header_bytes - SUM_BYTES, &sum, SUM_BYTES);
@@ -55,7 +56,7 @@ const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header) {
     return (const uint64_t *)(header + KV_FIXED_BYTES + kv_padded(chunk->identity_bytes));
 }
 
-/* Whether a header is exactly the one wanted, and whole. */
+/* True if a header is exactly the one wanted, and whole. */
 int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header) {
     uint8_t fixed[KV_FIXED_BYTES];
     kv_chunk bare = *chunk;
@@ -71,7 +72,7 @@ int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *head
            KV_CHECK(header_sum, sum == kv_checksum(header, chunk->header_bytes - SUM_BYTES));
 }
 
-/* Goes on verifying when the first `arrived` bytes of the payload are there; false where a section is not right. */
+/* Continues to verify when the first `arrived` bytes of the payload are there; false if a section is not right. */
 int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived) {
     const uint64_t *table = kv_table(chunk, header), size = chunk->section_bytes;
     while (verified->section < chunk->section_count) {
@@ -90,7 +91,7 @@ int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verifie
     return 1;
 }
 
-/* The next chunks that no other lane took: how many from `first` on, 0 where none are left. */
+/* Takes the next chunks that no other lane took; returns how many from `first` on, 0 if none are left. */
 int64_t kv_take_step(const kv_turn *turn, int64_t count, int64_t *first) {
     *first = __atomic_fetch_add(turn->next, turn->step, __ATOMIC_RELAXED);
     int64_t rest = count - *first;
@@ -107,7 +108,7 @@ static char *hex(char *at, const uint8_t *bytes, int count) {
     return at;
 }
 
-/* Both write into KV_PATH_MAX bytes; false where the name does not fit. */
+/* Both functions write into KV_PATH_MAX bytes; false if the name does not fit. */
 int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path) {
     unsigned shard = (unsigned)(chunk->address[0] << 8 | chunk->address[1]) >> (16 - run->shard_bits);
     int size = snprintf(path, KV_PATH_MAX - 64, "%s/chunks/%04x/", run->root, shard);

@@ -1,5 +1,5 @@
-/* Copying past the caches, for bytes that their reader does not want soon, or not on this core: the copy neither fetches
- * what it overwrites nor pushes anything out (benchmarks/NOTES.md). */
+/* Copies past the caches, for bytes that their reader does not need soon, or not on this core. The copy neither fetches
+ * what it overwrites nor evicts other bytes from the cache (benchmarks/NOTES.md). */
 #ifndef KVSTORE_COPYING_H
 #define KVSTORE_COPYING_H
 
@@ -28,7 +28,7 @@ static inline void kv_copy(uint8_t *to, const uint8_t *from, uint64_t size) {
     memcpy(to, from, size);
 }
 
-/* Nobody may hear of what was copied before this. */
+/* Fence: no other thread may hear of the copy before this. */
 static inline void kv_copied(void) {
 #if defined(__x86_64__)
     _mm_sfence();

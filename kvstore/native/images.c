@@ -1,8 +1,9 @@
-/* Images: chunk files in memory, made of sections, taken apart into them, or only verified (kvstore/memory/MEMORY.md).
+/* Images: chunk files in memory, made of sections, copied back into them, or only verified (kvstore/memory/MEMORY.md).
  *
- * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. Copied first: room
- * that was given to another chunk meanwhile never gets these bytes back, so what is right when it is hashed was right when
- * it was copied. What is written goes past the caches, which it would only push others out of (benchmarks/NOTES.md). */
+ * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. The copy comes
+ * first: room that was given to another chunk never gets the old bytes back, so bytes that are right when they are
+ * hashed were right when they were copied. Writes go past the caches, where they would only evict others
+ * (benchmarks/NOTES.md). */
 #include "copying.h"
 #include "native.h"
 
@@ -14,12 +15,12 @@ enum { STEP = 1024 };
 #define IMAGE_AHEAD (8 << 10) /* across sections and pages, where the processor's own prefetching stops */
 #endif
 
-/* Has what comes after `from` fetched into the cache. */
+/* Prefetches the bytes after `from` into the cache. */
 static inline void ahead(const uint8_t *from, uint64_t size) {
     for (uint64_t line = 0; line < size; line += KV_LINE) __builtin_prefetch(from + line + IMAGE_AHEAD);
 }
 
-/* The hash of one section at `from`, copied to `to` unless that is NULL. */
+/* Returns the hash of one section at `from`, copied to `to` unless that is NULL. */
 static uint64_t pass(uint8_t *to, const uint8_t *from, uint64_t size) {
     kv_hash hash;
     kv_hash_begin(&hash);
@@ -42,8 +43,9 @@ static void make_one(const kv_run *run, const kv_chunk *chunk, uint8_t *image) {
     kv_header_end(chunk, image);
 }
 
-/* Looks at the image's header once, into `header`: or it might be found to be the one wanted, and then whole, when room
- * that was given to another chunk has got a whole header of that one in between. */
+/* Copies the image's header into `header` once, and judges the copy. Two looks at the image could see two headers: the
+ * room may be given to another chunk in between, so the first look could see the wanted header and the second a whole
+ * one. */
 static int is_right(const kv_run *run, const kv_chunk *chunk, const uint8_t *image, uint8_t *header, int taken) {
     memcpy(header, image, chunk->header_bytes);
     if (!KV_CHECK(image_header, kv_header_fits(run, chunk, header))) return 0;
@@ -67,7 +69,7 @@ static void check_all(const kv_run *run, kv_chunk *chunks, int64_t count, const 
     free(header);
 }
 
-/* Copies sections `first` and following, `many` of them, out of an image whose header was found right before. */
+/* Copies `many` sections from `first` on out of an image whose header was found right before. */
 int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many) {
     for (uint32_t section = 0; section < many; section++) {
         const uint8_t *from = image + chunk->header_bytes + (first + section) * chunk->section_bytes;
@@ -77,7 +79,7 @@ int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *ta
     return KV_DONE;
 }
 
-/* Verifies the header of each image, for kv_read_parts: KV_DONE, and its checksums in `tables`. */
+/* Verifies the header of each image, for kv_read_parts: sets KV_DONE, and its checksums in `tables`. */
 KV_PUBLIC void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
@@ -105,8 +107,8 @@ KV_PUBLIC void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t co
     kv_copied();
 }
 
-/* In all three `images` has the address of each chunk's image, which has the chunk's size and begins at a multiple of 8;
- * a chunk whose address is 0 gets KV_OTHER. Makes each from its sections: KV_DONE. */
+/* In these three functions `images` has the address of each chunk's image, which has the chunk's size and begins at a
+ * multiple of 8; a chunk whose address is 0 gets KV_OTHER. Makes each image from its sections: KV_DONE. */
 KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
     for (int64_t at = 0; at < count; at++) {
         if (images[at]) make_one(run, &chunks[at], (uint8_t *)(uintptr_t)images[at]);
@@ -115,13 +117,13 @@ KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count
     kv_copied();
 }
 
-/* Copies what each has into its sections: KV_DONE where it is whole and the chunk wanted. */
+/* Copies each image into its sections: KV_DONE if it is whole and the wanted chunk. */
 KV_PUBLIC void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
     check_all(run, chunks, count, images, 1);
     kv_copied();
 }
 
-/* The same, without copying anything. */
+/* Verifies as kv_images_take does, without copying. */
 KV_PUBLIC void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
     check_all(run, chunks, count, images, 0);
 }

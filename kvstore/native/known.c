@@ -1,4 +1,4 @@
-/* What a node remembers to be present (kvstore/node/known.py has the table and its rules), for many chunks at once.
+/* The table of chunks that a node remembers as present (kvstore/node/known.py has its rules), for many chunks at once.
  *
  * Called with the GIL and the table's lock: it takes a tenth of a microsecond a chunk. */
 #include "native.h"
@@ -13,7 +13,7 @@ static uint64_t print_of(const kv_chunk *chunk) {
     return print;
 }
 
-/* The entry of a print, or -1. */
+/* Returns the entry of a print, or -1. */
 static int64_t find(const kv_known *known, uint64_t print) {
     uint64_t start = (print & known->mask) * WAYS;
     for (uint64_t entry = start; entry < start + WAYS; entry++)
@@ -31,13 +31,13 @@ static void add(const kv_known *known, uint64_t print, uint32_t mark) {
         return; /* renewed, in this quantum or a later one */
     }
     known->prints[entry] = print;
-    /* After the print: whoever reads looks at marks first. */
+    /* Write the mark after the print, because readers read marks first. */
     __atomic_store_n(&known->marks[entry], mark, __ATOMIC_RELEASE);
 }
 
-/* Adds those of the chunks at `count` places that have this status, with `mark`, and its lowest bit where the mtime is
- * `renewed_ns` or later; with known NULL only counts them. Returns how many there are, and in `payload` the bytes of their
- * sections. */
+/* Adds those of the chunks at `count` places that have this status, with `mark`, and its lowest bit set if the mtime is
+ * `renewed_ns` or later; with known NULL it only counts them. Returns how many there are, and in `payload` the bytes of
+ * their sections. */
 KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
                                int32_t status, uint32_t mark, int64_t renewed_ns, uint64_t *payload) {
     int64_t found = 0;

@@ -1,8 +1,8 @@
 """Loads the native library and describes its structures; ``native.h`` is the other side.
 
-Nothing is compiled here: the library is built when kvstore is installed (``.ci/build_native.py``).  ctypes releases the
-GIL for the whole of each call through ``library``, and keeps it through ``brief``: for what takes a microsecond, less
-than getting the GIL back.
+Nothing is compiled here: the library is built when kvstore is installed (``.ci/build_native.py``). ctypes releases the
+GIL for the whole of each call through ``library``, and keeps it through ``brief``, which is for calls of about a
+microsecond: less than getting the GIL back takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ABI = 6
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
-"""What came of a chunk. DONE, FOUND and PUBLISHED are answers; after any other Python does the chunk from scratch."""
+"""Statuses of a chunk. DONE, FOUND and PUBLISHED are answers; after any other Python does the chunk from scratch."""
 
 CHUNK = np.dtype(
     [
@@ -43,7 +43,7 @@ CHUNK = np.dtype(
         ("status", "<i4"),
     ]
 )
-"""``kv_chunk``: pointers are plain addresses, kept valid by whoever fills them in."""
+"""``kv_chunk``: pointers are plain addresses; the caller that fills them in keeps them valid."""
 
 VERIFIED_BYTES = 8 * 8 + 8 + 8
 """The size of ``kv_verified``."""
@@ -52,7 +52,7 @@ MOVED_BYTES = 8 * 8 + 8 + 8 + 8
 
 
 class Run(ctypes.Structure):
-    """The ``kv_run`` of C: what all chunks of one call have in common."""
+    """The ``kv_run`` of C: facts that all chunks of one call share."""
 
     _fields_ = (
         ("root", ctypes.c_char_p),
@@ -88,7 +88,7 @@ class Turn(ctypes.Structure):
 
 
 class Known(ctypes.Structure):
-    """The ``kv_known`` of C: a table of ``kvstore.node.known``, by the addresses of its arrays."""
+    """The ``kv_known`` of C: a table of ``kvstore.node.known``, as the addresses of its arrays."""
 
     _fields_ = (("prints", ctypes.c_void_p), ("marks", ctypes.c_void_p), ("mask", ctypes.c_uint64))
 
@@ -96,7 +96,7 @@ class Known(ctypes.Structure):
 _INT, _INT32, _INT64 = ctypes.c_int, ctypes.c_int32, ctypes.c_int64
 _UINT32, _UINT64 = ctypes.c_uint32, ctypes.c_uint64
 _AT = ctypes.c_void_p
-"""Where something begins in memory: an integer, or a buffer of ctypes."""
+"""An address in memory: an integer, or a buffer of ctypes."""
 _BYTES = ctypes.c_char_p
 _RUN, _TURN, _BORROWED, _KNOWN = map(ctypes.POINTER, (Run, Turn, Borrowed, Known))
 
@@ -137,11 +137,11 @@ FUNCTIONS: dict[str, Function] = {
     "kv_known_add": (_INT64, (_KNOWN, _AT, _AT, _INT64, _INT32, _UINT32, _INT64, _AT)),
     "kv_known_forget": (None, (_KNOWN, _AT, _AT, _INT64, _INT32)),
 }
-"""Each function's result and arguments, as ``native.h`` has them."""
+"""The result and arguments of each function, as ``native.h`` declares them."""
 
 
 def _load() -> tuple[Any, Any, str]:
-    """The library, releasing and keeping the GIL, or None with the reason."""
+    """Loads the library twice, releasing and keeping the GIL; or returns None and the reason."""
     if os.environ.get("KVSTORE_NATIVE", "") == "0":
         return None, None, "turned off by KVSTORE_NATIVE=0"
     if sys.byteorder != "little":
@@ -164,14 +164,14 @@ def _load() -> tuple[Any, Any, str]:
 
 
 def _declare(found: Any) -> None:
-    """Tells ctypes the types of all functions. Raises AttributeError where one is missing."""
+    """Tells ctypes the types of all functions. Raises AttributeError if one is missing."""
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
 
 
 def _say(reason: str) -> None:
-    """Warns where nobody asked for pure Python: pip hides what the build said, and all else works, only slower."""
+    """Warns unless pure Python was asked for: pip hides the build's messages, and all else works, only slower."""
     if reason and os.environ.get("KVSTORE_NATIVE", "") != "0":
         log.warning("native.missing kvstore runs in pure Python, which is slower: %s", reason)
 
@@ -181,10 +181,10 @@ _say(_reason)
 
 
 def is_available() -> bool:
-    """Whether the native data path is in use."""
+    """True if the native data path is in use."""
     return library is not None
 
 
 def why_not() -> str:
-    """Why it is not in use; empty where it is."""
+    """Returns why it is not in use; empty if it is."""
     return _reason

@@ -1,8 +1,8 @@
-/* Files mapped for reading, as DLPack tensors of bytes (DLManagedTensor of dlpack.h, before version 1): numpy takes them over
- * and calls `release` when nothing cut from them lives any more.
+/* Files mapped for reading, as DLPack tensors of bytes (DLManagedTensor of dlpack.h, before version 1): numpy owns
+ * them, and calls `release` when neither they nor any slice of them lives.
  *
- * That is a call of C alone. In Python it would be a finalizer, which a garbage collection begins in the middle of
- * anything, and a signal's handler breaks off. */
+ * That call is plain C. In Python it would be a finalizer, which the garbage collector can start in the middle of
+ * anything, and which a signal's handler can break off. */
 #include "mapping.h"
 #include "native.h"
 
@@ -20,7 +20,7 @@ struct kv_mapping {
     uint64_t byte_offset;
     void *context;
     void (*release)(kv_mapping *mapping);
-    /* From here on ours. */
+    /* Fields of ours from here on. */
     void *start;
     uint64_t size;
     int64_t bytes;
@@ -28,11 +28,12 @@ struct kv_mapping {
 
 enum { ON_CPU = 1, UNSIGNED = 1 };
 
-/* The allocators of the engine beside need mappings as well: a quarter of what Linux lets a process have (vm.max_map_count). */
+/* A quarter of the mappings that Linux allows a process (vm.max_map_count): the engine's allocators need mappings as
+ * well. */
 static int64_t mapped_most = 16384;
 static int64_t mapped_count;
 
-/* How many files may be mapped at once from now on, unless that is negative; returns how many are. */
+/* Sets how many files may be mapped at once, unless `most` is negative; returns how many are. */
 KV_PUBLIC int64_t kv_map_at_most(int64_t most) {
     if (most >= 0) __atomic_store_n(&mapped_most, most, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&mapped_count, __ATOMIC_SEQ_CST);
@@ -48,7 +49,7 @@ kv_mapping *kv_map(int fd, uint64_t size, uint64_t first) {
     int64_t count = __atomic_add_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
     struct stat found;
     void *start = MAP_FAILED;
-    /* A page behind the end of a file kills whoever touches it. */
+    /* Accessing a page behind the end of a file kills the process (SIGBUS). */
     if (KV_CHECK(maps_bounded, count <= __atomic_load_n(&mapped_most, __ATOMIC_SEQ_CST)) && !fstat(fd, &found) &&
         (uint64_t)found.st_size == size)
         start = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);

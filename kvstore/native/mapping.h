@@ -4,7 +4,8 @@
 
 #include "native.h"
 
-/* A file of `size` bytes, of which those from `first` on are wanted; NULL where it cannot be mapped, or too many are. */
+/* Maps a file of `size` bytes, of which those from `first` on are wanted; NULL if it cannot be mapped, or too many are.
+ */
 kv_mapping *kv_map(int fd, uint64_t size, uint64_t first);
 
 #endif

@@ -1,8 +1,8 @@
-/* What the parts of the native library share; `library.py` beside this file describes the same structures to Python.
+/* The structures and functions that the parts of the native library share; `library.py` declares the same to Python.
  *
- * It does the common good case of the data path without the GIL, and only that: whatever is not a whole, cached, right
- * chunk gets a status that says so, and Python does that chunk from scratch. So every rule about damage, errors
- * and slow devices is in one place, and not here. */
+ * The library does the common good case of the data path without the GIL, and only that. Any chunk that is not whole,
+ * cached and right gets a status that says so, and Python does that chunk from scratch. So every rule about damage,
+ * errors and slow devices is in one place, in Python. */
 #ifndef KVSTORE_NATIVE_H
 #define KVSTORE_NATIVE_H
 
@@ -11,8 +11,8 @@
 
 #define KV_ABI 6
 #define KV_PUBLIC __attribute__((visibility("default")))
-/* Each verification has a name, which no other has: tests/mutants builds a library in which one of them always holds, and
- * shows that a test fails with it. Here both are what they say. */
+/* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
+ * a test then fails. Here both macros are the plain verification. */
 #ifndef KV_CHECK
 #define KV_CHECK(name, holds) (holds)
 #define KV_SAME(found, wanted, size) (!memcmp(found, wanted, size))
@@ -27,29 +27,29 @@ enum {
     KV_DONE = 0,      /* read and verified, or staged and complete */
     KV_ABSENT = 1,    /* there is no such file */
     KV_FOUND = 2,     /* a put found a file of the right size */
-    KV_BLOCKED = 3,   /* its file is open; what was to be read is not in the page cache */
+    KV_BLOCKED = 3,   /* its file is open; the wanted bytes are not in the page cache */
     KV_OTHER = 4,     /* Python finds out what it is */
-    KV_PUBLISHED = 5, /* what was staged has its final name */
+    KV_PUBLISHED = 5, /* the staged file has its final name */
 };
 
-/* What all chunks of one call have in common. */
+/* Facts that all chunks of one call share. */
 typedef struct {
-    const char *root;                /* absolute path without a slash at its end */
+    const char *root;                /* absolute path without a trailing slash */
     const char *session;             /* staging folder's last part; only for puts */
     uint8_t digest[KV_DIGEST_BYTES]; /* of the namespace */
     uint32_t kind;
     uint32_t shard_bits;
-    uint32_t may_wait;               /* reading memory file systems never waits, and they know no RWF_NOWAIT */
+    uint32_t may_wait;               /* reading memory file systems never waits, and they do not know RWF_NOWAIT */
     uint32_t durable;
-    uint32_t direct;                 /* what is not cached will be read around the page cache */
+    uint32_t direct;                 /* uncached data will be read around the page cache */
 } kv_run;
 
-/* One chunk: what it must be, where its sections lie, and what came of it.
- * Section s lies at bases[s] + offset; where bases is NULL, at offset + s * section_bytes. */
+/* One chunk: its identity, where its sections lie, and its status. Section s lies at bases[s] + offset; if bases is
+ * NULL, at offset + s * section_bytes. */
 typedef struct {
     uint8_t address[KV_ADDRESS_BYTES];
     uint8_t parent[KV_ADDRESS_BYTES];
-    uint8_t incarnation[KV_ADDRESS_BYTES]; /* only for puts and images that are made */
+    uint8_t incarnation[KV_ADDRESS_BYTES]; /* only for puts and for making images */
     const uint8_t *identity;
     const uint64_t *bases;
     uint64_t offset;
@@ -60,24 +60,24 @@ typedef struct {
     uint32_t header_bytes;
     uint32_t identity_bytes;
     uint32_t depth;
-    int32_t fd;                            /* -1 where none is open */
+    int32_t fd;                            /* -1 if none is open */
     int32_t status;
 } kv_chunk;
 
 /* Permission to write into a caller's memory (kvstore/buffers.py), as native code asks for it. */
 typedef struct {
     int32_t stop;  /* not 0 once the caller wants its memory back */
-    int32_t users; /* who write into it just now */
+    int32_t users; /* threads that write into it now */
 } kv_borrowed;
 
 /* One lane's turn at the chunks of a run, which it shares with others. */
 typedef struct {
-    int64_t *next;        /* of all: the first chunk that nobody took yet */
+    int64_t *next;        /* shared by all: the first chunk that no lane took yet */
     int64_t step;         /* chunks taken at a time */
     int64_t most;         /* chunks that end the turn, at least `step` */
     int64_t files;        /* files that may be open at once, at least `step` */
     int64_t header_bytes; /* of the largest header of all chunks of the run */
-    int32_t *told;        /* out: of a read the chunks that are not KV_DONE, of a put all; has room for `most` + `step` */
+    int32_t *told;        /* out: a read's chunks that are not KV_DONE, or all of a put's; room for `most` + `step` */
     int64_t told_count;
     uint64_t bytes;       /* out: of the sections that it read or wrote */
 } kv_turn;
@@ -88,20 +88,20 @@ typedef struct {
     uint64_t blocks_done;
 } kv_hash;
 
-/* How far a chunk has been verified: all before section `section`, and `hash` has begun on that one. */
+/* Progress of verifying a chunk: all sections before `section` are right, and `hash` has begun on that one. */
 typedef struct {
     kv_hash hash;
     uint32_t section;
 } kv_verified;
 
-/* How far the file of a chunk has come over a socket: all zero at its beginning. */
+/* Progress of receiving a chunk's file over a socket: all zero at its beginning. */
 typedef struct {
     kv_hash hash;
     uint64_t passed; /* bytes of the payload that are in their sections */
-    uint64_t came;   /* bytes after those, the header before the first among them */
+    uint64_t came;   /* bytes after those; before the first section also the header's */
 } kv_arrival;
 
-/* How much of a run was sent over a socket: all zero at its beginning. */
+/* Progress of sending a run over a socket: all zero at its beginning. */
 typedef struct {
     kv_hash hash;
     uint64_t summed;
@@ -118,7 +118,8 @@ typedef struct {
 /* A file mapped for reading (mapping.h). */
 typedef struct kv_mapping kv_mapping;
 
-/* What Python calls: `library.py` declares each once more, and a test compares the two (tests/native/test_library.py). */
+/* Functions that Python calls: `library.py` declares each once more, and a test compares the two
+ * (tests/native/test_library.py). */
 
 int kv_abi(void);
 void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes, uint64_t count,
@@ -164,7 +165,7 @@ int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_
                      uint32_t mark, int64_t renewed_ns, uint64_t *payload);
 void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status);
 
-/* What only the parts of the library call. */
+/* Functions that only the parts of the library call. */
 
 uint8_t *kv_section(const kv_chunk *chunk, uint32_t section);
 uint64_t kv_padded(uint64_t size);

@@ -1,12 +1,12 @@
 #include "pieces.h"
 #include "copying.h"
 
-/* Each thread keeps its own, or the kernel would have to clear one for each call. */
+/* Each thread keeps its own piece: else the kernel would have to clear one for each call. */
 _Thread_local uint8_t kv_piece[PIECE_BYTES + PIECE_TAIL] __attribute__((aligned(4096)));
 
 uint64_t kv_payload_bytes(const kv_chunk *chunk) { return chunk->section_count * chunk->section_bytes; }
 
-/* Bytes of the piece that begins `at` in the payload: whole sections, or a part of one. */
+/* Returns the bytes of the piece at offset `at` of the payload: whole sections, or a part of one. */
 uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at) {
     uint64_t size = chunk->section_bytes, left = kv_payload_bytes(chunk) - at;
     if (size >= PIECE_BYTES) {
@@ -17,9 +17,9 @@ uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at) {
     return left < whole ? left : whole;
 }
 
-/* Verifies the piece, which begins `at` in the payload, and copies what is right into its sections if it is `taken`. Of a
- * section in several pieces, those before the last are copied before all of it is known to be right. Without a `table` the
- * checksums are set in `sums`. */
+/* Verifies the piece at offset `at` of the payload, and copies what is right into its sections if it is `taken`. If a
+ * section has several pieces, those before the last are copied before all of it is known to be right. Without a `table`
+ * it sets the checksums in `sums`. */
 int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t length,
             int taken) {
     uint64_t size = chunk->section_bytes;

@@ -1,7 +1,7 @@
-/* Reading a run of chunks: open them, then read and verify each while it is in the cache of the processor.
+/* Reads a run of chunks: opens them, then reads and verifies each while it is in the processor's cache.
  *
- * Opening may block on a dead mount, so it is a call of its own, before anybody holds a permission to write into the
- * caller's memory. `kv_read` never waits for a device, `kv_read_cold` does, into memory of ours. */
+ * Opening may block on a dead mount, so it is a separate call, before any thread has permission to write into the
+ * caller's memory. `kv_read` never waits for a device; `kv_read_cold` does, and reads into memory of ours. */
 #define _GNU_SOURCE
 #include "copying.h"
 #include "mapping.h"
@@ -20,7 +20,7 @@
 #define RWF_NOWAIT 8
 #endif
 
-/* Whether the caller's memory may be written to, until ``leave``. */
+/* True if the caller's memory may be written to, until ``leave``. */
 static int enter(kv_borrowed *borrowed) {
     __atomic_add_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST);
     if (KV_CHECK(withdrawn, !__atomic_load_n(&borrowed->stop, __ATOMIC_SEQ_CST))) return 1;
@@ -30,7 +30,7 @@ static int enter(kv_borrowed *borrowed) {
 
 static void leave(kv_borrowed *borrowed) { __atomic_sub_fetch(&borrowed->users, 1, __ATOMIC_SEQ_CST); }
 
-/* Takes the memory back: nobody is let in any more. Returns how many are still writing. */
+/* Takes the memory back: no thread may begin to write any more. Returns how many are still writing. */
 KV_PUBLIC int kv_withdraw(kv_borrowed *borrowed) {
     __atomic_store_n(&borrowed->stop, 1, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&borrowed->users, __ATOMIC_SEQ_CST);
@@ -47,7 +47,7 @@ KV_PUBLIC void kv_close(kv_chunk *chunks, int64_t count) {
     }
 }
 
-/* Opens the files; a chunk whose file is not there or has another size gets a status and no descriptor. */
+/* Opens the files; a chunk whose file is missing or has another size gets a status and no descriptor. */
 KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         char path[KV_PATH_MAX];
@@ -70,7 +70,8 @@ KV_PUBLIC void kv_open(const kv_run *run, kv_chunk *chunks, int64_t count) {
     }
 }
 
-/* `size` bytes of the file from `offset` on into the piece, before them the header unless that is NULL; or why not. */
+/* Reads `size` bytes of the file from `offset` on into the piece, and before them the header unless that is NULL;
+ * returns a status. */
 static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t offset, int flags) {
     uint64_t before = header ? chunk->header_bytes : 0;
     for (uint64_t done = 0; done < before + size;) {
@@ -86,7 +87,7 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
     return KV_DONE;
 }
 
-/* Reads and verifies one file, piece by piece; into its sections if it is `taken`. */
+/* Reads and verifies one file, piece by piece; copies it into its sections if it is `taken`. */
 static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, int flags, int taken) {
     uint64_t payload = kv_payload_bytes(chunk), length = kv_piece_bytes(chunk, 0);
     int status = fill(chunk, header, length, 0, flags);
@@ -102,16 +103,16 @@ static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, 
     return status;
 }
 
-/* Whether the file may be read without waiting: where reads are direct, only if it is cached. Asked for one page: what is
- * asked for and not there, the kernel begins to read into the cache. */
+/* True if the file may be read without waiting: with direct reads, only if it is cached. It asks for one page only,
+ * because the kernel begins to read uncached pages that are asked for into the cache. */
 static int may_read(const kv_run *run, const kv_chunk *chunk) {
     if (!run->direct || run->may_wait) return 1;
     posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_RANDOM);
     return fill(chunk, NULL, 4096, 0, RWF_NOWAIT) == KV_DONE;
 }
 
-/* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. Begins none
- * once `stop` is not 0. */
+/* Reads the opened chunks into their sections, as far as that needs no device, and closes those that are done. Begins
+ * none once `stop` is not 0. */
 static void read_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint8_t *header, const int32_t *stop) {
     int flags = run->may_wait ? 0 : RWF_NOWAIT;
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
@@ -125,7 +126,7 @@ static void read_files(const kv_run *run, kv_chunk *chunks, int64_t count, uint8
     kv_copied();
 }
 
-/* Returns how many are open still, KV_BLOCKED. */
+/* Returns how many are still open, KV_BLOCKED. */
 KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, const kv_borrowed *borrowed) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     read_files(run, chunks, count, header, &borrowed->stop);
@@ -135,10 +136,10 @@ KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, co
     return blocked_count;
 }
 
-/* Opens and reads chunks that no other lane took, a few at a time, until none is left (then 0), the turn is over, or one
- * needs Python (then 1). -1 once the caller wants its memory back.
+/* Opens and reads chunks that no other lane took, a few at a time. Returns 0 when none is left, 1 when the turn is over
+ * or a chunk needs Python, -1 once the caller wants its memory back.
  *
- * Opening may block, so permission to write is asked for after it, each time. */
+ * Opening may block, so each time it asks for permission to write after opening. */
 KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn, kv_borrowed *borrowed) {
     uint8_t *header = malloc((size_t)turn->header_bytes);
     int64_t blocked_count = 0;
@@ -174,8 +175,8 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
     return outcome;
 }
 
-/* Verifies chunks and maps the sections of those that are right: in `mapped` a mapping of each, or NULL. May wait for the
- * device. Reading them into a little memory costs less than going through the mapping, page by page. */
+/* Verifies chunks and maps the sections of those that are right: sets `mapped` to a mapping of each, or NULL. May wait
+ * for the device. It verifies through a small buffer, which costs less than going through the mapping, page by page. */
 KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, kv_mapping **mapped) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++, mapped++) {
@@ -192,15 +193,15 @@ KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, 
     free(header);
 }
 
-/* Has the device read a file whose bytes are wanted again soon. */
+/* Makes the device read a file whose bytes are wanted again soon. */
 static int blocked(const kv_run *run, const kv_chunk *chunk, int status) {
     if (status == KV_BLOCKED && !run->direct) posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
     return status;
 }
 
-/* For reads of some sections at a time, in all three of which `images` has the address of each chunk that is in memory, and
- * else 0, and `tables` the checksums of each chunk, one after another. Opens the files that are not open, and verifies
- * their headers; a chunk that can be read then has KV_DONE. May block in `open`, as kv_open. */
+/* For reads of some sections at a time. In these three functions `images` has the address of each chunk that is in
+ * memory, and 0 for the others, and `tables` the checksums of each chunk, one after another. Opens the files that are
+ * not open, and verifies their headers; a chunk that can then be read gets KV_DONE. May block in `open`, as kv_open. */
 KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
@@ -236,8 +237,8 @@ static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *t
     return KV_DONE;
 }
 
-/* Reads sections `first` and following, `many` of each chunk that has KV_DONE, into what its structure says of sections 0
- * and following: those that are right keep it. */
+/* Reads `many` sections from `first` on of each chunk that has KV_DONE, to where its structure puts sections 0 and
+ * following. Chunks that are right keep KV_DONE. */
 KV_PUBLIC void kv_read_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images,
                              const uint64_t *tables, uint32_t first, uint32_t many) {
     for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
@@ -250,7 +251,7 @@ KV_PUBLIC void kv_read_parts(const kv_run *run, kv_chunk *chunks, int64_t count,
     kv_copied();
 }
 
-/* One blocking read of up to `size` bytes from `offset` on; returns how many came, or -1. */
+/* Makes one blocking read of up to `size` bytes from `offset` on; returns how many came, or -1. */
 KV_PUBLIC int64_t kv_read_cold(int fd, uint8_t *memory, uint64_t size, uint64_t offset) {
     uint64_t done = 0;
     while (done < size) {
@@ -259,18 +260,18 @@ KV_PUBLIC int64_t kv_read_cold(int fd, uint8_t *memory, uint64_t size, uint64_t 
         if (got < 0) return -1;
         if (!got) break;
         done += (uint64_t)got;
-        if (got % 4096) break; /* the end of the file: from there on direct reads would be misaligned */
+        if (got % 4096) break; /* the end of the file: after it direct reads would be misaligned */
     }
     return (int64_t)done;
 }
 
-/* Whether reads of this file shall go around the page cache from now on; false where it cannot. */
+/* Makes reads of this file go around the page cache from now on; false if that is impossible. */
 KV_PUBLIC int kv_read_direct(int fd) {
     int flags = fcntl(fd, F_GETFL);
     return flags >= 0 && !fcntl(fd, F_SETFL, flags | O_DIRECT);
 }
 
-/* Where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
+/* Sets where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
 static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
     uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
     int count = 0;
@@ -294,7 +295,8 @@ static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct i
 }
 
 /* Takes `size` bytes of a file, from `offset` on, out of `memory`: the header into `header`, the rest into the
- * sections, verifying what is whole by then. Pieces must come in order. Returns a status: KV_DONE as far as it is right. */
+ * sections. Verifies sections that are whole by then. Pieces must come in order. Returns a status: KV_DONE while all is
+ * right. */
 KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_verified *verified,
                       const uint8_t *memory, uint64_t size, uint64_t offset) {
     uint64_t done = 0;

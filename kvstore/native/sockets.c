@@ -1,7 +1,7 @@
-/* Chunks over a stream socket that never blocks: what comes is verified and copied on piece by piece, what goes is summed
- * piece by piece while it is in the cache. Whoever waits for the socket between two calls is Python.
+/* Chunks over a stream socket that never blocks: received bytes are verified and copied on piece by piece, sent bytes
+ * are summed piece by piece while they are in the cache. Python waits for the socket between two calls.
  *
- * Both return KV_DONE, KV_BLOCKED where the socket has to be waited for, or the negative errno. */
+ * Both directions return KV_DONE, KV_BLOCKED if the caller must wait for the socket, or the negative errno. */
 #define _GNU_SOURCE
 #include "copying.h"
 #include "pieces.h"
@@ -31,8 +31,8 @@ static int receive_piece(const kv_chunk *chunk, uint8_t *header, kv_arrival *arr
     return KV_DONE;
 }
 
-/* Receives the file of a chunk into its sections; KV_OTHER where it is not the one wanted, or not whole. To be called
- * again by the same thread after KV_BLOCKED, without another call in between: the piece stays where it is. */
+/* Receives the file of a chunk into its sections; KV_OTHER if it is not the wanted one, or not whole. After KV_BLOCKED
+ * the same thread must call it again, without another call in between: the piece stays in place. */
 KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd) {
     while (arrival->passed < kv_payload_bytes(chunk)) {
         int status = receive_piece(chunk, header, arrival, fd);
@@ -48,8 +48,8 @@ KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *head
     return KV_DONE;
 }
 
-/* Receives the sections, one after another and without a header, and sets `sums` to the checksum of each. To be called
- * again as kv_receive is. */
+/* Receives the sections, one after another and without a header, and sets `sums` to the checksum of each. Call it again
+ * as kv_receive. */
 KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd) {
     while (arrival->passed < kv_payload_bytes(chunk)) {
         int status = receive_piece(chunk, NULL, arrival, fd);
@@ -63,7 +63,7 @@ KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival 
     return KV_DONE;
 }
 
-/* Where bytes of the payload from `start` up to `stop` lie; returns how many vectors were set. */
+/* Sets where bytes of the payload from `start` up to `stop` lie; returns how many vectors were set. */
 static int vectors(const kv_chunk *chunk, uint64_t start, uint64_t stop, struct iovec *parts) {
     uint64_t size = chunk->section_bytes;
     int count = 0;

@@ -1,4 +1,4 @@
-/* Putting a run of chunks: each is looked for, written under its staging name where it is missing, and published (rule W1).
+/* Puts a run of chunks: looks for each, writes missing ones under their staging names, and publishes them (rule W1).
  *
  * Pieces are hashed just before they are written, so that they are read from memory once; the header, which has the
  * checksums, is written last. */
@@ -96,15 +96,15 @@ static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     if (fd < 0) return KV_OTHER;
     struct timespec stamp = {chunk->mtime_ns / 1000000000LL, chunk->mtime_ns % 1000000000LL}, times[2] = {stamp, stamp};
     int whole = write_chunk(run, chunk, fd, header) && !futimens(fd, times) && (!run->durable || !fsync(fd));
-    /* A network file system may say only here that there is no room. */
+    /* A network file system may report a full disk only here. */
     if (close(fd)) whole = 0;
     whole = KV_CHECK(staged_whole, whole);
     if (!whole) unlink(path);
     return whole ? KV_DONE : KV_OTHER;
 }
 
-/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT: each that is complete then
- * has KV_DONE, the others left nothing. Returns 0 once none is left, 1 when the turn is over. */
+/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
+ * KV_DONE; the others leave nothing behind. Returns 0 once none is left, 1 when the turn is over. */
 KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
     uint8_t *header = malloc((size_t)turn->header_bytes);
     turn->bytes = 0;
@@ -123,8 +123,9 @@ KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, 
     return turn->told_count >= turn->most;
 }
 
-/* As Python does it, but for what needs a second thought: a name that is taken, a root that is full or gone. A shard's
- * folder is made in the folder of shards, which the bare mount point of a root that is gone does not have. */
+/* Publishes as Python does, except for cases that need a decision: a name that is taken, a root that is full or gone.
+ * It makes a shard's folder only inside the folder of shards, which the bare mount point of an unmounted root does not
+ * have. */
 static int publish_one(const kv_run *run, const kv_chunk *chunk) {
     char staged[KV_PATH_MAX], path[KV_PATH_MAX];
     if (!kv_staged_path(run, chunk, staged) || !kv_chunk_path(run, chunk, path)) return 0;
@@ -139,8 +140,8 @@ static int publish_one(const kv_run *run, const kv_chunk *chunk) {
     return !unlink(staged) || errno == ENOENT;
 }
 
-/* Gives the chunks at `count` places their final names if they are staged, KV_DONE: then KV_PUBLISHED. The others are staged
- * still; what is `ordered` ends with the first of them. */
+/* Gives the chunks at `count` places their final names if they are staged, KV_DONE: they become KV_PUBLISHED. The
+ * others stay staged; an `ordered` call ends with the first of them. */
 KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *places, int64_t count, int ordered) {
     for (const int32_t *place = places; place < places + count; place++) {
         kv_chunk *chunk = chunks + *place;

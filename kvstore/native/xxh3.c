@@ -1,7 +1,8 @@
 /* XXH3-64 with seed 0, after its specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
  *
  * Own code because python-xxhash keeps the GIL below 100 KB and is built for SSE2, and because a section larger than
- * the cache has to be hashed while it arrives. The long form runs on AVX-512, AVX2 or plain C, chosen when loaded. */
+ * the cache has to be hashed while it arrives. The long form runs on AVX-512, AVX2 or plain C, chosen when the library
+ * is loaded. */
 #include "native.h"
 
 #include <string.h>
@@ -128,7 +129,7 @@ static void blocks_plain(uint64_t *lanes, const uint8_t *bytes, uint64_t count) 
 
 #if defined(__x86_64__)
 #ifndef AHEAD
-#define AHEAD 1024 /* for files that are mapped; where the bytes are in the cache it costs nothing */
+#define AHEAD 1024 /* for mapped files; it costs nothing if the bytes are in the cache */
 #endif
 #define PREFETCH(at) _mm_prefetch((const char *)(at) + AHEAD, _MM_HINT_T0)
 
@@ -137,7 +138,7 @@ __attribute__((target("avx512f"))) static void blocks_avx512(uint64_t *lanes, co
     const __m512i prime = _mm512_set1_epi64((long long)P32_1);
     const __m512i last = _mm512_loadu_si512(secret + SECRET - STRIPE);
     for (; count; count--, bytes += BLOCK) {
-        /* The lanes of the values are swapped once for all stripes, not in each: adding does not mind. */
+        /* Swap the lanes of the values once for all stripes, not in each: the order of additions does not matter. */
         __m512i values = _mm512_setzero_si512();
 #pragma GCC unroll 16
         for (int stripe = 0; stripe < STRIPES; stripe++) {
@@ -186,7 +187,8 @@ __attribute__((target("avx2"))) static void blocks_avx2(uint64_t *lanes, const u
 
 static void (*hash_blocks)(uint64_t *, const uint8_t *, uint64_t) = blocks_plain;
 
-/* The widest form that this processor has, or a narrower one: 0 plain, 1 AVX2, 2 AVX-512. Returns what is in use. */
+/* Chooses the widest form that this processor has, up to `widest`: 0 plain, 1 AVX2, 2 AVX-512. Returns the form in use.
+ */
 KV_PUBLIC int kv_use_width(int widest) {
     hash_blocks = blocks_plain;
 #if defined(__x86_64__)
@@ -206,7 +208,7 @@ KV_PUBLIC void kv_hash_begin(kv_hash *hash) {
     hash->blocks_done = 0;
 }
 
-/* Takes in what has arrived of `size` bytes, as far as it is whole blocks; the last block is left to the end. */
+/* Absorbs the whole blocks of what has arrived of `size` bytes; the last block is left to the end. */
 KV_PUBLIC void kv_hash_absorb(kv_hash *hash, const uint8_t *bytes, uint64_t size, uint64_t arrived) {
     uint64_t ready = arrived / BLOCK, most = size ? (size - 1) / BLOCK : 0;
     if (ready > most) ready = most;

@@ -1,6 +1,6 @@
 """Engine-hashed blocks: opaque bytes under the engine's own keys, for connectors that hash blocks themselves.
 
-Kept apart from chunks because nothing is known of a block's parents: presence is looked up one by one.
+Separate from chunks because the store does not know a block's parents: it looks up each block by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.sections import Buffers
 
 
 class Blocks:
-    """Blocks of all namespaces, as one node sees them."""
+    """The blocks of all namespaces, as one node sees them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Blocks:
         self._counters = counters
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
-        """How many leading keys are in the store, whatever the size of their blocks."""
+        """Returns how many leading keys are in the store, whatever the size of their blocks."""
         addresses = block_addresses(namespace, keys)
         addresses = addresses[: self._view.leading(addresses)]
         quantum = self._chunks.quantum()
@@ -66,7 +66,7 @@ class Blocks:
         return len(addresses) if first_miss < 0 else known + first_miss
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        """Which keys are in the store, each looked for by itself, whatever the size of its block."""
+        """Returns for each key whether it is in the store, whatever the size of its block."""
         addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
         above = self._reads.has(Keyed(namespace, keys, addresses, ()))
@@ -102,7 +102,7 @@ class Blocks:
     ) -> list[bool]:
         """Reads each block into its buffer, which must have the block's size; False is a miss.
 
-        ``held``: under a hold, which a sweep that condemned later waits for.
+        ``held`` is True if a hold protects the blocks: a sweep that condemned them later waits for that hold.
         """
 
         wanted = Keyed(namespace, keys, block_addresses(namespace, keys), [len(buffer) for buffer in buffers])
@@ -120,7 +120,7 @@ class Blocks:
         return hits
 
     def _allowed(self, wanted: Keyed) -> Sequence[int]:
-        """Those that no sweep has condemned."""
+        """Returns the indexes that no sweep has condemned."""
         if self._view.leading(wanted.addresses) == len(wanted):
             return range(len(wanted))
         return [index for index, address in enumerate(wanted.addresses) if not self._view.condemns(address)]

@@ -1,7 +1,7 @@
-"""The chains of recent prompts, so that the next turn of a chat hashes only what is new in it.
+"""The chains of recent prompts: the next turn of a chat hashes only its new tokens.
 
-Most prompts begin with one that was seen before.  Comparing tokens costs a twentieth of hashing them and is as exact:
-an address follows from the parent's address and the chunk's tokens, so where both are equal, byte for byte, it is too.
+Most prompts begin with one seen before. Comparing tokens costs a twentieth of hashing them and is as exact: an address
+follows from the parent's address and the chunk's tokens, so if both are equal byte for byte, the addresses are equal.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvstore.native import addresses as native
 from kvstore.tokens import TokenArray
 
 CHUNKS_MIN = 8
-"""Shorter prompts are hashed as fast as they are found."""
+"""Below this many chunks, hashing a prompt is as fast as finding a recent one."""
 CHAINS_MAX = 32
-"""Chains remembered; a prompt that begins like none of them is compared with each, a fifth of a microsecond each."""
+"""Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
 ADDRESS_COST_BYTES = 80
-"""An address as an object in a tuple."""
+"""Memory cost of one address as an object in a tuple."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recent:
-    """A chain, and its tokens as u32."""
+    """A chain and its tokens as u32."""
 
     chain: Chain
     packed: bytes
@@ -39,12 +39,12 @@ class _Recent:
 
 
 class RecentChains:
-    """The chains of the prompts used last; thread-safe, at most ``bytes_max`` of memory."""
+    """The chains of the most recent prompts; thread-safe, at most ``bytes_max`` of memory."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
-        # The one used last first. Replaced as a whole, so that whoever looks needs no lock.
+        # Most recent first. Replaced as a whole, so that readers need no lock.
         self._recent: tuple[_Recent, ...] = ()
 
     def __len__(self) -> int:
@@ -52,11 +52,11 @@ class RecentChains:
 
     @property
     def size_bytes(self) -> int:
-        """What they take at most; addresses that some of them share are counted for each."""
+        """An upper bound of the memory used: addresses shared by several chains are counted for each."""
         return sum(recent.cost_bytes for recent in self._recent)
 
     def of(self, namespace: Namespace, tokens: TokenArray) -> Chain:
-        """``Chain.of``, with what a recent prompt shares taken from there. Raises InvalidRequest as it does."""
+        """Returns ``Chain.of``, taking the shared leading chunks from a recent prompt. Raises InvalidRequest."""
         count = chunk_count(namespace, tokens)
         size = 4 * namespace.layout.chunk_tokens
         if count < CHUNKS_MIN:
@@ -71,8 +71,8 @@ class RecentChains:
             self._used(like)
             return like.chain.leading(count)
         else:
-            # What is shared comes from our bytes, not from the caller's, which may have changed since we compared
-            # them: an address must be that of the tokens beside it.
+            # Take the shared part from our copy: the caller's bytes may have changed since the comparison, and an
+            # address must belong to the tokens beside it.
             packed = b"".join((memoryview(like.packed)[: shared * size], given[shared * size :]))
             known = like.chain.addresses[:shared]
             addresses = (*known, *_addresses(namespace, packed, shared, known[-1]))
@@ -81,12 +81,12 @@ class RecentChains:
         return chain
 
     def _most_alike(self, namespace: Namespace, given: memoryview, size: int) -> tuple[_Recent | None, int]:
-        """The recent chain that shares most chunks with the tokens ``given``, and how many."""
+        """Returns the recent chain that shares the most chunks with the tokens ``given``, and how many it shares."""
         best: _Recent | None = None
         shared, parent, following = 0, NO_PARENT, given[:size]
         for recent in self._recent:
             chain = recent.chain
-            # Equal up to here, because the addresses are; and it goes on as the tokens do.
+            # Equal addresses prove equal tokens up to here; compare the chunk after that.
             if (
                 len(chain) > shared
                 and chain.namespace.digest == namespace.digest
@@ -100,7 +100,7 @@ class RecentChains:
         return best, shared
 
     def _used(self, used: _Recent) -> None:
-        """Puts a chain in front, and forgets those that it continues and what is too much."""
+        """Moves a chain to the front; drops the chains that it continues and those over the limit."""
         recent = self._recent
         if (recent and recent[0] is used) or used.cost_bytes > self._bytes_max:
             return
@@ -116,7 +116,7 @@ class RecentChains:
 
 
 def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> Sequence[Address]:
-    """``chained_addresses``, without the GIL where that was built."""
+    """Returns ``chained_addresses``, computed without the GIL if the native library is built."""
     if not native.is_available:
         return chained_addresses(namespace, packed, first, parent)
     found = native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
@@ -124,15 +124,15 @@ def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Addr
 
 
 def _continues(chain: Chain, other: Chain) -> bool:
-    """Whether ``chain`` begins with all of ``other``, or is it."""
+    """True if ``chain`` begins with all of ``other`` or equals it."""
     return len(other) <= len(chain) and chain.addresses[len(other) - 1] == other.addresses[-1]
 
 
 def _shared_count(packed: bytes, given: memoryview, size: int, low: int) -> int:
-    """How many leading chunks of ``size`` bytes are equal, given that the first ``low`` are."""
+    """Counts the equal leading chunks of ``size`` bytes, given that the first ``low`` are equal."""
     high = min(len(packed), len(given)) // size
     middle = high
-    # No step compares more than up to the first difference, and none what was equal in one before.
+    # Each step compares up to the first difference at most, and skips what an earlier step found equal.
     while low < high:
         if packed.startswith(given[low * size : middle * size], low * size):
             low = middle

@@ -1,12 +1,13 @@
-"""Several chunk files at a time, by native code that needs no GIL: found, read, mapped, staged.
+"""Runs of chunk files for native code, which needs no GIL: look, read, map, stage.
 
-Separate from ``chunks.py``, which does one chunk and decides everything: here is only what went well.  What did not is
-said to be not done, and ``Chunks`` does it from scratch.  Called on lanes only.
+Separate from ``chunks.py``, which handles one chunk and makes every decision. Native code does the common good case.
+Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -37,7 +38,7 @@ from kvstore.sections import Laid, Sections
 
 
 class SharedReads:
-    """The chunks of one read, for lanes that read them together; ``note`` notes those that are DONE."""
+    """The chunks of one read that several lanes share; ``note`` records those that are DONE."""
 
     def __init__(self, run: SharedRead, counters: Counters, note: Callable[[], int]) -> None:
         self._run = run
@@ -45,60 +46,67 @@ class SharedReads:
         self._note = note
 
     def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """One lane's turn: the chunks that are left to ``Chunks.read``, counted from 0, and whether there may be more
-        to read. Raises Withdrawn.
+        """Takes one lane's turn. Returns the indexes (from 0) that are left to ``Chunks.read``, and whether there may
+        be more to read. Raises Withdrawn.
         """
         with self._counters.timed("root", "read") as timed:
             left, more, timed.size_bytes = self._run.read(borrowed)
         return left, more
 
     def stop(self) -> None:
-        """No chunk is begun any more."""
+        """Begins no more chunks."""
         self._run.stop()
 
     def end(self) -> npt.NDArray[np.bool_]:
-        """Which were read and are right, when nobody writes into the memory any more. To be called once."""
+        """Returns which chunks were read and verified, once nobody writes into the memory any more. Call it once."""
         self._note()
         return self._run.done()
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkWriter:
+    """The parts that give a node's files their names, incarnations and encodings."""
+
+    session: Callable[[], bytes]
+    """The session to stage under; another one once the node has joined anew."""
+    numbers: Iterator[int]
+    """Numbers for the names of staged files; none comes twice."""
+    incarnations: Incarnations
+    encodings: Encodings
+    usage: NodeUsage
+    """Counts the bytes that the node writes, for collectors."""
+
+
 class ChunkRuns:
-    """Runs of the chunk files of one root; there are none where native code or the root cannot."""
+    """Makes runs of the chunk files of one root; makes none if native code or the root cannot."""
 
     def __init__(
         self,
         root: Root,
         shard_bits: int,
-        session: Callable[[], bytes],
+        writer: ChunkWriter,
         known: Known,
         counters: Counters,
         quantum: Callable[[], int],
-        incarnations: Incarnations,
-        numbers: Iterator[int],
-        encodings: Encodings,
         unreadable: Unreadable,
-        usage: NodeUsage,
     ) -> None:
-        self._encodings = encodings
+        self._writer = writer
         self._unreadable = unreadable
-        self._usage = usage
         self._files = local_files(root) if is_available() else None
         self._shard_bits = shard_bits
-        self._session = session
         self._known = known
         self._counters = counters
         self._quantum = quantum
-        self._incarnations = incarnations
-        self._numbers = numbers
 
     def of(
         self, wanted: Wanted, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
     ) -> Run | None:
-        """Chunks ``first`` to ``first + count - 1`` for native code; None where they have to be done one by one.
+        """Returns chunks ``first`` to ``first + count - 1`` as a native run; None if they must be done one by one.
 
-        They are written from ``sections``, or read into it if it ``fills``; without it they are looked at, or mapped.
+        The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
+        mapped.
         """
-        if self._files is None or count < 1 or self._encodings.encrypts(wanted.namespace.tenant):
+        if self._files is None or count < 1 or self._writer.encodings.encrypts(wanted.namespace.tenant):
             return None
         if sections is None:
             return Run(self._files, self._shard_bits, wanted, first, count)
@@ -108,16 +116,16 @@ class ChunkRuns:
 
     @property
     def is_native(self) -> bool:
-        """Whether native code reads this root's files."""
+        """True if native code reads this root's files."""
         return self._files is not None
 
     @property
     def stages(self) -> bool:
-        """Whether runs may be staged too."""
+        """True if native code also stages runs."""
         return self._files is not None and self._files.stages
 
     def look(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-        """Which chunks of part of a run are there, and the mtimes of those. The rest is ``Chunks.look``'s."""
+        """Returns which chunks of part of a run exist, and their mtimes. ``Chunks.look`` decides about the rest."""
         epoch = self._known.epoch
         found, mtimes_ns = run.look(start, stop)
         if self._doubt(run, np.arange(start - run.first, stop - run.first, dtype=np.int32)):
@@ -129,7 +137,7 @@ class ChunkRuns:
         return found, mtimes_ns
 
     def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-        """Reads and verifies part of a run; True for what is right in its sections. The rest is ``Chunks.read``'s."""
+        """Reads and verifies part of a run; True for each chunk that is right. ``Chunks.read`` does the rest."""
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
@@ -137,7 +145,7 @@ class ChunkRuns:
         return done
 
     def shared_read(self, run: Run, sizes: Sizes) -> SharedReads:
-        """A run for lanes that read it together."""
+        """Returns a run that several lanes read together."""
         return SharedReads(
             SharedRead(run, sizes),
             self._counters,
@@ -152,11 +160,11 @@ class ChunkRuns:
         parts: Sequence[tuple[int, int]],
         part_files_max: int,
     ) -> LayerRun | None:
-        """The first chunks of a chain to be read layer by layer; None where that has to be done one by one."""
+        """Returns the first chunks of a chain for a layer-by-layer read; None if they must be read one by one."""
         files = None if self._files is None or self._files.direct else self._files
         if (
             not is_available()
-            or self._encodings.encrypts(chain.namespace.tenant)
+            or self._writer.encodings.encrypts(chain.namespace.tenant)
             or (files is None and not images.any())
         ):
             return None
@@ -165,7 +173,7 @@ class ChunkRuns:
     def read_layer(
         self, run: LayerRun, part: int, layer: int, addresses: Sequence[Address], borrowed: Borrowed
     ) -> npt.NDArray[np.bool_]:
-        """Reads a layer of one part of a run; True for the chunks whose sections are right in their place."""
+        """Reads a layer of one part of a run; True for each chunk whose sections are right in their place."""
         epoch, from_files = self._known.epoch, run.from_files(part)
         with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
             done, opened = run.read(part, layer, borrowed)
@@ -179,7 +187,7 @@ class ChunkRuns:
         return done
 
     def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
-        """Notes the chunks of part of a run that are DONE, as they were read; the bytes that they have."""
+        """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
         at, count = run.part(start, stop)
         places = np.arange(count, dtype=np.int32)
         chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._quantum(), epoch=epoch)
@@ -188,19 +196,21 @@ class ChunkRuns:
         return size_bytes
 
     def shared_put(self, run: Run, sizes: Sizes, *, depths: bool, durable: bool, hints: Hints) -> SharedPut:
-        """A run for lanes that put it together."""
-        put = SharedPut(run, sizes, self._session(), durable, self._known.epoch)
+        """Returns a run that several lanes put together."""
+        put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch)
         indexes = np.arange(run.first, run.first + run.count)
-        run.items["number"] = list(islice(self._numbers, run.count))
+        run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
         run.items["mtime_ns"] = stamps_ns(self._quantum(), indexes if depths else np.zeros_like(indexes), hints)
         return put
 
     def stage(self, put: SharedPut) -> tuple[Places, bool]:
-        """One lane's turn at a put: looks for chunks and stages what is missing; what is neither there nor staged then
-        is ``Chunks``'s. The places of those that it took, and whether there may be more.
+        """Takes one lane's turn at a put: looks for chunks and stages those that are missing.
+
+        Returns the offsets of the chunks that it took, and whether there may be more. ``Chunks`` does those that are
+        then neither found nor staged.
         """
-        self._incarnations.record()
+        self._writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
             places, more, timed.size_bytes = put.stage()
         self._doubt(put.run, places)
@@ -210,9 +220,10 @@ class ChunkRuns:
         return places, more
 
     def publish(self, put: SharedPut, places: Places, *, ordered: bool) -> tuple[int, int]:
-        """Publishes staged chunks: how many, and the bytes of their sections.
+        """Publishes staged chunks; returns how many, and the bytes of their sections.
 
-        What is ``ordered`` only up to the first that is for ``Chunks.publish``, as are others that are not PUBLISHED.
+        An ``ordered`` call stops at the first chunk that native code cannot publish. ``Chunks.publish`` does those that
+        are not PUBLISHED.
         """
         epoch, quantum = self._known.epoch, self._quantum()
         put.publish(places, ordered=ordered)
@@ -220,13 +231,13 @@ class ChunkRuns:
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
-            self._usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
+            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
             self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
             self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes
 
     def _doubt(self, run: Run, places: Places) -> bool:
-        """Leaves to ``Chunks`` what was found by its size alone and could not be read before; whether there was any."""
+        """Leaves to ``Chunks`` what was found by size alone and was unreadable before; True if there was any."""
         if not len(self._unreadable):
             return False
         suspects = [
@@ -238,13 +249,13 @@ class ChunkRuns:
         return bool(suspects)
 
     def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
-        """Of what comes from images: what was written there, by whomever, is only published now."""
+        """Returns fresh incarnations; those of chunks from images keep writer and time of the image."""
         if not run.origins:
-            return self._incarnations.fresh_each(len(indexes))
-        return [self._incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
+            return self._writer.incarnations.fresh_each(len(indexes))
+        return [self._writer.incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
 
     def map(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], list[memoryview | None]]:
-        """Verified payloads of part of a run, mapped read-only. The rest is ``Chunks.map``'s."""
+        """Returns verified payloads of part of a run, mapped read-only. ``Chunks.map`` does the rest."""
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             mapped = run.map(start, stop)

@@ -1,6 +1,6 @@
-"""One chunk file at a time: is it there, read it, write it, set it aside. Every byte that leaves here is verified.
+"""One chunk file at a time: look, read, write, set aside. Every byte that leaves here is verified.
 
-Called on lanes only.  ``Sections`` are views of the caller's memory, one per section, in file order.
+Called on lanes only. ``Sections`` are views of the caller's memory, one per section, in file order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.format.header import (
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunk_runs import ChunkRuns
+from kvstore.node.chunk_runs import ChunkRuns, ChunkWriter
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
@@ -43,8 +43,8 @@ from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import Clock
 
 VERIFY_BYTES = 4 << 20
+"""Read and verify in runs of about this size: few system calls, and the bytes are still cached for the checksum."""
 _DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
-"""Read and verify in runs of about this size: few system calls, and a checksum finds its bytes in the cache still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Staged:
     name: Name
     expected: Expected
     size_bytes: int
-    """Of its file, which is another one than expected where it is encoded."""
+    """Size of its file; an encoded file has another size than ``expected`` says."""
 
 
 class Chunks:
@@ -77,46 +77,30 @@ class Chunks:
         self.root = root
         self.known = known
         self._shard_bits = shard_bits
-        self._session = session
         self._counters = counters
         self.quantum_s = quantum_s
         self._clock = clock
-        self._incarnations = incarnations
-        self._numbers = numbers
-        self._encodings = encodings
-        self._usage = usage
+        self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
         self.unreadable = Unreadable(root, clock)
-        self.runs = ChunkRuns(
-            root,
-            shard_bits,
-            session,
-            known,
-            counters,
-            self.quantum,
-            incarnations,
-            numbers,
-            encodings,
-            self.unreadable,
-            usage,
-        )
+        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.unreadable)
 
     def quantum(self) -> int:
-        """Start of the current recency quantum."""
+        """Returns the start of the current recency quantum."""
         return quantum_of(self._clock.now_s(), self.quantum_s)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
-        """The chunk's final name."""
+        """Returns the chunk's final name."""
         return places.chunk(address, namespace, self._shard_bits)
 
     def is_present(self, expected: Expected) -> bool:
-        """Whether a file of the right size is there. One of another size is damaged, and set aside.
+        """True if a file of the right size exists. A file of another size is damaged, and set aside.
 
-        Raises what the root raised where a file is there that cannot be read.
+        Raises the root's error if the file exists and cannot be read.
         """
         return self.look(expected) is not None
 
     def look(self, expected: Expected) -> Stat | None:
-        """The same, and what the root says of it."""
+        """Returns the stat of a file of the right size; None if there is none. Otherwise as ``is_present``."""
         self.settle(expected.address, self._name_of(expected))
         epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
@@ -130,11 +114,11 @@ class Chunks:
         return stat
 
     def lacks(self, stat: Stat, hints: Hints) -> bool:
-        """Whether a put with ``hints`` has to raise those of a chunk that it found."""
+        """True if a put with ``hints`` has to raise the hints of a chunk that it found."""
         return not recency.decode(stat.mtime_ns, self.quantum_s).hints.covers(hints)
 
     def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
-        """Reads and verifies a whole chunk into ``sections``; False is a miss, and their content undefined.
+        """Reads and verifies a whole chunk into ``sections``; False is a miss, which leaves their content undefined.
 
         Raises Withdrawn.
         """
@@ -148,7 +132,7 @@ class Chunks:
             try:
                 _read_verified(reader, expected, sections, borrowed)
             except Damaged as damaged:
-                borrowed.check()  # or the caller has changed what was verified
+                borrowed.check()  # the caller may have changed what was verified
                 self.set_aside(expected, damaged.damage)
                 return False
             self._seen(expected, reader.stat, epoch)
@@ -157,7 +141,7 @@ class Chunks:
         return True
 
     def open(self, expected: Expected) -> tuple[Reader, Header] | None:
-        """An open chunk with its verified header, for reading ranges; None is a miss."""
+        """Opens a chunk and verifies its header, for reading ranges; None is a miss."""
         epoch = self.known.epoch
         with self.noted(expected):
             reader = self._open(expected)
@@ -178,13 +162,16 @@ class Chunks:
         return reader, header
 
     def is_private(self, namespace: Namespace) -> bool:
-        """Whether no file of a namespace is given to anybody, because what its tenant writes is encrypted."""
-        return self._encodings.encrypts(namespace.tenant)
+        """True if no file of the namespace may be handed out, because its tenant's writes are encrypted."""
+        return self._writer.encodings.encrypts(namespace.tenant)
 
     def open_file(self, expected: Expected) -> PosixReader | None:
-        """The same for whoever reads the file elsewhere; None also where it is not to be read by others: an encoded
-        one, any of a tenant whose chunks are encrypted, and what is no file."""
-        if self._encodings.encrypts(expected.tenant):
+        """Opens a chunk as ``open`` does, for a client that reads the file itself.
+
+        None also if the client must not read the file: it is encoded, its tenant's chunks are encrypted, or it is not a
+        file.
+        """
+        if self._writer.encodings.encrypts(expected.tenant):
             return None
         opened = self.open(expected)
         if opened is None:
@@ -197,7 +184,7 @@ class Chunks:
     def read_range(
         self, reader: Reader, header: Header, expected: Expected, first: int, sections: Pieces, borrowed: Borrowed
     ) -> bool:
-        """Reads and verifies sections ``first`` and following of an open chunk; False is a miss."""
+        """Reads and verifies sections from ``first`` on of an open chunk; False is a miss."""
         offset = header.header_bytes + first * header.section_bytes
         try:
             with self.noted(expected), self._counters.timed("root", "read") as timed:
@@ -212,7 +199,7 @@ class Chunks:
         return True
 
     def map(self, expected: Expected) -> memoryview | None:
-        """The verified payload, mapped read-only from the root where it can be; None is a miss."""
+        """Returns the verified payload, mapped read-only from the root if possible; None is a miss."""
         epoch = self.known.epoch
         with self.noted(expected):
             reader = self._open(expected)
@@ -221,11 +208,11 @@ class Chunks:
         with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
-                if isinstance(reader, DecodedReader) or self._encodings.encrypts(expected.tenant):
+                if isinstance(reader, DecodedReader) or self._writer.encodings.encrypts(expected.tenant):
                     mapped: memoryview | None = _copied(reader, expected)
                 else:
-                    # Read, not touched through the mapping: a page that cannot be read there holds the GIL, or kills
-                    # us.
+                    # Verify by reads, not through the mapping: a page fault on an unreadable page would block while
+                    # holding the GIL, or crash the process (SIGBUS).
                     _verify_whole(reader, expected)
                     mapped = reader.map()
             except Damaged as damaged:
@@ -246,34 +233,34 @@ class Chunks:
         hints: Hints,
         origin: Incarnation | None = None,
     ) -> Staged:
-        """Writes a chunk under a staging name of its own; ``origin`` is that of the image it is from, if it is."""
-        incarnation = self._incarnations.fresh() if origin is None else self._incarnations.renewed(origin)
-        self._incarnations.record()
-        pieces = self._encodings.pieces(expected, incarnation, sections)
-        name = places.staged(self._session(), next(self._numbers))
+        """Writes a chunk under a staging name of its own; ``origin`` is the incarnation of its image, if it has one."""
+        incarnation = self._writer.incarnations.fresh() if origin is None else self._writer.incarnations.renewed(origin)
+        self._writer.incarnations.record()
+        pieces = self._writer.encodings.pieces(expected, incarnation, sections)
+        name = places.staged(self._writer.session(), next(self._writer.numbers))
         stamp = stamp_ns(self.quantum(), expected.depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes
                 self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
         except KVStoreError:
-            self._discard(name)  # a full disk must not stay full of our torn files
+            self._discard(name)  # torn files must not keep a full disk full
             raise
         return Staged(name, expected, byte_length(pieces))
 
     def publish(self, staged: Staged, durable: bool) -> bool:
-        """Gives a staged chunk its final name; False when another writer was first, whose chunk stays."""
+        """Gives a staged chunk its final name; False if another writer was first, whose chunk stays."""
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
-            self._usage.wrote(staged.size_bytes)
+            self._writer.usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
             self._counters.add(NodeCount.CHUNKS_WRITTEN)
             self._counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
         else:
             self._counters.add(NodeCount.CHUNKS_LOST_RACE)
-            with suppress(KVStoreError):  # then it is not remembered, and is looked for when it is asked for
-                # What is there may be encrypted with a key that is not here: then no match may promise it.
+            with suppress(KVStoreError):  # on failure it is not remembered, and the next request looks for it
+                # The winner's file may be encrypted with a key that this node lacks: then no match may promise it.
                 self.look(expected)
         return won
 
@@ -282,16 +269,16 @@ class Chunks:
         self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:
-        """Takes a damaged file from its name, so that the next put can repair it. Never raises.
+        """Moves a damaged file away from its name, so that the next put can repair it. Never raises.
 
-        Between our look and our rename another node may have put a good file there.  So the file that was moved is
-        verified once more under its new name, which nobody else uses, and a good one goes back by link, unless yet
-        another writer was first.
+        Another node may have put a good file there between our look and our rename. So the moved file is verified once
+        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
+        first.
         """
         self._counters.add(NodeCount.MISS_DAMAGED)
         self._counters.add(_DAMAGE[damage])
         self.known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._session(), next(self._numbers))
+        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
         name = self._name_of(expected)
         try:
             if not self.root.move(name, aside):
@@ -302,12 +289,12 @@ class Chunks:
             else:
                 self._counters.add(NodeCount.QUARANTINED)
         except KVStoreError:
-            # Read-only or failing root: the read is a miss all the same, the file is found again next time.
+            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
             self._counters.add(NodeCount.QUARANTINE_FAILED)
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
-        """Around a read of a chunk's file: notes where the root cannot read it, so that nobody believes its size."""
+        """Wraps a read of a chunk's file: notes a file that the root cannot read, so that nobody trusts its size."""
         try:
             yield
         except FAILED:
@@ -316,20 +303,21 @@ class Chunks:
             raise
 
     def settle(self, address: Address, name: Name) -> None:
-        """Where a chunk's file could not be read: reads it again, and sets it aside if that fails too often.
+        """Reads again a chunk's file that could not be read, and sets it aside if that fails too often.
 
-        Raises what the root raised where the file stays, and nobody can read it.
+        Raises the root's error if the file stays and nobody can read it.
         """
         if address in self.unreadable:
             self.known.forget(address)
             self.unreadable.settle(address, name, lambda: self._set_unreadable_aside(address, name))
 
     def _set_unreadable_aside(self, address: Address, name: Name) -> None:
-        """As ``set_aside``. A file that can be read under its new name goes back, and is verified by who reads it.
+        """Moves an unreadable file away as ``set_aside`` does. A file readable under its new name goes back; the next
+        reader verifies it.
 
-        Raises what the root raised where the file cannot be moved.
+        Raises the root's error if the file cannot be moved.
         """
-        aside = places.quarantined(address, self._session(), next(self._numbers))
+        aside = places.quarantined(address, self._writer.session(), next(self._writer.numbers))
         if not self.root.move(name, aside):
             return
         try:
@@ -338,7 +326,7 @@ class Chunks:
             self._counters.add(NodeCount.QUARANTINED)
             return
         if is_readable:
-            with suppress(KVStoreError):  # then a collector puts it back
+            with suppress(KVStoreError):  # on failure a collector puts it back
                 self.root.publish(aside, name, durable=False)
                 self._counters.add(NodeCount.QUARANTINE_RESTORED)
 
@@ -353,7 +341,7 @@ class Chunks:
                     return False
                 _verify_whole(reader, expected)
             except NotDecodable:
-                return True  # nothing says that it is damaged: with its key it may be as good as ever
+                return True  # nothing proves damage: a node with its key may find it right
             except Damaged:
                 return False
         return True
@@ -384,24 +372,23 @@ class Chunks:
         return plain
 
     def _plain(self, reader: Reader, expected: Expected) -> Reader | None:
-        """A file as one of version 1; None where it is of neither version, or of another size.
+        """Returns the file as one of version 1; None if it has neither version, or another size.
 
-        Raises Damaged and NotDecodable where it is encoded.
+        Raises Damaged and NotDecodable for an encoded file.
         """
         if reader.stat.size_bytes == expected.file_bytes:
             return reader  # of version 1: an encoded one never has that size
-        return self._encodings.reader(reader, expected)
+        return self._writer.encodings.reader(reader, expected)
 
     def _is_encoded(self, expected: Expected) -> bool:
-        """Whether the file, which has not the size of version 1, is an encoded one that this node can read; another is
-        set aside."""
+        """True if a file without the size of version 1 is encoded and readable here; sets any other file aside."""
         reader = self.root.open(self._name_of(expected))
         if reader is None:
             self.known.forget(expected.address)
             return False
         with reader:
             try:
-                if self._encodings.is_whole(reader, expected):
+                if self._writer.encodings.is_whole(reader, expected):
                     return True
                 damage = Damage.SIZE
             except NotDecodable as reason:
@@ -413,12 +400,12 @@ class Chunks:
         return False
 
     def _not_decodable(self, expected: Expected, reason: NotDecodable) -> None:
-        """A miss of this node alone: another has the key."""
+        """Counts a miss of this node alone: another node has the key."""
         self.known.forget(expected.address)
         self._counters.add(reason.counter)
 
     def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
-        """A file of another size than asked for is damaged, unless the engine asked for a block with another size."""
+        """Sets aside a file of the wrong size, unless the engine asked for a block with another size than it has."""
         if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
             self._counters.add(NodeCount.MISS_OTHER_SIZE)
             return
@@ -461,7 +448,7 @@ def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowe
     offset = 0
     for start in range(0, len(sections), run):
         part = sections[start : start + run]
-        # The header comes with the first sections, in one call.
+        # Read the header together with the first sections, in one call.
         pieces = part if header else [memoryview(raw), *part]
         offset += _fill(reader, pieces, offset, borrowed)
         header = header or decode_as(raw, expected)
@@ -469,7 +456,7 @@ def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowe
 
 
 def _verify_whole(reader: Reader, expected: Expected) -> None:
-    """Verifies a whole chunk without keeping it, in memory of one run. Raises Damaged."""
+    """Verifies a whole chunk without keeping it, in memory for one run. Raises Damaged."""
     header = _read_header(reader, expected)
     run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
     scratch = memoryview(bytearray(min(run, expected.section_count) * expected.section_bytes))
@@ -482,7 +469,7 @@ def _verify_whole(reader: Reader, expected: Expected) -> None:
 
 
 def _copied(reader: Reader, expected: Expected) -> memoryview:
-    """The whole file in memory of its own, verified. Raises Damaged."""
+    """Returns the whole file in memory of its own, verified. Raises Damaged."""
     image = memoryview(bytearray(expected.file_bytes))
     sections = _split(image[expected.header_bytes :], expected.section_bytes)
     _read_verified(reader, expected, sections, Borrowed())
@@ -496,7 +483,7 @@ def _read_header(reader: Reader, expected: Expected) -> Header:
 
 
 def _fill(reader: Reader, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
-    """Reads all of ``pieces``; a short read is damage (or a file that vanished, which is no worse)."""
+    """Reads all of ``pieces``. A short read counts as damage; a file that vanished looks the same, and is no worse."""
     wanted = sum(map(len, pieces))
     if reader.read(pieces, offset, borrowed) != wanted:
         raise Damaged(Damage.SIZE)
@@ -504,7 +491,7 @@ def _fill(reader: Reader, pieces: Pieces, offset: int, borrowed: Borrowed) -> in
 
 
 def _verify(sections: Pieces, sums: tuple[int, ...]) -> None:
-    # In one expression, because this loop holds the GIL that all lanes share.
+    # One expression, because this loop holds the GIL that all lanes share.
     if tuple(map(checksum, sections)) != sums:
         raise Damaged(Damage.SECTION_CHECKSUM)
 

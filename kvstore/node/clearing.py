@@ -1,8 +1,8 @@
-"""Clearing what a selection names, wherever it is: all nodes are told, the root is swept, and they are told again.
+"""Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
 
-Apart from the member, whose pins decide what stays.  In this order: a node that has dropped what
-is named, and lets none of it back in, cannot write to the root again what was just deleted there.  And the barrier goes
-up before pins are read: a pin that is not among those finds the barrier (gc/PROTOCOL.md, P5).
+Separate from the member, whose pins decide what stays. The order matters. A node that has dropped what is named, and
+refuses to take it back, cannot write to the root again what the sweep just deleted. And the barrier goes up before pins
+are read: a pin taken too late to be read finds the barrier (gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
-"""How long the other nodes have to say that they dropped it; one that hangs, or knows no orders, never does."""
+"""Time for the other nodes to answer that they dropped it; a node that hangs, or knows no orders, never answers."""
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5
@@ -44,9 +44,9 @@ Pinned = Container[Address]
 
 
 class Clearing:
-    """One clear of one node. ``clears`` is None for a node alone, which has nobody to tell.
+    """One clear, run by one node. ``clears`` is None for a node alone, which tells nobody.
 
-    ``pinned`` reads what pins keep, and is called once nothing else can be pinned.
+    ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Clearing:
         self._timeout_s = node.limits.meta_deadline_s
 
     def resolve(self, selection: Selection) -> ClearOrder:
-        """What is meant. Raises InvalidRequest where that is nothing, and what the root raised."""
+        """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
         node = self._node
         writers = node.on_root(lambda: read_writers(node.root))
         return selection.resolve(node.namespaces(), writers, node.clock.now_s())
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
-        """What would be deleted; nothing is changed."""
+        """Counts what ``clear`` would delete; changes nothing."""
         return _Sweep(self._node, order, self._pinned(), None).run(progress)
 
     def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
-        """Deletes it. Raises Unavailable where the other nodes could not be told: clear again."""
+        """Deletes what the order names. Raises Unavailable if the other nodes could not be told: clear again."""
 
         def sweep(pinned: Pinned, barrier: Barrier) -> Cleared:
             return _Sweep(self._node, order, pinned, barrier).run(progress)
@@ -86,9 +86,9 @@ class Clearing:
     def around(
         self, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared], waiting: Callable[[], None]
     ) -> Cleared:
-        """Has all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root.
+        """Makes all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root.
 
-        ``sweep(pinned, barrier)`` leaves what is pinned, and looks at the barrier before each deletion.
+        ``sweep(pinned, barrier)`` leaves what is pinned, and checks the barrier before each deletion.
         """
         node, clears = self._node, self._clears
         if clears is None:
@@ -96,34 +96,35 @@ class Clearing:
                 self._obey_alone(order, waiting)
                 node.sweep_disk([order])
                 return self._behind_barrier(node.ids.fresh(), order, sweep)
-            finally:  # cut short, too: or what passes would keep a whole namespace out of memory from then on
+            finally:  # also when cut short: a leftover order would keep the namespace out of memory for good
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
         lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
-        clears.trim(self._timeout_s)  # now, not at the end, which one that is cut short never reaches
+        clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears.silent, id, waiting)
             done = self._behind_barrier(id, order, sweep)
-        if not clears.renew(lease, self._timeout_s):  # who forgot it took its answer back, and is not waited for
+        if not clears.renew(lease, self._timeout_s):  # a node that forgot it withdrew its answer
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
         clears.done(id, content, self._timeout_s, stands=order.stands)
         silent |= self._wait_for_answers(clears.still_silent, id, lambda: None)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
-        """As the followers of a cluster do: what is being written at this moment is waited for, or it would be
-        published behind the sweep. Raises Unavailable where that does not end.
+        """Does what the followers of a cluster do: drops it, and waits for writes in progress.
+
+        A write that is not waited for would publish behind the sweep. Raises Unavailable if the writes do not end.
         """
         deadline = Deadline(self._node.clock, ANSWER_S)
         while not self._node.obey([order], [order]):
             waiting()
             if deadline.passed:
-                raise Unavailable("what is being written to the root may be meant, and does not end: clear again")
+                raise Unavailable("writes to the root that may be of these chunks do not end: clear again")
 
     def _behind_barrier(self, id: bytes, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared]) -> Cleared:
-        """Rule P5: barrier, then pins, then deletions; the barrier goes once they have all ended.
+        """Follows rule P5: barrier, then pins, then deletions; the barrier goes once all deletions have ended.
 
-        Where the sweep fails, a lane may still be in the middle of a deletion: then the barrier goes by itself.
+        If the sweep fails, a lane may still be in the middle of a deletion: then the barrier expires by itself.
         """
         barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
         with self._kept(lambda: barrier.renew(self._timeout_s)):
@@ -134,8 +135,10 @@ class Clearing:
 
     @contextmanager
     def _kept(self, renew: Callable[[], object]) -> Iterator[None]:
-        """Renews a lease as long as the block takes: nodes that forget an order in between, and are told of its end,
-        know nothing of it. In a thread of its own, because a sweep may be in one call of the root for long.
+        """Renews a lease while the block runs, in a thread of its own: one call of the root may keep the sweep busy for
+        long.
+
+        A node that forgets the order in between would take back what the sweep deletes.
         """
         ended = Flag()
 
@@ -182,8 +185,8 @@ class _Sweep:
         self._chunks = self._bytes = self._kept = self._failed = 0
 
     def run(self, progress: Progress) -> Cleared:
-        """All of it. Raises what ``progress`` raises; then what was deleted stays deleted."""
-        # A few lanes for all shards, however many there are: the others go on serving.
+        """Does the whole pass. Raises what ``progress`` raises; what was deleted by then stays deleted."""
+        # Use a few lanes however many shards there are: the others go on serving.
         batch = self._node.begin_on_root(min(LANES, len(self._shards)), lambda _: self._work())
         try:
             while not batch.join(PROGRESS_S):

@@ -1,7 +1,7 @@
-"""Hearing what was cleared by selection, anywhere: one thread that reads the orders, has them obeyed, and says so.
+"""Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
 
-Every node of a cluster does, with memory or without: what it remembers to be present goes too.  Apart from peers'
-digests, which nodes without memory do not follow.  Rule P6 of kvstore/memory/MEMORY.md.
+Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be present.
+Separate from peers' digests, which nodes without memory do not follow. Rule P6 of kvstore/memory/MEMORY.md.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WAIT_S = 0.5
 RETRY_S = 1.0
 
 Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
-"""``obey(new, all)``: drops what new orders name and forbids what all of them do; False where that is not done yet."""
+"""``obey(new, all)``: drops what new orders name and forbids what all orders name; False if it is not done yet."""
 Sweep = Callable[[list[ClearOrder]], None]
-"""What takes its time, and nobody waits for."""
+"""The slow part of an order, which nobody waits for."""
 
 
 class ClearsFollower:
-    """Follows as long as a session lives. ``obey`` and ``sweep`` are called in its thread, and do not raise."""
+    """Follows orders while a session lives. It calls ``obey`` and ``sweep`` in its thread; they must not raise."""
 
     def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, timeout_s: float) -> None:
         self._clears = clears
@@ -41,24 +41,24 @@ class ClearsFollower:
         self._closed = False
         self._watch: Watch | None = None
         self._thread: threading.Thread | None = None
-        # What follows is the thread's alone.
+        # Only the thread uses the fields below.
         self._followed: Session | None = None
         self._orders: dict[bytes, ClearOrder] = {}
         self._obeyed: set[bytes] = set()
         self._asked: dict[bytes, bool] = {}
-        """Orders of which somebody may wait to hear that this session has obeyed them, and whether they are done."""
+        """Orders whose issuer may wait for this session's answer, and whether they are done."""
         self._answered: set[bytes] = set()
-        """Those that it has answered, and that are not done."""
+        """Orders that this session has answered and that are not done."""
         self._told: set[bytes] = set()
-        """All that this session has answered, done or not: each is a key in etcd."""
+        """All orders that this session has answered, done or not: each answer is a key in etcd."""
         self._stale: set[bytes] = set()
-        """Of those, the ones that are not kept any more: their keys are to go, or they last as long as the session."""
+        """Answers to orders that are no longer kept. Their keys must go, or they last as long as the session."""
         self._unswept: list[ClearOrder] = []
         self._is_looser = False
-        """Whether an order is not kept any more, and forbids nothing from now on."""
+        """True if an order ended, so that what it named is allowed again."""
 
     def begin(self, session: Session) -> None:
-        """From now on follows, as long as ``session`` lives."""
+        """Follows orders from now on, as long as ``session`` lives."""
         with self._changed:
             self._session = session
             if self._thread is None:
@@ -67,7 +67,7 @@ class ClearsFollower:
             self._changed.notify_all()
 
     def end(self, session: Session) -> None:
-        """The session is over: its answers went with it. What was ordered stays ordered."""
+        """Notes that the session is over: its answers went with it. The orders themselves stay."""
         with self._changed:
             if self._session is session:
                 self._session = None
@@ -86,7 +86,7 @@ class ClearsFollower:
             self._thread.join(timeout_s)
 
     def step(self, wait_s: float) -> bool:
-        """Takes in what was told, waiting up to ``wait_s`` for it; False where nothing can be heard at the moment."""
+        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
         session = self._session
         if session is None:
             return False
@@ -140,12 +140,12 @@ class ClearsFollower:
             self._asked[told.id] = False
         elif told.id in self._answered:
             self._asked[told.id] = True
-            self._obeyed.discard(told.id)  # once more: what was read from the root until it was deleted there
+            self._obeyed.discard(told.id)  # sweep again: it may have been read from the root meanwhile
         if told.id not in self._orders:
             try:
                 self._orders[told.id] = ClearOrder.from_json(told.content)
             except InvalidRequest as error:
-                self._asked.pop(told.id, None)  # of a later version: whoever ordered hears that this node is silent
+                self._asked.pop(told.id, None)  # from a later version: its issuer sees no answer from this node
                 log.warning("clears.not_understood %s %s", told.id.hex(), error)
 
     def _drop(self, id: bytes) -> None:
@@ -159,7 +159,7 @@ class ClearsFollower:
             self._stale.add(id)
 
     def _answer(self, session: Session) -> None:
-        """Obeys what is new, and says so where somebody waits for it; what cannot be done yet is tried again."""
+        """Obeys new orders, and answers those that somebody waits for. The next step retries what is not done yet."""
         new = [id for id in self._orders if id not in self._obeyed]
         if new or self._is_looser:
             orders = [self._orders[id] for id in new]
@@ -191,6 +191,6 @@ class ClearsFollower:
                 self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
-        """Until there may be something to hear: a new session, or after a while the same one."""
+        """Waits until there may be something to hear: a new session, or after ``RETRY_S`` the same one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)

@@ -1,4 +1,4 @@
-"""Counts of what a node did, and how long its tiers took; the numbers behind ``stats()`` and the metrics."""
+"""Counts of a node's actions and timings of its tiers: the numbers behind ``stats()`` and the metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Counters(Counts[NodeCount]):
     def __init__(self) -> None:
         super().__init__(NodeCount)
         self.tiers = TierTimings()
-        """How long the tiers take."""
+        """Timings of the tiers."""
 
     def timed(self, tier: TierName, operation: Operation) -> Timed:
-        """Around one step of a tier."""
+        """Times one step of a tier."""
         return self.tiers.timed(tier, operation)
 
     def add_read(self, payload_bytes: int, chunks: int = 1) -> None:
-        """Chunks read and verified, ``payload_bytes`` in all."""
+        """Adds ``chunks`` read and verified chunks of ``payload_bytes`` in all."""
         with self._lock:
             self._counts[NodeCount.CHUNKS_READ] += chunks
             self._counts[NodeCount.BYTES_READ] += payload_bytes

@@ -1,4 +1,4 @@
-"""The moment after which nobody waits any more."""
+"""A point in time after which nobody waits any more."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
+        """True if it has passed."""
         return self._clock.monotonic_s() >= self._at_s

@@ -1,6 +1,7 @@
-"""The folder of a local disk tier: locked by one node at a time, and never taken for a root, nor a root for it.
+"""The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
 
-Apart from the tier, which believes that all chunk files in its folder are its own to remove: here is made sure of it.
+Separate from the tier, which treats every chunk file in its folder as its own to remove: this module makes sure of
+that.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from kvstore.root.posix_errors import REFUSED_ERRORS
 from kvstore.sources import Clock, Ids
 
 FORMAT_NAME = "kvstore-disk"
-"""In ``FORMAT``: what opens roots refuses this folder for it, and this module everything else."""
+"""The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
 VERSION = 1
 SHARD_BITS = 8
 LOCK = "lock"
 
 _OURS_BEFORE_FORMAT = frozenset({LOCK, places.STAGING}) | FILE_SYSTEMS_OWN
-"""What may lie in a folder that becomes one of ours: the rest of a node that was killed while making it, too."""
+"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some."""
 
 
 class DiskFolder:
-    """The folder at ``path``; ``make_root`` is how files in it are reached."""
+    """The folder at ``path``; ``make_root`` gives access to its files."""
 
     def __init__(self, path: str, clock: Clock, ids: Ids, make_root: Callable[[str], Root] = PosixRoot) -> None:
         self.path = os.path.abspath(path)
@@ -42,13 +43,13 @@ class DiskFolder:
         self._make_root = make_root
         self._lock_fd = -1
         self.block_bytes = 0
-        """Of the file system, once it is open."""
+        """Block size of the file system, in bytes; 0 until the folder is open."""
 
     def open(self) -> Root:
-        """Makes the folder if it is not there, locks it, and gives access to its files, which are then this node's.
+        """Makes the folder if it is missing, locks it, and returns access to its files, which are then this node's.
 
-        Raises InvalidRequest where another node has it, or where it is a root or holds anything else;
-        PermissionDenied, Overloaded, Unavailable.
+        Raises InvalidRequest if another node has it, or if it is a root or holds anything else; PermissionDenied,
+        Overloaded, Unavailable.
         """
         self._refuse_inside()
         try:
@@ -56,7 +57,7 @@ class DiskFolder:
         except OSError as cause:
             raise _refusal(self.path, "could not be made", cause) from cause
         root = self._make_root(self.path)
-        is_marked = self._is_marked(root)  # before a lock file is left in a folder of somebody else
+        is_marked = self._is_marked(root)  # check first: leave no lock file in somebody else's folder
         self._lock()
         try:
             self.block_bytes = self._find_block_bytes()
@@ -68,7 +69,7 @@ class DiskFolder:
         return root
 
     def _refuse_inside(self) -> None:
-        """A folder within a root, or within another disk tier, would be foreign there. Raises InvalidRequest."""
+        """Raises InvalidRequest if the folder lies within a root or another disk tier, where it would be foreign."""
         for above in Path(self.path).parents:
             with suppress(OSError), open(above / places.FORMAT, "rb") as file:
                 if b'"format": "kvstore' in file.read(FORMAT_BYTES_MAX):
@@ -78,7 +79,7 @@ class DiskFolder:
                     )
 
     def unlock(self) -> None:
-        """From now on another node may have the folder. Idempotent."""
+        """Unlocks the folder, so that another node may have it. Idempotent."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -107,7 +108,7 @@ class DiskFolder:
         self._lock_fd = fd
 
     def _is_marked(self, root: Root) -> bool:
-        """Whether the folder is a disk tier; False where it may become one. Raises InvalidRequest."""
+        """True if the folder is a disk tier; False if it may become one. Raises InvalidRequest otherwise."""
         content = read_small(root, places.FORMAT, FORMAT_BYTES_MAX)
         if content is None:
             for entry in root.list(TOP):
@@ -138,7 +139,7 @@ class DiskFolder:
         staged = places.staged(session, 0)
         content = json.dumps({"format": FORMAT_NAME, "version": VERSION}).encode() + b"\n"
         try:
-            # The one thing that is synced: torn by a crash of the host, it would keep the tier from being opened again.
+            # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
             root.stage(staged, [memoryview(content)], stamp_ns=int(self._clock.now_s()) * NS_PER_S, durable=True)
             root.publish(staged, places.FORMAT, durable=True)
         finally:

@@ -1,7 +1,7 @@
-"""When a local disk is left alone: after repeated failures for a while, and while reads do not come back from it.
+"""Leaves a failing local disk alone: for a while after repeated failures, and while reads hang.
 
-Apart from the tier, because it knows nothing of chunks: a disk that is dead must cost the node neither its lanes nor a
-wait in each request.
+Separate from the tier, because it knows nothing of chunks. A dead disk must cost the node neither its lanes nor a wait
+in each request.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
 FAILURES_MAX = 3
-"""In a row; with the next one the disk is left alone for ``PAUSE_S``, and after that with each one that follows."""
+"""Failures in a row before the disk is left alone for ``PAUSE_S``; each further one in a row starts another pause."""
 PAUSE_S = 30.0
 READERS_MAX = 8
-"""Lanes that a disk which hangs can take from the node: half of them."""
+"""Lanes that a hanging disk can block: half of them."""
 WAIT_S = 0.25
-"""A read waits for so long, at most, until one of the others ends."""
+"""The longest that a read waits for another one to end."""
 STALL_S = 2.0
-"""A read of one file that takes longer says that the disk hangs; nobody follows it until it is back."""
+"""A read of one file that takes longer shows that the disk hangs; no further read begins until it returns."""
 
 
 class Pause:
-    """On for ``PAUSE_S`` after ``FAILURES_MAX`` failures in a row."""
+    """Is on for ``PAUSE_S`` after ``FAILURES_MAX`` failures in a row."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -33,22 +33,22 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """Whether the disk is left alone."""
+        """True while the disk is left alone."""
         return self._clock.monotonic_s() < self._until_s
 
     def failed(self) -> None:
-        """The disk refused something."""
+        """Notes that the disk refused an operation."""
         self._failures_count += 1
         if self._failures_count >= FAILURES_MAX:
             self._until_s = self._clock.monotonic_s() + PAUSE_S
 
     def succeeded(self) -> None:
-        """It did something."""
+        """Notes that the disk did an operation."""
         self._failures_count = 0
 
 
 class Readers:
-    """Who reads from the disk at this moment, at most ``READERS_MAX``."""
+    """The threads that read from the disk at this moment, at most ``READERS_MAX``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,13 +57,13 @@ class Readers:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a read has not come back for ``STALL_S``."""
+        """True if a read has not returned for ``STALL_S``."""
         limit = self._clock.monotonic_s() - STALL_S
         with self._changed:
             return any(since < limit for since in self._since_s.values())
 
     def enter(self, deadline: Deadline) -> bool:
-        """This thread begins to read; False where it must not, since the disk hangs or is too busy."""
+        """Begins a read in this thread; False if it must not begin, because the disk hangs or is too busy."""
         if self.is_stuck:
             return False
         with self._changed:
@@ -73,12 +73,12 @@ class Readers:
         return True
 
     def moved_on(self) -> None:
-        """This thread has read one file, and goes on with the next."""
+        """Notes that this thread has read one file and goes on with the next."""
         with self._changed:
             self._since_s[threading.get_ident()] = self._clock.monotonic_s()
 
     def leave(self) -> None:
-        """This thread is done."""
+        """Ends the read of this thread."""
         with self._changed:
             del self._since_s[threading.get_ident()]
             self._changed.notify()

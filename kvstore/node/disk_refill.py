@@ -1,7 +1,8 @@
-"""What a local disk tier finds in its folder when it starts: listed first, then taken in, the most useful first.
+"""Takes in what a local disk tier finds in its folder at the start: lists all files, then takes in the most useful
+first.
 
-Apart from the tier, because it runs beside it, on a thread of its own.  Until all is listed nobody knows how many bytes
-there are, and nothing may be written; then the bytes of what is not yet taken in count as held.
+Separate from the tier, because it runs beside it on a thread of its own. Nobody knows how many bytes there are until
+all files are listed, so nothing may be written before. After that, files that are not yet taken in count as held.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from kvstore.root.interface import Root
 from kvstore.waiting import Flag
 
 RETRY_S = 5.0
-"""After an error of the disk."""
+"""Wait after an error of the disk."""
 
 _RECORD = struct.Struct(f"<qq{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}s")
 _MTIMES = np.dtype({"names": ["mtime_ns"], "formats": ["<i8"], "offsets": [0], "itemsize": _RECORD.size})
 
 
 class Refill:
-    """One thread, from ``start`` until all is taken in, or ``stop``.
+    """One thread that runs from ``start`` until all files are taken in, or until ``stop``.
 
     It calls ``failed`` for each error of the disk, and ``ended`` when it is done with the folder.
     """
@@ -55,11 +56,11 @@ class Refill:
         self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing more is begun."""
+        """Begins nothing more."""
         self._stopped.set()
 
     def _serve(self) -> None:
@@ -78,8 +79,7 @@ class Refill:
             self._ended()
 
     def _listed(self) -> bytearray:
-        """Records of all files with the names of chunks. What is left of writes that were cut off is removed, and
-        what has no such name."""
+        """Returns records of all files with names of chunks. Removes files with other names, and cut-off writes."""
         for session in self._entries(places.STAGING):
             folder = Name(f"{places.STAGING}/{session}")
             for part in self._entries(folder):
@@ -100,13 +100,12 @@ class Refill:
         return records
 
     def _entries(self, folder: Name) -> list[str]:
-        """Names in a folder, as far as there is time for them."""
+        """Returns the names in a folder; none once the thread is told to stop."""
         return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
 
     def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
-        """Which of the files stay, the last used first, and what they take. Removes the others: the bound may have
-        shrunk."""
-        # The last used first is parents first too (kvstore/recency.py).
+        """Returns which files stay, most recently used first, and their bytes. Removes those over the bound."""
+        # Most recently used first is also parents first (kvstore/recency.py).
         order: list[int] = np.argsort(-np.frombuffer(records, _MTIMES)["mtime_ns"], kind="stable").tolist()
         kept: list[int] = []
         total = 0
@@ -122,7 +121,7 @@ class Refill:
 
     def _take_in(self, records: bytearray, kept: list[int], charged: int) -> None:
         if self._stopped.is_set():
-            return  # not all was listed
+            return  # not all files were listed
         self._shelf.counted(charged)
         inspector = Inspector(self._root, verify_payload=False)
         for place in kept:
@@ -131,7 +130,7 @@ class Refill:
             try:
                 self._take(inspector, _found(records, place))
             except KVStoreError as error:
-                # The file stays counted, since it may be there.
+                # The file may still be there, so it stays counted.
                 self._failed(error)
                 self._stopped.wait(RETRY_S)
         self._shelf.whole()
@@ -146,7 +145,7 @@ class Refill:
         self._shelf.gone(found)
 
     def _opened(self, found: Found, header: Header) -> Header | None:
-        """A header whose tokens can be read; None where it is encrypted and its key is not known any more."""
+        """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
         reader = self._root.open(found.name) if header.encoding else None
         if reader is None:
             return None if header.encoding else header

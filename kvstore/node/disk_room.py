@@ -1,18 +1,18 @@
-"""The bytes of a local disk tier, as the file system counts them: a ``Room`` in which nothing lies anywhere.
+"""The bytes of a local disk tier, as the file system counts them: a ``Room`` without positions.
 
-Apart from the shelf, whose inventory takes its room here.
+Separate from the shelf, whose inventory takes its room here.
 """
 
 from __future__ import annotations
 
 BLOCK_BYTES = 4096
-"""Unless the file system says otherwise."""
+"""The block size, unless the file system reports another."""
 
 
 class FileRoom:
     """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
 
-    What ``take`` returns for a place is what the file was charged, so that nothing has to be remembered for each.
+    ``take`` returns the charge of the file as its place, so that nothing needs to remember the charge of each file.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -22,16 +22,17 @@ class FileRoom:
 
     @property
     def free_bytes(self) -> int:
-        """What may still be taken."""
+        """Bytes that may still be taken."""
         return self.size_bytes - self.held_bytes
 
     def charge(self, size_bytes: int) -> int:
-        """What a file of that size takes: whole blocks, and one for the file system's own map of a file that lies in
-        pieces, which ``st_blocks`` counts too."""
+        """Returns what a file of that size takes: whole blocks, and one more for the file system's map of a fragmented
+        file, which ``st_blocks`` counts too.
+        """
         return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
 
     def take(self, size_bytes: int) -> int | None:
-        """Charges a file; None where it is over the bound."""
+        """Charges a file; None if it would pass the bound."""
         charged = self.charge(size_bytes)
         if charged > self.free_bytes:
             return None

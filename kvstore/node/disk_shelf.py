@@ -1,8 +1,7 @@
-"""What a local disk tier holds, and in which room: decided here under one lock, done to files elsewhere.
+"""The contents of a local disk tier, decided here under one lock and done to files elsewhere.
 
-Apart from the tier, which does the I/O.  The bound holds at each moment, because the room of a file is taken before its
-first byte is written and given back after it is removed: what is dropped stays referenced, among the *leaving*, until
-then.
+Separate from the tier, which does the I/O. The bound holds at each moment: a file's room is taken before its first byte
+is written, and given back after the file is removed. Dropped entries stay referenced until then, among the *leaving*.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvstore.node.disk_room import FileRoom
 from kvstore.sources import Clock
 
 QUANTUM_S = 60
-"""A file's mtime is renewed once in this time, for the order after the next start."""
+"""A file's mtime is renewed once per quantum; it gives the order after the next start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Found:
 
     @property
     def name(self) -> Name:
-        """Where it lies."""
+        """The file's place in the folder."""
         return places.chunk(self.address, self.namespace, SHARD_BITS)
 
 
@@ -53,7 +52,7 @@ class Claimed:
 
     entry: Entry
     clears_count: int
-    """Of namespaces, when it was claimed."""
+    """Number of namespaces cleared before it was claimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Leaving:
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Of the files."""
+        """The names of the files."""
         return self.other_names or (name_of(self.entry),)
 
 
@@ -81,32 +80,32 @@ class DiskShelf:
         self._inventory = Inventory(self._room, policy)
         self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
-        """Charged for those, and for the ones whose files are being removed."""
+        """Bytes charged for the leaving entries, and for those whose files are being removed."""
         self._is_counted = False
-        """Whether it is known how many bytes there are."""
+        """True once it is known how many bytes the folder holds."""
         self._is_whole = False
-        """Whether all that was counted is taken in."""
+        """True once everything that was counted is taken in."""
         self._cleared: set[bytes] = set()
-        """Until then, namespaces of which nothing is taken in."""
+        """Namespaces cleared before that; nothing of them is taken in."""
         self._clears_count = 0
         self._standing = NOTHING
 
     def set_block_bytes(self, block_bytes: int) -> None:
-        """The file system's block size; before anything is charged."""
+        """Sets the file system's block size; call it before anything is charged."""
         self._room.block_bytes = block_bytes
 
     def leading(self, addresses: Sequence[Address], first: int) -> int:
-        """How many consecutive ones from index ``first`` on are there."""
+        """Returns how many consecutive addresses from index ``first`` on are there."""
         with self._lock:
             return self._inventory.leading(addresses, first)
 
     def has(self, address: Address) -> bool:
-        """Whether it is there."""
+        """True if the chunk is there."""
         with self._lock:
             return self._inventory.find(address) is not None
 
     def refer(self, address: Address) -> Entry | None:
-        """The entry, whose room is not given back until ``unrefer``; None where there is none."""
+        """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
         with self._lock:
             entry = self._inventory.find(address)
             if entry is not None:
@@ -114,23 +113,24 @@ class DiskShelf:
             return entry
 
     def unrefer(self, entry: Entry, *, used: bool) -> None:
-        """Ends ``refer``, after it was used or not."""
+        """Ends ``refer``; ``used`` says whether the entry was used."""
         with self._lock:
             if used:
-                # Wall time: what is taken in at the start has its last uses from the files' times.
+                # Wall time: entries taken in at the start have their last uses from the files' times.
                 self._inventory.used([entry], self._clock.now_s())
             self._inventory.unrefer(entry)
 
     def retire(self, addresses: Sequence[Address]) -> None:
-        """Lets these go before all others when room is needed, until they are used again."""
+        """Makes these the first to go when room is needed, until they are used again."""
         with self._lock:
             entries = [self._inventory.find(address) for address in addresses]
             self._inventory.retire(entry for entry in entries if entry is not None)
 
     def make_room(self, place: Place, size_bytes: int, *, even_if_free: bool = False) -> bool:
-        """Lets the least useful leave, as many as a file of that size needs; False where they may not.
+        """Lets the least useful entries leave, as many as a file of that size needs; False if they may not.
 
-        Their room is free once what is leaving is removed. ``even_if_free``: the disk has less room than there is here.
+        Their room is free once their files are removed. ``even_if_free``: the disk has less room than this shelf
+        counts.
         """
         with self._lock:
             charged = self._room.charge(size_bytes)
@@ -151,9 +151,9 @@ class DiskShelf:
             return True
 
     def claim(self, place: Place, size_bytes: int, hints: Hints) -> Claimed | None:
-        """Room for a file; None where there is none, or somebody has the address.
+        """Claims room for a file; None if there is none, or if the address is taken.
 
-        Never evicts: a file would stay that nobody knows of.
+        Never evicts: nobody would remove the evicted file.
         """
         with self._lock:
             if self._room.charge(size_bytes) > self._room.free_bytes:
@@ -162,7 +162,7 @@ class DiskShelf:
             return None if entry is None else Claimed(entry, self._clears_count)
 
     def ready(self, claimed: Claimed) -> bool:
-        """The file is there; False where a namespace was cleared meanwhile, which may be its own."""
+        """Notes that the file is there; False if a namespace was cleared meanwhile, which may be the file's own."""
         with self._lock:
             if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
                 return False
@@ -170,44 +170,43 @@ class DiskShelf:
             return True
 
     def leave(self, entry: Entry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to, and keeps that reference until its file is gone; or those that
-        have these names."""
+        """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
         with self._lock:
             self._leave(entry, *names)
 
     def take_leaving(self) -> Leaving | None:
-        """The next whose files are to be removed: ``left`` when they are, ``put_back`` where they could not be."""
+        """Returns the next entry whose files must be removed. Call ``left`` afterwards, or ``put_back`` on failure."""
         with self._lock:
             return self._leaving.popleft() if self._leaving else None
 
     def left(self, leaving: Leaving) -> None:
-        """Its files are gone: the room is free."""
+        """Notes that its files are gone: the room is free."""
         with self._lock:
             self._leaving_bytes -= self._room.charge(leaving.entry.size_bytes)
             self._inventory.unrefer(leaving.entry)
 
     def put_back(self, leaving: Leaving) -> None:
-        """The disk refused: another time."""
+        """Queues it again, because the disk refused to remove its files."""
         with self._lock:
             self._leaving.append(leaving)
 
     def charge(self, size_bytes: int) -> int:
-        """What a file of that size takes."""
+        """Returns what a file of that size takes."""
         return self._room.charge(size_bytes)
 
     @property
     def bytes_max(self) -> int:
-        """The bound."""
+        """The bound in bytes."""
         return self._room.size_bytes
 
     def counted(self, charged: int) -> None:
-        """That much is on the disk: from now on there may be more."""
+        """Notes that the folder holds that much; from now on more may be added."""
         with self._lock:
             self._room.held_bytes += charged
             self._is_counted = True
 
     def admit(self, found: Found, header: Header) -> bool:
-        """Takes in a file that was counted; False where it has to go."""
+        """Takes in a file that was counted; False if it has to go."""
         was = recency.decode(found.mtime_ns, QUANTUM_S)
         tokens = header.identity if header.kind is Kind.TOKENS else b""
         place = Place(header.namespace, header.address, header.parent, tokens)
@@ -226,18 +225,18 @@ class DiskShelf:
         return True
 
     def gone(self, found: Found) -> None:
-        """A file that was counted is not there any more."""
+        """Gives back the charge of a counted file that is gone."""
         with self._lock:
             self._room.give(self._room.charge(found.size_bytes))
 
     def whole(self) -> None:
-        """All that was counted is taken in."""
+        """Notes that everything that was counted is taken in."""
         with self._lock:
             self._is_whole = True
             self._cleared.clear()
 
     def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """All its chunks leave; so do those that are being written or taken in."""
+        """Makes all chunks of the namespace leave, also those that are being written or taken in."""
         with self._lock:
             self._clears_count += 1
             if not self._is_whole:
@@ -246,27 +245,27 @@ class DiskShelf:
         for start in range(0, len(entries), DROP_COUNT):
             with self._lock:
                 for entry in entries[start : start + DROP_COUNT]:
-                    if entry.is_ready:  # else it is gone by now; or somebody writes it, who takes it away: ``ready``
+                    if entry.is_ready:  # if not, it is gone, or its writer removes it in ``ready``
                         self._inventory.refer(entry)
                         self._leave(entry)
 
     def forbid(self, standing: Standing) -> None:
-        """What must not come here from now on (rule P6)."""
+        """Sets what must not come here from now on (rule P6)."""
         with self._lock:
             self._standing = standing
 
     def forbids(self, header: Header) -> bool:
-        """Whether a chunk must not come here."""
+        """True if a chunk must not come here."""
         with self._lock:
             return self._standing.forbids(header.namespace, header.incarnation)
 
     def entries(self) -> list[Entry]:
-        """Those that are there at this moment, none of them referenced."""
+        """Returns the ready entries of this moment, without references."""
         with self._lock:
             return [entry for entry in self._inventory.entries() if entry.is_ready]
 
     def stats(self) -> dict[str, int | float]:
-        """As ``DiskTier.stats``."""
+        """Returns the gauges of ``DiskTier.stats``."""
         with self._lock:
             return {
                 "disk_entries": self._inventory.entries_count,
@@ -276,8 +275,9 @@ class DiskShelf:
             }
 
     def _victims(self, lacking: int, parent: Address) -> list[Entry]:
-        """What goes first, and no more of it than is charged that much; never the parent of what comes. Empty where
-        there is not enough."""
+        """Returns the entries that go first, just enough to free ``lacking`` bytes, never the parent of the new file;
+        empty if there is not enough.
+        """
         kept = self._inventory.find(parent)
         if kept is not None:
             self._inventory.refer(kept)
@@ -297,5 +297,5 @@ class DiskShelf:
 
 
 def name_of(chunk: Place | Entry) -> Name:
-    """Where its file lies; of an entry not by its ``place``, which is to be looked at under the lock alone."""
+    """Returns the name of its file. Does not use an entry's ``place``, which may be read under the lock alone."""
     return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)

@@ -1,7 +1,7 @@
-"""The local disk below a node's memory: images in files of a folder of this node alone, bounded in bytes.
+"""The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
 
-A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss.  Here is the
-I/O; what there is, and in which room, the shelf decides.
+A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
+does the I/O; the shelf decides what the tier holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Kind, decode, incarnation_at
+from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.inventory import Entry, Place
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 CLEAR_S = 10.0
 SWEEP_MAX = 64
-"""Files removed by one call: whoever drops a chunk while a namespace is cleared does not do all of that."""
+"""Files removed by one call: a caller that drops one chunk must not also remove all files of a cleared namespace."""
 
 
 class DiskTier:
-    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until what the folder holds is taken in."""
+    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until the folder's files are taken in."""
 
     name: TierName = "disk"
 
@@ -77,12 +77,12 @@ class DiskTier:
         self._changed = Monitor()
         self._is_open = False
         self._users_count = 0
-        """Calls that use the folder at this moment, and the refill."""
+        """Running calls that use the folder, and the refill."""
 
     def open(self) -> None:
-        """Locks the folder and begins to take in what it holds.
+        """Locks the folder and begins to take in its files.
 
-        Raises InvalidRequest where another node has it, or where it holds anything but a disk tier; PermissionDenied,
+        Raises InvalidRequest if another node has it, or if it holds anything but a disk tier; PermissionDenied,
         Overloaded, Unavailable.
         """
         self._root = self._folder.open()
@@ -95,7 +95,7 @@ class DiskTier:
         self._refill.start()
 
     def leading(self, wanted: Wanted, first: int) -> int:
-        """How many consecutive chunks from index ``first`` on are there. No I/O."""
+        """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
         return self._shelf.leading(wanted.addresses, first)
@@ -107,7 +107,7 @@ class DiskTier:
     def fetch(
         self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
-        """Reads whole files; True for each that gave exactly its image. Nothing is verified but encryption (rule I1).
+        """Reads whole files; True for each that gave exactly its image. Verifies nothing but encryption (rule I1).
 
         May block on the disk for longer than ``deadline``: called on lanes. Never raises KVStoreError.
         """
@@ -131,7 +131,7 @@ class DiskTier:
         return came
 
     def add(self, place: Place, image: memoryview, hints: Hints = DEFAULT) -> bool:
-        """Writes an image that memory gives up; False where it is there, there is no room, or the disk refuses.
+        """Writes an image that memory gives up; False if it is already there, there is no room, or the disk refuses.
 
         Blocks on the disk: called by a thread that nobody waits for. Never raises KVStoreError.
         """
@@ -142,7 +142,7 @@ class DiskTier:
                 try:
                     return self._add(place, image, hints)
                 except KVStoreError as error:
-                    # Others fill the disk too. What we have turns over in less room then, instead of growing stale.
+                    # Other programs fill the disk too. Then our files turn over in less room, instead of growing stale.
                     if not is_last and _is_full(error) and self._shelf.make_room(place, len(image), even_if_free=True):
                         self._sweep()
                         continue
@@ -151,11 +151,11 @@ class DiskTier:
         return False
 
     def retire(self, wanted: Wanted, count: int) -> None:
-        """Lets the first ``count`` chunks, as far as they are here, go before all others until they are read again."""
+        """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
         self._shelf.retire(wanted.addresses[:count])
 
     def drop(self, address: Address, *, only_leaf: bool = False) -> bool:
-        """Removes a chunk; False where there is none, or, ``only_leaf``, where others here continue it."""
+        """Removes a chunk; False if there is none, or, with ``only_leaf``, if others here continue it."""
         with self._inside() as is_open:
             entry = self._shelf.refer(address) if is_open else None
             if entry is None:
@@ -167,15 +167,15 @@ class DiskTier:
         return True
 
     def damaged(self, wanted: Wanted, index: int) -> None:
-        """What ``fetch`` gave for a chunk was not right: it is removed."""
+        """Removes a chunk, because what ``fetch`` gave for it was not right."""
         if self.drop(wanted.addresses[index]):
             self._counters.add(NodeCount.DISK_DAMAGED)
 
     def drop_namespace(self, digest: bytes) -> None:
         """Removes all chunks of a namespace: first none of them is found any more, then the files go.
 
-        Waits for the files at most ``CLEAR_S``. Those that are left by then go behind the caller's back; what is still
-        there when the process ends is found again at the next start.
+        Waits at most ``CLEAR_S`` for the files. Those left by then are removed in the background; a file that still
+        exists when the process ends is found again at the next start.
         """
         with self._inside() as is_open:
             if is_open:
@@ -183,14 +183,14 @@ class DiskTier:
                 within(CLEAR_S, self._sweep_all)
 
     def forbid(self, standing: Standing) -> None:
-        """What must not come here from now on (rule P6); what is there already is looked at when it is read."""
+        """Sets what must not come here from now on (rule P6). What is there already is checked when it is read."""
         self._shelf.forbid(standing)
 
     def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
         """Removes all chunks that orders name, which takes a look at each file of their namespaces.
 
-        In the calling thread, as long as that takes. Never raises KVStoreError: what the disk refuses to show stays,
-        and is looked at when it is read.
+        Runs in the calling thread for as long as that takes. Never raises KVStoreError: a file that the disk refuses to
+        show stays, and is checked when it is read.
         """
         for entry in self._shelf.entries():
             if not any(order.means(entry.namespace) for order in orders):
@@ -205,12 +205,13 @@ class DiskTier:
                     self._shelf.unrefer(held, used=False)
 
     def stats(self) -> dict[str, int | float]:
-        """disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, 1 until all
-        that the folder held is taken in."""
+        """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
+        is 1 until all files of the folder are taken in.
+        """
         return self._shelf.stats()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends its thread, and unlocks the folder once nobody uses it any more. Idempotent."""
+        """Ends the thread, and unlocks the folder once nobody uses it any more. Idempotent."""
         with self._changed:
             if not self._is_open:
                 return
@@ -218,13 +219,13 @@ class DiskTier:
             self._refill.stop()
             if not self._users_count:
                 self._folder.unlock()
-            # Whoever hangs in the disk keeps the folder locked: it may still write there.
+            # A thread that hangs in the disk keeps the folder locked: it may still write there.
             elif not self._changed.wait_for(lambda: not self._users_count, timeout_s):
                 log.warning("disk.in_use %s: it stays locked until the disk answers", self._folder.path)
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """Around whatever uses the folder: whether it may."""
+        """Wraps every use of the folder; yields True if it may be used."""
         with self._changed:
             is_open = self._is_open
             self._users_count += is_open
@@ -245,7 +246,7 @@ class DiskTier:
         entry = self._shelf.refer(wanted.addresses[index])
         if entry is None:
             return False
-        # Of another size it is a block that was put with that size, or encrypted.
+        # A file of another size is a block that was put with that size, or encrypted.
         whole, stays = False, entry.size_bytes != len(image) and not self._encodings.has_keys
         try:
             if not stays:
@@ -254,7 +255,7 @@ class DiskTier:
                 self._reads.succeeded()
         except Overloaded as error:
             self._failed(self._reads, error)
-            stays = True  # too few descriptors or too little memory, which says nothing of the file
+            stays = True  # too few descriptors or too little memory: the file may be right
         except KVStoreError as error:
             self._failed(self._reads, error)
         if stays:
@@ -273,8 +274,11 @@ class DiskTier:
         return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
 
     def _read(self, entry: Entry, expected: Expected, image: memoryview) -> bool | None:
-        """Whether the file is there and gives exactly the image, which it fills then; None where nothing is wrong with
-        it but that it is another size's, or not to be decrypted here."""
+        """Fills the image from the file; True if the file gave exactly the image, False if it is missing or wrong.
+
+        None if the file is right but not usable here: it was put with another size, or cannot be decrypted on this
+        node.
+        """
         name = name_of(entry)
         reader = self._root.open(name)
         if reader is None:
@@ -293,27 +297,21 @@ class DiskTier:
                 return None if expected.kind is Kind.BLOCK and damaged.damage is Damage.GEOMETRY else False
         stamp_ns = recency.renewed_ns(mtime_ns, self._quantum(), QUANTUM_S, recency.decode(mtime_ns, QUANTUM_S).depth)
         if stamp_ns is not None:
-            with suppress(KVStoreError):  # what was read is right, whatever becomes of its time
+            with suppress(KVStoreError):  # the bytes are right, even if its time is not renewed
                 self._root.touch(name, stamp_ns)
         return True
 
     def _add(self, place: Place, image: memoryview, hints: Hints) -> bool:
-        try:
-            header = decode(image)
-        except Damaged:
+        header = _header_of(place, image)
+        if header is None or self._shelf.forbids(header):
             return False
-        if self._shelf.forbids(header):
-            return False
-        if header.address != place.address or header.file_bytes != len(image):
-            return False  # of memory that went wrong: it would be removed at the next start
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:
             return False
         name, size_bytes = name_of(place), byte_length(pieces)
         # A file without an entry has not been taken in yet, or is about to be removed.
-        if self._shelf.has(place.address) or self._root.stat(name) is not None:
-            return False
-        if not self._shelf.make_room(place, size_bytes):
+        is_here = self._shelf.has(place.address) or self._root.stat(name) is not None
+        if is_here or not self._shelf.make_room(place, size_bytes):
             return False
         self._sweep()
         claimed = self._shelf.claim(place, size_bytes, hints)
@@ -338,13 +336,15 @@ class DiskTier:
         return True
 
     def _remove(self, entry: Entry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to, and its file, or those that have these names."""
+        """Takes away an entry that the caller refers to, and its file or the files ``names``."""
         self._shelf.leave(entry, *names)
         self._sweep()
 
     def _sweep(self) -> bool:
-        """Removes some of what is to be removed; whether there may be more. Never raises KVStoreError: what the disk
-        refuses now keeps its room, and is tried again when something else is removed."""
+        """Removes some of the leaving files; True if there may be more. Never raises KVStoreError.
+
+        Files that the disk refuses to remove keep their room. The next removal tries them again.
+        """
         for _ in range(SWEEP_MAX):
             leaving = self._shelf.take_leaving()
             if leaving is None:
@@ -371,6 +371,17 @@ class DiskTier:
 
     def _quantum(self) -> int:
         return recency.quantum_of(self._clock.now_s(), QUANTUM_S)
+
+
+def _header_of(place: Place, image: memoryview) -> Header | None:
+    """The header of an image; None where it is not right for this chunk."""
+    try:
+        header = decode(image)
+    except Damaged:
+        return None
+    if header.address != place.address or header.file_bytes != len(image):
+        return None  # of memory that went wrong: it would be removed at the next start
+    return header
 
 
 def _is_full(error: KVStoreError) -> bool:

@@ -1,8 +1,8 @@
-"""Encoded chunk files, read as the files of version 1 that they stand for, and what a node's writes are encoded to.
+"""Encoded chunk files, read as the files of version 1 that they stand for, and the encoding of a node's writes.
 
-Apart from ``chunks.py``, which decides what becomes of a chunk: a ``DecodedReader`` is a Reader like any other, whose
-bytes are those of a plain file, header and all; so all that reads chunks verifies them as it always does, and nothing
-that is not decoded ever leaves here.
+Separate from ``chunks.py``, which decides what becomes of a chunk. A ``DecodedReader`` is a Reader like any other: its
+bytes are those of a plain file, header and all. So every reader of chunks verifies them as always, and nothing leaves
+here undecoded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvstore.sources import Ids
 log = logging.getLogger(__name__)
 
 NAMESPACES_MAX = 1_024
-"""Namespaces that a node knows the tenants of: clients make as many as they like, of up to 280 KiB."""
+"""Namespaces whose tenants a node knows: clients make as many as they like, of up to 280 KiB each."""
 
 _SIZE_FIELD = slice(16, 20)
 
 
 class NotDecodable(Exception):
-    """A whole file that this node cannot decode: a miss, counted under ``counter``, and no damage."""
+    """A whole file that this node cannot decode: a miss, counted under ``counter``, not damage."""
 
     def __init__(self, counter: NodeCount) -> None:
         super().__init__(counter.about)
@@ -49,7 +49,7 @@ class NotDecodable(Exception):
 
 
 class Encodings:
-    """What one node knows of keys, and does with them. Thread-safe."""
+    """The keys and encodings of one node. Thread-safe."""
 
     def __init__(self, keys: KeyFile | None, counters: Counters, ids: Ids) -> None:
         self._keys = keys
@@ -67,19 +67,19 @@ class Encodings:
 
     @property
     def has_keys(self) -> bool:
-        """Whether there may be any: then a chunk whose tenant is not known may have to be encrypted."""
+        """True if there may be keys: then a chunk of an unknown tenant may have to be encrypted."""
         return self._keys is not None
 
     def key_of(self, tenant: str) -> Key | None:
-        """The key that a tenant's chunks are encrypted with now."""
+        """Returns the key that a tenant's chunks are encrypted with now."""
         return self.ring.current.get(tenant) if self._keys is not None else None
 
     def encrypts(self, tenant: str) -> bool:
-        """Whether what a tenant writes is encrypted: then native code, descriptors and mappings are not for it."""
+        """True if a tenant's writes are encrypted: then its chunks are not for native code, descriptors or mappings."""
         return self.key_of(tenant) is not None
 
     def pieces(self, expected: Expected, incarnation: Incarnation, sections: Pieces) -> list[memoryview]:
-        """A chunk as the file that is written of it now."""
+        """Encodes a chunk as it is written to a file now."""
         key = self.key_of(expected.tenant)
         if key is None:
             header = encode(expected, incarnation, list(map(checksum, sections)))
@@ -87,7 +87,7 @@ class Encodings:
         return self.encoded(expected, incarnation, sections, Wish(key=key))
 
     def encoded(self, expected: Expected, incarnation: Incarnation, sections: Pieces, wish: Wish) -> list[memoryview]:
-        """The same as it is wished."""
+        """Encodes a chunk as ``wish`` says."""
         if wish == PLAIN:
             header = encode(expected, incarnation, list(map(checksum, sections)))
             return [memoryview(header), *sections]
@@ -97,22 +97,24 @@ class Encodings:
         return pieces
 
     def learn(self, namespace: Namespace) -> None:
-        """Chunks of this namespace come into memory: whose they are when they go to the disk."""
+        """Remembers a namespace whose chunks come into memory, so that its tenant is known when they go to the disk."""
         if namespace.digest in self._namespaces:
             return
         with self._learning:
             while len(self._namespaces) >= NAMESPACES_MAX:
-                # What is in use is learned again soon; until then its images do not go to the disk.
+                # Namespaces in use are learned again soon; until then their images do not go to the disk.
                 del self._namespaces[next(iter(self._namespaces))]
             self._namespaces[namespace.digest] = namespace
 
     def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
-        """One that was learned."""
+        """Returns a namespace that was learned."""
         return self._namespaces.get(digest)
 
     def pieces_of_image(self, header: Header, image: memoryview) -> list[memoryview] | None:
-        """An image as the file that is written of it to a local disk, with the checksums that it has; None where it is
-        not known whose it is, and so whether it has to be encrypted."""
+        """Encodes an image as it is written to a local disk, keeping its checksums.
+
+        None if its tenant is unknown, because it may have to be encrypted.
+        """
         if self._keys is None:
             return [image]
         namespace = self._namespaces.get(header.namespace)
@@ -125,17 +127,22 @@ class Encodings:
         payload = image[header.header_bytes :]
         sections = [payload[at * size : (at + 1) * size] for at in range(len(header.checksums))]
         expected = Expected(
-            header.kind, header.address, header.parent, header.namespace, header.depth, header.identity,
-            len(header.checksums), size,
-        )  # fmt: skip
+            header.kind,
+            header.address,
+            header.parent,
+            header.namespace,
+            header.depth,
+            header.identity,
+            len(header.checksums),
+            size,
+        )
         self._counters.add(NodeCount.BYTES_ENCRYPTED, expected.payload_bytes)
         return encode_chunk(expected, header.incarnation, sections, Wish(key=key), self._ids.fresh(), header.checksums)
 
     def reader(self, reader: Reader, expected: Expected) -> DecodedReader | None:
-        """The plain file that an encoded one stands for; None where the file is of version 1, or of none. Takes the
-        reader over where it does not return None, and only then.
+        """Returns the plain file that an encoded one stands for; None if the file has version 1 or none.
 
-        Raises Damaged, NotDecodable, and what the root raises.
+        Owns ``reader`` only if it does not return None. Raises Damaged, NotDecodable, and the root's errors.
         """
         raw = _header_of(reader, expected)
         if raw is None:
@@ -146,8 +153,10 @@ class Encodings:
         return DecodedReader(reader, self._decoding(raw, header), expected.section_bytes)
 
     def is_whole(self, reader: Reader, expected: Expected) -> bool | None:
-        """Whether an encoded file is of the chunk and of the right size, and this node could decode it; None where it
-        is not encoded. Only the header is read, and not opened. Raises Damaged, NotDecodable.
+        """True if an encoded file is of the chunk and of the right size, and this node could decode it; None if it is
+        not encoded.
+
+        Reads only the header, without decrypting it. Raises Damaged, NotDecodable.
         """
         raw = _header_of(reader, expected)
         if raw is None:
@@ -159,9 +168,9 @@ class Encodings:
         return True
 
     def header_of(self, reader: Reader) -> tuple[Header, Decoding] | None:
-        """The plain header, and how to decode the rest, of a file of which nothing is known beforehand.
+        """Returns the plain header of any file, and how to decode the rest.
 
-        None where it is not encoded. Raises Damaged, NotDecodable.
+        None if it is not encoded. Raises Damaged, NotDecodable.
         """
         raw = read_header(reader)
         if not is_encoded(raw):
@@ -176,7 +185,7 @@ class Encodings:
         return Decoding(raw, header, self._key_for(header))
 
     def _key_for(self, header: Header) -> Key | None:
-        """The key that a header names; None where it names none. Raises NotDecodable."""
+        """Returns the key that a header names; None if it names none. Raises NotDecodable."""
         if Encoding.COMPRESSED in header.encoding and not squeezing.is_available():
             log.warning("chunks.compressed a chunk is compressed, and zstandard is not installed: kvstore[compression]")
             raise NotDecodable(NodeCount.MISS_ENCODING)
@@ -189,14 +198,14 @@ class Encodings:
 
 
 def read_header(reader: Reader) -> bytearray:
-    """At least the header of a file of which nothing is known beforehand. Raises Damaged where it is too short."""
+    """Reads at least the header of any file. Raises Damaged if the file is too short."""
     raw = _read(reader, PAGE_BYTES)
     size = int.from_bytes(raw[_SIZE_FIELD], "little")
     return _read(reader, size) if PAGE_BYTES < size <= HEADER_BYTES_MAX else raw
 
 
 def _header_of(reader: Reader, expected: Expected) -> bytearray | None:
-    """The header of an encoded file that should be of this chunk; None where it is not encoded."""
+    """Reads the header of an encoded file that should be of this chunk; None if it is not encoded."""
     raw = _read(reader, header_bytes(len(expected.identity), expected.section_count) + PAGE_BYTES)
     return raw if is_encoded(raw) else None
 
@@ -219,16 +228,16 @@ class DecodedReader:
         size = len(self._header) + len(decoding.header.stored) * section_bytes
         self.stat = Stat(size, reader.stat.mtime_ns)
         self._last: tuple[int, memoryview] | None = None
-        """The section decoded last, where only a part of it was asked for."""
+        """The section decoded last, kept if only a part of it was asked for."""
         self._scratch = memoryview(b"")
 
     @property
     def header(self) -> Header:
-        """What the encoded file says of itself."""
+        """The header of the encoded file."""
         return self._decoding.header
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
-        """Fills ``pieces``; what they are cut like is the caller's, whole sections cost least."""
+        """Fills ``pieces``, however they are cut; whole sections cost least."""
         at, end = offset, min(offset + byte_length(pieces), self.stat.size_bytes)
         for piece in pieces:
             stop = min(len(piece), end - at)
@@ -240,7 +249,7 @@ class DecodedReader:
         return max(0, at - offset)
 
     def map(self) -> memoryview | None:
-        """A decoded copy: nothing of the file itself is ever mapped."""
+        """Returns a decoded copy: the file itself is never mapped."""
         image = memoryview(bytearray(self.stat.size_bytes))
         whole = self.read([image], 0, Borrowed()) == len(image)
         return image.toreadonly() if whole else None
@@ -255,7 +264,7 @@ class DecodedReader:
         self.close()
 
     def _fill(self, piece: memoryview, at: int, borrowed: Borrowed) -> int:
-        """Fills the beginning of ``piece``, up to the end of the header or section that byte ``at`` lies in."""
+        """Fills the beginning of ``piece``, up to the end of the header or section that contains byte ``at``."""
         before, size = len(self._header), self._section_bytes
         if at < before:
             part = self._header[at : at + len(piece)]
@@ -272,7 +281,7 @@ class DecodedReader:
         return len(part)
 
     def _section(self, index: int) -> memoryview:
-        """A section of which only a part is asked for; the next question is often for the rest of it."""
+        """Returns a section of which only a part is asked for, and keeps it: the next read often wants the rest."""
         if self._last is None or self._last[0] != index:
             section = memoryview(bytearray(self._section_bytes))
             self._decoding.section(index, self._stored(index), section)
@@ -280,7 +289,7 @@ class DecodedReader:
         return self._last[1]
 
     def _stored(self, index: int) -> memoryview:
-        """A section as it is stored, in memory of ours until the next one is read."""
+        """Returns a section as it is stored, in memory that the next call reuses."""
         offset, size_bytes = self._decoding.where(index)
         if len(self._scratch) < size_bytes:
             self._scratch = memoryview(bytearray(size_bytes))

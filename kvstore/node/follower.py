@@ -1,30 +1,25 @@
-"""Following garbage collection for one node: the watch that feeds its view, the start fence, the announcements.
+"""Follows garbage collection for one node: the watch that feeds its view, the start fence, the announcements.
 
-All of it hangs on a session, and nothing of it is on the path of a request.  Every step is a method without a thread,
-so that a simulation can take them in any order; ``run`` is the loop that a thread lives in.
+All of it depends on a session, and no request waits for it. Every step is a method without a thread, so that a
+simulation can run the steps in any order; ``run`` is the loop of the node's thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore.counts import NodeCount
-from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
-from kvstore.format import places
-from kvstore.meta.generation import Foreign, Standing
+from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+from kvstore.meta.generation import Foreign
 from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
-from kvstore.meta.sweeps import Condemned
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Holds
 from kvstore.node.limits import Limits
+from kvstore.node.start_fence import StartFence
 from kvstore.node.view import ChainBroken, View
-from kvstore.root.fence import lift
-from kvstore.root.interface import Root
 from kvstore.sources import Clock
 from kvstore.waiting import Flag
 
@@ -47,54 +42,48 @@ class _Following:
 class Follower:
     """Keeps one view in step with etcd, and etcd in step with the holds. One thread at a time calls ``step``.
 
-    ``on_root`` does something with the root under a deadline of its own, such as on a lane.  ``standing`` compares the
-    generations of root and etcd (rule C6); None for a node alone, whose root no collector of this metadata sweeps.
+    ``fence`` is None for a node alone, whose root no collector of this metadata sweeps.
     """
 
     def __init__(
         self,
         meta: Meta,
         keys: Keys,
-        root: Root,
-        shard_bits: int,
         view: View,
         holds: Holds,
+        fence: StartFence | None,
         counters: Counters,
         limits: Limits,
         clock: Clock,
-        on_root: Callable[[Callable[[], object]], object],
-        standing: Callable[[], Standing] | None,
     ) -> None:
         self._meta = meta
         self._keys = keys
-        self._root = root
-        self._shard_bits = shard_bits
         self._view = view
         self._holds = holds
+        self._fence = fence
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._on_root = on_root
-        self._standing = standing
         self._following: _Following | None = None
         self._ended = Flag()
         self._stepped_s = clock.monotonic_s()
 
     def begin(self, session: Session) -> None:
-        """Rule V1: the session's key is there; reads ``gc/``, watches from there on, fences (C4), then protects.
+        """Follows rule V1: once the session's key exists, reads ``gc/``, watches from there on, fences (C4), then
+        protects.
 
-        Leaves nothing behind where it raises: Unavailable, what the root raised, WatchLost.
+        If it raises, it leaves nothing behind. Raises Unavailable, WatchLost, and the root's errors.
         """
-        if self._standing is not None:
-            standing = self._standing()
+        if self._fence is not None:
+            standing = self._fence.standing()
             if isinstance(standing, Foreign):
                 self._stand_aside(session, f"generation.foreign {standing.why}")
                 return
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
         try:
-            if self._standing is not None and self._root.traits.fenced:
-                self._on_root(self._fence_unnamed)
+            if self._fence is not None:
+                self._fence.lift_unnamed()
             now_s = self._clock.monotonic_s()
             self._holds.drop_all()  # taken while there was no session: they protect nothing
             following = _Following(session, watch, now_s, now_s, {})
@@ -104,7 +93,7 @@ class Follower:
                     self._view.begin(snapshot, lambda: session.alive)
             except ChainBroken as broken:
                 self.end(session)
-                raise Unavailable(f"what etcd says of garbage collection cannot be read: {broken}") from broken
+                raise Unavailable(f"the keys of garbage collection in etcd cannot be read: {broken}") from broken
         except PermissionDenied as refused:
             watch.close()
             self._stand_aside(session, f"fence.refused this node cannot fence old sweeps: {refused}")
@@ -114,12 +103,12 @@ class Follower:
             raise
         self._stepped_s = now_s
         self._ended.clear()
-        # What is in flight has waited for this session ever since its key was put.
+        # Sweeps in flight may have waited for this session ever since its key was put.
         following.owed = dict.fromkeys(self._view.stamps(after=session.announced), session.opened_s)
         session.only_while(self.keeps_up)
 
     def end(self, session: Session) -> None:
-        """Rule V2: what this node believed because of the session, it believes no longer. Idempotent."""
+        """Follows rule V2: drops everything that this node believed because of the session. Idempotent."""
         with self._view.lock:
             following, self._following = self._following, None
             self._view.end()
@@ -129,7 +118,7 @@ class Follower:
             following.watch.close()
 
     def run(self, session: Session) -> None:
-        """Steps until the session ends: for a thread."""
+        """Steps until the session ends: the loop of a thread."""
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
@@ -139,15 +128,15 @@ class Follower:
                 self._ended.wait(self._limits.follow_s)
 
     def step(self, wait_s: float) -> None:
-        """Applies what the watch has, waiting up to ``wait_s`` for it, and announces what is due.
+        """Applies new events of the watch, waiting up to ``wait_s`` for them, and announces what is due.
 
-        Raises Unavailable where etcd did not answer, SessionLost where the session's chain is broken.
+        Raises Unavailable if etcd did not answer, SessionLost if the session's chain is broken.
         """
         if self._following is not None:
             self._step(self._following, wait_s)
 
     def _step(self, following: _Following, wait_s: float) -> None:
-        """A step for one session; one whose session has been followed by another changes nothing any more."""
+        """Steps for one session; does nothing once another session is followed."""
         try:
             events = following.watch.next(wait_s)
         except (WatchLost, PermissionDenied) as lost:
@@ -157,7 +146,7 @@ class Follower:
             events = None
         now_s = self._clock.monotonic_s()
         if events:
-            # Only the chain tells that the watch has no gap: on a restored store the other keys go on changing.
+            # Only the chain proves that the watch has no gap: on a restored store the other keys go on changing.
             if any(event.key == self._keys.gc_seq for event in events):
                 following.heard_s, following.suspects_gap = now_s, False
             try:
@@ -175,7 +164,7 @@ class Follower:
         self._report(following)
 
     def keeps_up(self) -> bool:
-        """Whether this node does not hold collectors up for longer than it may (rule H4)."""
+        """True unless this node delays collectors for longer than it may (rule H4)."""
         following, now_s = self._following, self._clock.monotonic_s()
         if following is None:
             return True
@@ -183,7 +172,7 @@ class Follower:
         return now_s - since_s <= self._limits.announce_lag_max_s
 
     def _announce(self, following: _Following) -> None:
-        """Rules A1 to A3, only where a sweep waits for it: an announcement made early frees nobody."""
+        """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement frees nobody."""
         session, now_s = following.session, self._clock.monotonic_s()
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
@@ -193,14 +182,14 @@ class Follower:
             return
         compare = self._view.seq_is_seen
         result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
-        # Not succeeded: the chain of sweeps has gone on, and the watch will say how. Then again.
+        # On failure the chain of sweeps has gone on. The watch will bring the new end, and the next step tries again.
         if result.succeeded:
             following.announced_s = self._clock.monotonic_s()
             self._counters.add(NodeCount.ANNOUNCEMENTS)
             following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > revision}
 
     def _report(self, following: _Following) -> None:
-        """Tells collectors what this node wrote and deleted, where one asks for it (gc/PROTOCOL.md, section 6)."""
+        """Tells collectors what this node wrote and deleted, if one asks for it (gc/PROTOCOL.md, section 6)."""
         usage, answered = self._view.usage, self._view.usage.asked_by
         due = usage.due(self._clock.monotonic_s())
         if due is None:
@@ -218,9 +207,9 @@ class Follower:
                 self._counters.add(NodeCount.USAGE_REPORTS)
 
     def _look_for_gap(self, following: _Following) -> None:
-        """A watch on a store that was restored to an older revision stays silent; its chain of sweeps tells.
+        """Checks the chain of sweeps, because a watch on a store that was restored to an older revision stays silent.
 
-        Twice in a row, because what has just been written may still be on its way to us.
+        A gap must show twice in a row: a fresh write may still be on its way to us.
         """
         following.heard_s = self._clock.monotonic_s()
         found = self._meta.get(self._keys.gc_seq, self._limits.meta_deadline_s)
@@ -232,13 +221,14 @@ class Follower:
             following.suspects_gap = True
 
     def _reread(self, following: _Following, why: str) -> None:
-        """Rule V3: holds stay, but nobody knows what they are older than.
+        """Follows rule V3: holds stay, but nobody knows any more which sweeps they are older than.
 
-        Where it fails the old view stays in use, which is no more than a lag, and the next step tries again.
+        If it fails, the old view stays in use, which is no worse than a lag, and the next step tries again.
         """
         following.watch.close()
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
-        # After that read, never before: a store that was restored has lost our last write, or has lost none of ours.
+        # Check after that read, never before: a restored store has then either lost our last write, or lost none of
+        # ours.
         following.session.check_chain(self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
         try:
@@ -255,27 +245,6 @@ class Follower:
         self._counters.add(NodeCount.WATCHES_LOST)
 
     def _stand_aside(self, session: Session, why: str) -> None:
-        """This session will protect nothing: chunks are served all the same, pins are refused, nobody waits for it."""
+        """Makes this session protect nothing: chunks are still served, pins are refused, no collector waits for it."""
         log.error("%s: this node protects nothing", why)
         session.txn((), announced=ANNOUNCED_MAX, timeout_s=self._limits.meta_deadline_s)
-
-    def _fence_unnamed(self) -> int:
-        """Rule C4: trash folders that no condemned key names belong to sweeps that etcd has forgotten."""
-        folders = {places.parse_sweep(entry.name) for entry in self._root.list(places.TRASH)} - {None}
-        if not folders:
-            return 0
-        lifted = 0
-        for sweep in sorted(sweep for sweep in folders - self._named() if sweep is not None):
-            lifted += lift(self._root, sweep, self._shard_bits, partial(self._is_named, sweep))
-        return lifted
-
-    def _is_named(self, sweep: bytes) -> bool:
-        return sweep in self._named()
-
-    def _named(self) -> set[bytes | None]:
-        """The sweeps in flight. Raises Unavailable where one cannot be read: it may name any folder."""
-        found = self._meta.list(self._keys.condemned, self._limits.meta_deadline_s)
-        try:
-            return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
-        except RootMismatch as error:
-            raise Unavailable(f"what etcd says of garbage collection cannot be read: {error}") from error

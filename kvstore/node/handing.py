@@ -1,14 +1,16 @@
-"""Chunks for whoever verifies them at the other end: open files, or the bytes of whole files, header and all.
+"""Chunks for clients that verify them: in memory, as open files, or as the bytes of whole files.
 
-Kept apart from reading because nothing but the header is verified here; a damaged section is found by the client,
-who then reads that chunk the long way, where it is set aside.
+Separate from reading because only the header is verified here. The client finds a damaged section, and reads that chunk
+again through the node, which sets it aside.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
@@ -18,105 +20,158 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
-from kvstore.node.wanted import Wanted, expected_of
+from kvstore.node.refresh import Refresher
+from kvstore.node.slots import Slots
+from kvstore.node.stack import TierStack
+from kvstore.node.tiered import TieredReads
+from kvstore.node.view import View
+from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix_reader import PosixReader
 
 
-def copying(
-    chunks: Chunks,
-    lanes: Lanes,
-    counters: Counters,
-    wanted: Wanted,
-    indexes: Sequence[int],
-    into: Callable[[int], memoryview],
-    *,
-    stop_at_miss: bool = True,
-) -> Reading:
-    """Begins to read the whole files of chunks into ``into(index)``, which has the size of the file."""
+class Handing:
+    """Hands chunks and blocks over, by their indexes in a request. Thread-safe.
 
-    def read(at: int, borrowed: Borrowed) -> bool:
-        expected = expected_of(wanted, indexes[at])
-        opened = chunks.open(expected)
-        if opened is None:
-            return False
-        reader, _ = opened
-        with chunks.noted(expected), reader, counters.timed("root", "read") as timed:
-            memory = into(indexes[at])
-            timed.size_bytes = len(memory)
-            try:
-                if reader.read([memory], 0, borrowed) != len(memory):
-                    counters.add(NodeCount.MISS_UNREADABLE)
-                    return False
-            except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
-                borrowed.check()
-                chunks.set_aside(expected, damaged.damage)
+    Chunks of a prompt are held meanwhile; nobody holds blocks for a client.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        view: View,
+        lanes: Lanes,
+        refresher: Refresher,
+        counters: Counters,
+        reads: TieredReads,
+        tiers: TierStack | None,
+    ) -> None:
+        self._chunks = chunks
+        self._view = view
+        self._lanes = lanes
+        self._refresher = refresher
+        self._counters = counters
+        self._reads = reads
+        self._tiers = tiers
+
+    def allowed(self, wanted: Wanted, indexes: Sequence[int]) -> Sequence[int]:
+        """Return the indexes that may be handed over.
+
+        Nobody holds blocks for a client, so blocks that a sweep has condemned are left out.
+        """
+        if isinstance(wanted, Chain) or self._view.leading([wanted.addresses[at] for at in indexes]) == len(indexes):
+            return indexes
+        return [index for index in indexes if not self._view.condemns(wanted.addresses[index])]
+
+    def in_memory(
+        self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
+    ) -> Slots | None:
+        """Refer to those chunks that are in memory, one entry for each index. None if this node has no memory.
+
+        With ``brings``, chunks that are worth it are brought to memory first.
+        """
+        if self._tiers is None:
+            return None
+        memory, reads = self._tiers.memory, self._reads
+        part, first = (wanted.picked(indexes), 0) if isinstance(wanted, Keyed) else (wanted, indexes[0])
+        slots = memory.refer(part, first, len(indexes))
+        if not brings or None not in slots.entries:
+            return slots
+        slots.release()
+        with suppress(KVStoreError):
+            self._lanes.run(
+                lambda: reads.bring(part, first, first + len(indexes), deadline, even_once=False, even_root=True),
+                deadline,
+            )
+        return memory.refer(part, first, len(indexes))
+
+    def open_files(self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
+        """Open the files of chunks, and verify their headers. The caller closes them.
+
+        Chunks that the root does not have are left out. A prompt ends at the first of them.
+        """
+        stop_at_miss = isinstance(wanted, Chain)
+        opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
+        places = range(len(indexes))
+        if stop_at_miss:
+            end = next((at for at in places if at not in opened), len(indexes))
+            for at in places[end:]:
+                if at in opened:
+                    opened.pop(at).close()
+        return {indexes[at]: opened[at] for at in sorted(opened)}
+
+    def is_elsewhere(self, wanted: Wanted, index: int) -> bool:
+        """Return whether the root has, or may have, a chunk that ``open_files`` left out because it is encoded."""
+        if self._chunks.is_private(wanted.namespace):
+            return True
+        return self._chunks.known.is_present(wanted.addresses[index], self._chunks.quantum())
+
+    def begin_copy(self, wanted: Wanted, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
+
+        A prompt ends at its first miss.
+        """
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            expected = expected_of(wanted, indexes[at])
+            opened = self._chunks.open(expected)
+            if opened is None:
                 return False
-        counters.add_read(expected.payload_bytes)
-        return True
+            reader, _ = opened
+            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
+                memory = into(indexes[at])
+                timed.size_bytes = len(memory)
+                try:
+                    if reader.read([memory], 0, borrowed) != len(memory):
+                        self._counters.add(NodeCount.MISS_UNREADABLE)
+                        return False
+                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                    borrowed.check()
+                    self._chunks.set_aside(expected, damaged.damage)
+                    return False
+            self._counters.add_read(expected.payload_bytes)
+            return True
 
-    return Reading(lanes, counters, len(indexes), read, stop_at_miss)
+        return Reading(self._lanes, self._counters, len(indexes), read, isinstance(wanted, Chain))
 
+    def used(self, keyed: Keyed, indexes: Sequence[int]) -> None:
+        """Renew the recency of blocks that were handed over."""
+        if indexes:
+            picked = keyed.picked(indexes)
+            self._reads.used(picked, len(picked))
+            self._refresher.used(keyed.namespace.id, tuple(picked.addresses), chained=False)
 
-def open_files(
-    chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
-) -> list[PosixReader]:
-    """The open files of chunks, the caller's to close, up to the first that is missing; their headers are verified."""
-    opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=True)
-    leading: list[PosixReader] = []
-    while len(leading) in opened:
-        leading.append(opened.pop(len(leading)))
-    for reader in opened.values():
-        reader.close()
-    return leading
+    def _opened(
+        self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
+    ) -> dict[int, PosixReader]:
+        """Open files by their place among ``indexes``."""
+        lock = threading.Lock()
+        opened: dict[int, PosixReader] = {}
+        given_up = False
 
+        def work(at: int) -> bool:
+            try:
+                found = self._chunks.open_file(expected_of(wanted, indexes[at]))
+            except KVStoreError:
+                self._counters.add(NodeCount.MISS_UNREADABLE)
+                return not stop_at_miss
+            if found is None:
+                return not stop_at_miss
+            with lock:
+                # Opened after the caller gave up: nobody else would close it.
+                keep = not given_up
+                if keep:
+                    opened[at] = found
+            if not keep:
+                found.close()
+            return keep
 
-def open_each(
-    chunks: Chunks, lanes: Lanes, counters: Counters, wanted: Wanted, indexes: Sequence[int], deadline: Deadline
-) -> list[PosixReader | None]:
-    """The same of each by itself; None for those that are missing."""
-    opened = _opened(chunks, lanes, counters, wanted, indexes, deadline, stop_at_miss=False)
-    return [opened.get(at) for at in range(len(indexes))]
-
-
-def _opened(
-    chunks: Chunks,
-    lanes: Lanes,
-    counters: Counters,
-    wanted: Wanted,
-    indexes: Sequence[int],
-    deadline: Deadline,
-    *,
-    stop_at_miss: bool,
-) -> dict[int, PosixReader]:
-    """Open files by their place among ``indexes``."""
-    lock = threading.Lock()
-    opened: dict[int, PosixReader] = {}
-    given_up = False
-
-    def work(at: int) -> bool:
         try:
-            found = chunks.open_file(expected_of(wanted, indexes[at]))
+            self._lanes.each(len(indexes), work, deadline)
+        except DeadlinePassed:
+            self._counters.add(NodeCount.MISS_DEADLINE)
         except KVStoreError:
-            counters.add(NodeCount.MISS_UNREADABLE)
-            return not stop_at_miss
-        if found is None:
-            return not stop_at_miss
-        with lock:
-            # Opened after the caller gave up: nobody else would close it.
-            keep = not given_up
-            if keep:
-                opened[at] = found
-        if not keep:
-            found.close()
-        return keep
-
-    try:
-        lanes.each(len(indexes), work, deadline)
-    except DeadlinePassed:
-        counters.add(NodeCount.MISS_DEADLINE)
-    except KVStoreError:
-        counters.add(NodeCount.MISS_SHED)
-    finally:
-        with lock:
-            given_up = True
-    return opened
+            self._counters.add(NodeCount.MISS_SHED)
+        finally:
+            with lock:
+                given_up = True
+        return opened

@@ -1,6 +1,6 @@
-"""What this node promises not to lose between a match and the load that follows: the holds, in memory.
+"""The holds, in memory: they protect matched chunks until the load that follows.
 
-Kept apart from reading because garbage collection asks it one question: how old is the oldest hold?
+Separate from reading because garbage collection asks it one question: how old is the oldest hold?
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvstore.node.view import View
 from kvstore.sources import Clock, Ids
 
 BEFORE_ALL = -1
-"""The birth of a hold whose place among the sweeps nobody knows any more."""
+"""The birth of a hold that no longer has a known place among the sweeps."""
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
     """``count`` leading chunks of ``chain``, held until released or until ``ends_s`` (monotonic).
 
-    Where it is leased, ``ends_s`` moves when it is renewed, to ``last_s`` at most.
-    ``born`` is the revision of the view it was taken in; None where it protects nothing, because there was no session.
+    Renewing a leased hold moves ``ends_s``, to ``last_s`` at most. ``born`` is the revision of the view at its birth;
+    None if the hold protects nothing, because there was no session.
     """
 
     id: bytes
@@ -35,12 +35,12 @@ class Hold:
     ends_s: float
     born: int | None
     slots: Slots | None = None
-    """What of it is in memory, referenced as long as the hold lives (rule R3)."""
+    """Its chunks that are in memory, referenced as long as the hold lives (rule R3)."""
     last_s: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that are held."""
+        """Number of leading tokens that are held."""
         return self.count * self.chain.namespace.layout.chunk_tokens
 
 
@@ -63,14 +63,16 @@ class Holds:
         return len(self._live)
 
     def take(self, chain: Chain, ttl_s: float | None = None) -> Hold:
-        """A hold on the leading chunks that are not condemned, before anybody looks what of them exists (rules H1, H2).
+        """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
+        H1, H2).
 
         Raises Overloaded.
         """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
         last_s = self._clock.monotonic_s() + seconds
         hold = Hold(self._ids.fresh(), chain, 0, last_s, None, last_s=last_s)
-        # One step against every event: between the look at what is condemned and the birth of the hold none may come.
+        # One step against every event: no event may come between the look at condemned chunks and the birth of the
+        # hold.
         with self._view.lock, self._lock:
             if len(self._live) >= self._holds_max:
                 self._expire()
@@ -85,7 +87,7 @@ class Holds:
         return hold
 
     def keep(self, hold: Hold, slots: Slots) -> None:
-        """Has the hold refer to what memory has of it, which ends with the hold."""
+        """Makes the hold keep its chunks in memory until it ends."""
         with self._lock:
             hold.slots = slots
             is_live = hold.id in self._live
@@ -93,19 +95,19 @@ class Holds:
             slots.release()
 
     def find(self, hold_id: bytes) -> Hold | None:
-        """The live hold with this id."""
+        """Returns the live hold with this id."""
         hold = self._live.get(hold_id)
         return hold if hold and hold.ends_s > self._clock.monotonic_s() else None
 
     def check(self, hold: Hold) -> None:
-        """Raises HoldBroken where the hold has ended: after that nothing may be read under it (rule H4)."""
+        """Raises HoldBroken if the hold has ended: after that nothing may be read under it (rule H4)."""
         if self.find(hold.id) is None or (hold.born is not None and not self._view.protects):
             raise HoldBroken("the hold has ended (released, past its time, or its session was lost): match again")
 
     def renew(self, hold: Hold, lease_s: float) -> bool:
-        """Has a hold end after ``lease_s`` from now unless it is renewed again; False where it has ended.
+        """Makes a hold end ``lease_s`` from now unless it is renewed again; False if it has ended.
 
-        In one step against ``expire``: what was announced past it cannot come back to life (rule A2).
+        One step against ``expire``: a hold that was announced as gone cannot come back to life (rule A2).
         """
         with self._lock:
             now_s = self._clock.monotonic_s()
@@ -115,13 +117,13 @@ class Holds:
             return is_live
 
     def release(self, hold: Hold) -> None:
-        """Ends a hold; idempotent."""
+        """Ends a hold. Idempotent."""
         with self._lock:
             self._live.pop(hold.id, None)
         _let_go(hold)
 
     def announceable(self) -> int:
-        """The newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
+        """Returns the newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
         with self._view.lock, self._lock:
             self._expire()
             births = (hold.born for hold in self._live.values() if hold.born is not None)
@@ -140,7 +142,7 @@ class Holds:
             self._drop(lambda hold: True)
 
     def drop_protecting(self) -> None:
-        """Ends what a session protected, when it is lost (rule V2); who has matched since then relied on none."""
+        """Ends the holds that a lost session protected (rule V2). Holds taken since then relied on no session."""
         with self._lock:
             self._drop(lambda hold: hold.born is not None)
 
@@ -156,7 +158,7 @@ class Holds:
             self._counters.add(NodeCount.HOLDS_EXPIRED, ended_count)
 
     def _drop(self, is_over: Callable[[Hold], bool]) -> int:
-        """Ends some, under the lock; returns how many."""
+        """Ends the holds for which ``is_over`` is true, under the lock; returns how many."""
         ended = [hold for hold in self._live.values() if is_over(hold)]
         for hold in ended:
             del self._live[hold.id]

@@ -1,7 +1,7 @@
-"""Images: chunk files in memory, made of the caller's sections and taken apart into them, verified each time (I1).
+"""Images: chunk files in memory, made from the caller's sections and copied back into them, verified each time (I1).
 
-Separate from ``chunks.py``, which has the same bytes in files of a root: here is no I/O, and nothing to try again.
-Native code does what is right; whatever it does not finish is done again here, from scratch, so that both agree.
+Separate from ``chunks.py``, which has the same bytes in files of a root: this module does no I/O and retries nothing.
+Native code does the common good case. Python redoes from scratch whatever it does not finish, so that both agree.
 Everything runs in the calling thread: lanes call it in groups of some MiB.
 """
 
@@ -27,12 +27,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 class ImagesIn(Sequence[memoryview]):
-    """Images of one size at offsets of one memory: an arena. As good as a list of views, without one for each."""
+    """Images of one size at offsets of one memory, the arena: a sequence that makes each view only when asked."""
 
     __slots__ = ("_memory", "_offsets", "_size_bytes")
 
     def __init__(self, memory: memoryview, offsets: Sequence[int] | npt.NDArray[np.uint64], size_bytes: int) -> None:
-        """Raises InvalidRequest where one would not lie within ``memory``: native code trusts these addresses."""
+        """Raises InvalidRequest if an image would not lie within ``memory``: native code trusts these addresses."""
         self._memory = memory
         self._offsets = np.asarray(offsets, np.uint64)
         self._size_bytes = size_bytes
@@ -57,17 +57,17 @@ class ImagesIn(Sequence[memoryview]):
         return self._memory[start : start + self._size_bytes]
 
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where each begins; valid as long as this object is."""
+        """Returns where each image begins; valid as long as this object lives."""
         return address_of(self._memory) + self._offsets
 
     def sizes_are(self, sizes_bytes: npt.NDArray[np.uint64]) -> Mask:
-        """Which have the size given for them."""
+        """Returns which images have the size given for them."""
         right: Mask = sizes_bytes == self._size_bytes
         return right
 
 
 class Images(Laid):
-    """The sections of chunks ``first`` and following in their images, for puts. Nothing of it is verified."""
+    """The sections of chunks from ``first`` on in their images, for puts. Nothing is verified."""
 
     __slots__ = ("_first", "_images", "_wanted")
 
@@ -82,7 +82,7 @@ class Images(Laid):
         return [payload[start : start + size] for start in range(0, len(payload), size)]
 
     def origin(self, index: int) -> Incarnation:
-        """The incarnation of the image of chunk ``index``: who wrote what is in it, and when."""
+        """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
         return incarnation_at(self._images[index - self._first])
 
     @property
@@ -105,9 +105,10 @@ class Images(Laid):
 def make_images(
     wanted: Wanted, indexes: Sequence[int], source: Sections, images: Sequence[memoryview], ids: Ids
 ) -> None:
-    """Makes the images of the chunks at ``indexes`` in ``images``, writable and each of its image's size, from
-    ``source(index)``, which must not change meanwhile: what is changed then is found when the image is read.
-    ``ids`` gives each its incarnation.
+    """Makes the images of the chunks at ``indexes`` in ``images``, which are writable and have their images' sizes.
+
+    ``source(index)`` must not change meanwhile; a change is found when the image is read. ``ids`` gives each image its
+    incarnation.
     """
     if native.library is None:
         for index, image in zip(indexes, images, strict=True):
@@ -126,11 +127,11 @@ def take_images(
 ) -> Mask:
     """Copies the chunks at ``indexes`` out of ``images`` into ``sections(index)``; True for each that is right.
 
-    What is not is undefined in the sections. Raises Withdrawn.
+    The sections of the others are undefined. Raises Withdrawn.
     """
     done = np.zeros(len(indexes), np.bool_)
     if not isinstance(sections, Laid):
-        # Asked for once and in order: some take memory as they are asked.
+        # Ask once and in order: some sources take memory as they are asked.
         sections = {index: sections(index) for index in indexes}.__getitem__
     if native.library is not None and len(indexes):
         batch = _Batch(wanted, indexes, images)
@@ -143,7 +144,7 @@ def take_images(
 
 
 def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
-    """Which images are the chunks at ``indexes``, whole and right; nothing is copied."""
+    """Returns which images are the chunks at ``indexes``, whole and right; copies nothing."""
     done = np.zeros(len(indexes), np.bool_)
     if native.library is not None and len(indexes):
         done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
@@ -156,8 +157,9 @@ def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memor
 def copy_sections(
     wanted: Wanted, index: int, image: memoryview, first: int, targets: Pieces, borrowed: Borrowed
 ) -> bool:
-    """Copies sections ``first`` and following of one chunk out of its image into ``targets``; False where the header or
-    one of these is wrong. Raises Withdrawn.
+    """Copies sections from ``first`` on of one chunk out of its image into ``targets``.
+
+    False if the header or one of the sections is wrong. Raises Withdrawn.
     """
     header = _header_of(wanted, index, image)
     if header is None:
@@ -180,11 +182,11 @@ class _Batch(Items):
         self.sizes_fit = (
             images.sizes_are(sizes) if isinstance(images, ImagesIn) else np.array(list(map(len, images))) == sizes
         )
-        # Native code looks at none whose size is not its chunk's.
+        # A null address keeps native code away from images that lack their chunk's size.
         self._images = np.where(self.sizes_fit, addresses_of(images), 0).astype(np.uint64)
 
     def call(self, function: Callable[..., object]) -> Mask:
-        """True for each chunk that the function has done."""
+        """Calls a native function; True for each chunk that it has done."""
         function(self.common, self.at(0), len(self.items), self._images.__array_interface__["data"][0])
         done: Mask = self.items["status"] == native.DONE
         return done
@@ -213,12 +215,12 @@ def _take_one(wanted: Wanted, index: int, image: memoryview, sections: Sections,
 
 
 def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
-    """The header of an image, if it is that of the chunk wanted and the image has the size that it says."""
+    """Returns the header of an image, if it is the wanted chunk's and the image has the size that it states."""
     expected = expected_of(wanted, index)
     if len(image) != expected.file_bytes:
         return None
     try:
-        # Of a copy: see is_right in images.c.
+        # Decode a copy: see is_right in images.c.
         return decode_as(bytes(image[: expected.header_bytes]), expected)
     except Damaged:
         return None
@@ -239,7 +241,7 @@ def _sums(sections: Pieces) -> tuple[int, ...]:
 
 
 def addresses_of(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
-    """Where each image begins; valid as long as what it is a view of."""
+    """Returns where each image begins; valid as long as the memory of the views."""
     if isinstance(images, ImagesIn):
         return images.addresses()
     return np.fromiter(map(address_of, images), np.uint64, len(images))

@@ -1,6 +1,6 @@
-"""The incarnations that a node gives to what it publishes, and the record on the root that says whose they are.
+"""The incarnations of a node's publications, and the record on the root that says which session used them.
 
-Apart from chunks and images, which ask for them: all of one node count together, so that no two are the same.
+Separate from chunks and images, which ask for them: one counter serves the whole node, so that no two are equal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvstore.version import VERSION
 log = logging.getLogger(__name__)
 
 RETRY_S = 30.0
-"""Between two attempts at a record that the root refused."""
+"""Wait between two attempts at a record that the root refused."""
 OWED_MAX = 16
-"""Sessions whose record is still to be written; of more, the oldest stay unknown."""
+"""Limit on sessions whose record is still to be written; beyond it, the oldest stay unknown."""
 
 
 class Incarnations:
-    """Of one node. Thread-safe. ``session`` gives the id of the one that it writes under at the moment."""
+    """The incarnations of one node. Thread-safe. ``session`` returns the id of the session that it writes under."""
 
     def __init__(
         self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
@@ -48,33 +48,34 @@ class Incarnations:
         self._lock = threading.Lock()
         self._current: tuple[bytes, LineageId] | None = None
         self._owed: dict[bytes, float] = {}
-        """Sessions that wrote and have no record, each with the time (monotonic) before which it is not tried."""
+        """Sessions that wrote and have no record yet, each with the time (monotonic) of the next attempt."""
 
     @property
     def owes_record(self) -> bool:
-        """Whether ``record`` has something to do."""
+        """True if ``record`` has something to do."""
         return bool(self._owed)
 
     def fresh(self) -> Incarnation:
-        """For one publication, now."""
+        """Returns an incarnation for one publication now."""
         return self.fresh_each(1)[0]
 
     def fresh_each(self, count: int) -> list[Incarnation]:
-        """For so many publications."""
+        """Returns incarnations for ``count`` publications now."""
         current, now_s = self._current, self._clock.now_s()
         if current is None or current[0] != self._session():
             current = self._begin()
         return [lineage.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
 
     def renewed(self, found: Incarnation) -> Incarnation:
-        """For one publication of what was written before, by this node or another, as a file or image says."""
+        """Returns an incarnation for publishing again what this node or another wrote before as ``found``."""
         return lineage.renewed(found, next(self._numbers))
 
     def record(self) -> None:
-        """Says on the root who this node is, once for each of its sessions: before what it wrote is published.
+        """Writes on the root who this node is, once for each of its sessions, before it publishes what that session
+        wrote.
 
-        Called on lanes, after ``fresh``. Never raises KVStoreError: without a record its chunks are of an unknown
-        writer, which is no reason not to store them, and a later publication tries again.
+        Called on lanes, after ``fresh``. Never raises KVStoreError: chunks without a record have an unknown writer,
+        which is no reason not to store them, and a later publication tries again.
         """
         if self._owed:
             for session in [*self._owed]:
@@ -95,13 +96,13 @@ class Incarnations:
         with self._lock:
             if now_s < self._owed.get(session, math.inf):
                 return
-            self._owed[session] = now_s + RETRY_S  # whoever comes meanwhile does not do it as well
+            self._owed[session] = now_s + RETRY_S  # set before the attempt, so that no other lane tries too
         try:
             publish_writer(self._root, self._writer(session), ids=self._ids, clock=self._clock)
         except KVStoreError as error:
             log.warning(
                 "lineage.not_recorded %s %s", session.hex(), str(error)
-            )  # not the error: it knows callers' memory
+            )  # not the error itself, whose traceback keeps callers' memory
             return
         with self._lock:
             self._owed.pop(session, None)

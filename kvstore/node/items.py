@@ -1,4 +1,4 @@
-"""Chunks as native code takes them: what each must be, and where its sections lie in the caller's memory."""
+"""Chunks as native code takes them: the identity of each, and where its sections lie in the caller's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.sections import Laid, Sections
 
 
 class Items:
-    """The chunks at ``indexes`` of what is wanted; ``alive`` is what the addresses in the structures point into."""
+    """The wanted chunks at ``indexes``; ``alive`` owns the memory that the addresses in the structures point into."""
 
     def __init__(self, wanted: Wanted, indexes: Sequence[int]) -> None:
         self._indexes = indexes
@@ -25,15 +25,15 @@ class Items:
         self.common = native.Run(
             digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
         )
-        self._start: int = self.items.ctypes.data  # the interface of a structured array is costly to make
+        self._start: int = self.items.ctypes.data  # making the interface of a structured array is slow
 
     def at(self, place: int) -> int:
-        """The address of one structure, counted from 0."""
+        """Returns the address of one structure, counted from 0."""
         assert 0 <= place < max(1, len(self.items))
         return self._start + place * native.CHUNK.itemsize
 
     def lay(self, sections: Sections, *, fills: bool = False) -> None:
-        """Says where the sections are, and whether they are written to."""
+        """Sets where the sections are; ``fills`` says that they will be written to."""
         items, indexes = self.items, self._indexes
         if isinstance(sections, Laid):
             assert sections.is_writable or not fills

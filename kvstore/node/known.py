@@ -1,7 +1,7 @@
-"""What this node remembers to be present, so that a repeated match costs no file-system look-up.
+"""The chunks that this node remembers as present, so that a repeated match costs no file-system look-up.
 
-A memory, not a truth: an entry is trusted for the quantum it was made in and the next, and whoever finds a chunk gone
-forgets it.  Being wrong costs a miss at the read, never a wrong byte.
+A memory, not the truth: an entry is trusted for the quantum it was made in and the next, and a reader that finds a
+chunk gone forgets it. A wrong entry costs a miss at the read, never a wrong byte.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from kvstore.native import library as native
 from kvstore.recency import NS_PER_S
 
 WAYS = 8
-BYTES_PER_ENTRY = 12
 RUN = 1024
-"""Addresses looked up at once: what numpy makes of them on the way stays in the cache."""
+"""Addresses looked up at once: numpy's temporary arrays stay in the cache."""
 RUN_MIN = 32
-"""Fewer are added faster one by one."""
+"""Below this many, adding one by one is faster."""
 
 
 class Known:
-    """Address to the quantum in which it was last seen, and whether its recency was renewed in it.
+    """Maps an address to the quantum in which it was last seen, and to whether its recency was renewed in it.
 
     A set-associative table of fixed size: the first 8 bytes of an address (a keyed hash, so evenly spread) choose a row
-    of 8 entries and are what is compared.  12 bytes an entry, all of them allocated at the start, so that a node's
-    memory does not depend on what passes through it.  A full row drops the entry seen longest ago.
+    of 8 entries and are what is compared. An entry takes 12 bytes. All are allocated at the start, so that a node's
+    memory does not depend on its traffic. A full row drops the entry seen longest ago.
 
-    Rule H3: what was looked at before a sweep condemned must not be remembered after it.  So whoever looks notes
-    ``epoch`` first, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
-    one.  Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
+    Rule H3: a look that began before a sweep condemned must not be remembered after it. So the caller reads ``epoch``
+    before it looks, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
+    epoch. Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
     """
 
     __slots__ = ("_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_quantum_s", "_table", "epoch")
@@ -59,16 +58,11 @@ class Known:
         return int(np.count_nonzero(self._marks))
 
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
-        """Whether it was seen in this quantum or the one before."""
+        """True if it was seen in this quantum or the one before."""
         return self._mark(address) >> 1 >= self._number(quantum_start_s) - 1
 
-    def is_renewed(self, address: Address, quantum_start_s: int) -> bool:
-        """Whether its recency is known to be of this quantum."""
-        mark = self._mark(address)
-        return bool(mark & 1) and mark >> 1 >= self._number(quantum_start_s)
-
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
-        """It was seen in this quantum, by a look that began in ``epoch``; ``renewed`` if its stamp is of it too."""
+        """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
         with self._lock:
             if epoch == self.epoch:
                 self._add(_print(address), self._number(quantum_start_s) << 1 | renewed)
@@ -76,7 +70,7 @@ class Known:
     def add_all(
         self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
     ) -> None:
-        """``add`` for many at once; ``renewed`` may be one for each."""
+        """Adds many at once; ``renewed`` may be one value or one for each."""
         prints, rows = self._places(addresses)
         marks = np.full(len(prints), self._number(quantum_start_s) << 1, np.uint32) | renewed
         for start in range(0, len(prints), RUN):
@@ -93,10 +87,10 @@ class Known:
     def add_run(
         self, chunks: int, places: npt.NDArray[np.int32], status: int, quantum_start_s: int, *, epoch: int
     ) -> tuple[int, int]:
-        """``add`` for those of native code's chunks, of which the first is at ``chunks``, that have a status.
+        """Adds those of native code's chunks that have a status; the first chunk is at address ``chunks``.
 
-        Renewed are those whose mtime is of this quantum.  Returns how many have the status, and the bytes of their
-        sections, whether or not they are taken.
+        Chunks whose mtime is of this quantum count as renewed. Returns how many have the status, and the bytes of their
+        sections, also if the epoch has changed and none is added.
         """
         section_bytes = ctypes.c_uint64()
         mark, renewed_ns = self._number(quantum_start_s) << 1, quantum_start_s * NS_PER_S
@@ -108,19 +102,19 @@ class Known:
         return found, section_bytes.value
 
     def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
-        """``forget`` for those that have a status."""
+        """Forgets those of native code's chunks that have a status."""
         with self._lock:
             native.brief.kv_known_forget(self._table, chunks, *_listed(places), status)
 
     def forget(self, address: Address) -> None:
-        """It is not there, or not what it should be."""
+        """Notes that it is not there, or not what it should be."""
         with self._lock:
             entry, _ = self._find(_print(address))
             if entry >= 0:
                 self._mark_at[entry] = 0
 
     def forget_shards(self, shards: Sequence[int], shard_bits: int) -> None:
-        """Sweeps condemn in these shards: forgets all of them, and what is being looked at anywhere."""
+        """Forgets all chunks of these shards, in which sweeps condemn, and ends the epoch of all looks under way."""
         condemned = np.zeros(1 << shard_bits, np.bool_)
         condemned[list(shards)] = True
         with self._lock:
@@ -130,13 +124,13 @@ class Known:
             self._marks[condemned[heads >> (16 - shard_bits)]] = 0
 
     def clear(self) -> None:
-        """Forgets everything, and what is being looked at."""
+        """Forgets everything, and ends the epoch of all looks under way."""
         with self._lock:
             self.epoch += 1
             self._marks.fill(0)
 
     def leading_count(self, addresses: Sequence[Address], quantum_start_s: int) -> int:
-        """How many leading addresses are remembered as present."""
+        """Returns how many leading addresses are remembered as present."""
         if not addresses:
             return 0
         oldest = max(0, self._number(quantum_start_s) - 1) << 1
@@ -144,7 +138,7 @@ class Known:
         return len(addresses) if present.all() else int(present.argmin())
 
     def unrenewed(self, addresses: Sequence[Address], quantum_start_s: int) -> list[int]:
-        """The places in ``addresses`` whose recency is not known to be of this quantum."""
+        """Returns the positions in ``addresses`` whose recency is not known to be of this quantum."""
         if not addresses:
             return []
         renewed = self._have_mark(addresses, self._number(quantum_start_s) << 1, 1)
@@ -152,13 +146,13 @@ class Known:
         return places
 
     def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
-        """Which of the addresses have a mark of at least ``least`` that has ``bit`` set."""
+        """Returns which addresses have a mark of at least ``least`` that has ``bit`` set."""
         prints, rows = self._places(addresses)
         found = np.empty(len(rows), np.bool_)
         for start in range(0, len(rows), RUN):
             run = slice(start, start + RUN)
-            # Marks before prints, as writers set them after: or an address whose entry another one is taking just now
-            # would be found with the mark of that one.
+            # Read marks before prints, because writers set prints before marks: else an address whose entry another one
+            # is taking over just now would be found with the other's mark.
             marks = self._marks.take(rows[run], axis=0)
             fits = self._prints.take(rows[run], axis=0) == prints[run, None]
             fits &= marks >= least
@@ -168,21 +162,21 @@ class Known:
         return found
 
     def _places(self, addresses: Sequence[Address]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
-        """Prints and rows of addresses."""
+        """Returns the prints and rows of addresses."""
         prints = np.frombuffer(b"".join(addresses), "<u8")[::2]
         return prints, (prints & np.uint64(self._mask)).astype(np.intp)
 
     def _number(self, quantum_start_s: int) -> int:
-        """The quantum's number, small enough for 31 bits."""
+        """Returns the quantum's number, small enough for 31 bits."""
         return quantum_start_s // self._quantum_s
 
     def _mark(self, address: Address) -> int:
         return self._find(_print(address))[1]
 
     def _find(self, wanted: int) -> tuple[int, int]:
-        """The entry of a print, -1 where it has none, and its mark, 0 where it is forgotten."""
+        """Returns the entry of a print, -1 if it has none, and its mark, 0 if it is forgotten."""
         start = (wanted & self._mask) * WAYS
-        marks = self._mark_at[start : start + WAYS].tolist()  # first, as in _have_mark
+        marks = self._mark_at[start : start + WAYS].tolist()  # before prints, as in _have_mark
         prints = self._print_at[start : start + WAYS].tolist()
         if wanted not in prints:
             return -1, 0
@@ -192,9 +186,9 @@ class Known:
     def _add_run(
         self, prints: npt.NDArray[np.uint64], rows: npt.NDArray[np.intp], marks: npt.NDArray[np.uint32]
     ) -> Sequence[int]:
-        """Adds those that want an entry that no other wants; returns the places of the others.
+        """Adds each one that is the only one to want its entry; returns the positions of the others.
 
-        An address that is there twice wants the entry that it has, and two new ones in a row want the same.
+        An address that occurs twice wants its entry twice, and two new ones in a row want the same entry.
         """
         found = self._prints.take(rows, axis=0) == prints[:, None]
         is_new = ~_any(found)
@@ -223,7 +217,7 @@ class Known:
 
 
 def _listed(places: npt.NDArray[np.int32]) -> tuple[int, int]:
-    """For native code: where they are, and how many."""
+    """Returns where the numbers are and how many there are, for native code."""
     assert places.dtype == np.int32 and places.flags.c_contiguous
     return places.__array_interface__["data"][0], len(places)
 
@@ -233,11 +227,11 @@ def _print(address: Address) -> int:
 
 
 def _stays(before: Any, mark: Any) -> Any:
-    """Whether an entry, or each of an array, keeps its mark: it is renewed, in the quantum of the new one or later."""
+    """True if an entry keeps its mark: it is renewed, in the quantum of the new mark or later. Takes arrays too."""
     return (before & 1) * (before >= mark)
 
 
 def _any(fits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether any of the entries of each row; the 8 of them read as one number, which numpy does 50 times faster."""
+    """Returns whether any entry of each row fits: reading its 8 bytes as one number is 50 times faster in numpy."""
     found: npt.NDArray[np.bool_] = fits.view(np.uint64)[:, 0] != 0
     return found

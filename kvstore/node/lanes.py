@@ -1,8 +1,7 @@
-"""Threads that do file-system calls, so that no caller ever waits longer than its deadline.
+"""Threads that make file-system calls, so that no caller ever waits longer than its deadline.
 
-A call into a dead mount cannot be interrupted; a lane stuck in one is simply not waited for.  Lanes are daemon
-threads of our own because the standard executor joins its threads when the interpreter ends, and would hang with the
-mount.
+A call into a dead mount cannot be interrupted; nobody waits for a lane that is stuck in one. Lanes are daemon threads
+of our own, because the standard executor joins its threads when the interpreter ends, and would hang with the mount.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class DeadlinePassed(Unavailable):
 
 
 class Batch:
-    """Work on the numbers 0 to count - 1, done by several lanes at once, in rising order of starting."""
+    """Work on the numbers 0 to count - 1, done by several lanes at once and started in rising order."""
 
     def __init__(self, count: int, work: Callable[[int], bool]) -> None:
         self._count = count
@@ -45,14 +44,14 @@ class Batch:
             self._ended.set()
 
     def run(self, tick: Callable[[], None]) -> None:
-        """One lane's share; ``tick`` is called before each piece of work. Stops everybody at the first error, or when
+        """Does one lane's share; calls ``tick`` before each piece of work. Stops all lanes at the first error, or when
         ``work`` returns False.
 
-        A lane that comes late, when the others have done it all, returns at once; nobody waits for it.
+        A lane that comes after the others have done it all returns at once; nobody waits for it.
         """
         with self._lock:
             self._runners += 1
-        before: Callable[[], None] | None = getattr(_lane, "tick", None)  # of a lane that helps with another batch
+        before: Callable[[], None] | None = getattr(_lane, "tick", None)  # set if this lane helps with another batch
         _lane.tick = tick
         try:
             while (number := self._take()) is not None:
@@ -67,7 +66,7 @@ class Batch:
             with self._lock:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
-                    # The work knows the caller's memory, and often us: nothing of it may outlive the call.
+                    # The work refers to the caller's memory, and often to us: no such reference may outlive the call.
                     self._work = _nothing
                     self._ended.set()
 
@@ -88,16 +87,16 @@ class Batch:
         if not in_time:
             self.stop()
             raise DeadlinePassed("the root did not answer in time; check the mount (kvstore check-root)")
-        # Taken out: its traceback leads back to us and to the caller's memory.
+        # Clear it: its traceback refers to us and to the caller's memory.
         error, self.error = self.error, None
         if error is not None:
             try:
                 raise error
             finally:
-                error = None  # or its traceback would lead to this frame, and this frame to it
+                error = None  # else its traceback and this frame would refer to each other
 
     def help(self, deadline: Deadline) -> None:
-        """Does a share of it in the calling thread, up to the deadline: for work that never waits for a device."""
+        """Does a share of the work in the calling thread, until the deadline: for work that waits for no device."""
 
         def tick() -> None:
             if deadline.left_s() <= 0:
@@ -106,16 +105,16 @@ class Batch:
         self.run(tick)
 
     def stop(self) -> None:
-        """Nothing more of it is begun."""
+        """Begins no more of the work."""
         self._stopped = True
 
     def join(self, timeout_s: float) -> bool:
-        """After ``stop`` or a passed deadline: whether what was begun has ended within the time."""
+        """True if, after ``stop`` or a passed deadline, all work that was begun has ended within the time."""
         return self._ended.wait(timeout_s)
 
 
 def moved_on() -> None:
-    """Said by work that takes several steps on a slow root: this lane is not stuck in one call."""
+    """Reports from work of several steps on a slow root that this lane is not stuck in one call."""
     tick: Callable[[], None] | None = getattr(_lane, "tick", None)
     if tick is not None:
         tick()
@@ -146,10 +145,11 @@ class Lanes:
             thread.start()
 
     def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
-        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes; on one less where it is ``helped``: then the
-        caller MUST call ``Batch.help``, and work for one lane alone is not begun before.
+        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
 
-        Raises Overloaded when too much waits already, Unavailable at once when the root hangs.
+        With ``helped`` it uses one lane less, because the caller does a share. The caller MUST call ``Batch.help``: no
+        lane begins work that needs only one. Raises Overloaded if too much waits already, and Unavailable at once if
+        the root hangs.
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")
@@ -167,17 +167,17 @@ class Lanes:
         return batch
 
     def each(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
-        """``start`` and ``wait``."""
+        """Starts a batch and waits for it."""
         self.start(count, work).wait(deadline)
 
     def share(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
-        """The same, of which the calling thread does a share: for work that never waits for a device."""
+        """Starts a batch, does a share of it in the calling thread, and waits: for work that waits for no device."""
         batch = self.start(count, work, helped=True)
         batch.help(deadline)
         batch.wait(deadline)
 
     def run(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """The result of one call, made on a lane. Raises what it raises, or DeadlinePassed."""
+        """Makes one call on a lane and returns its result. Raises what it raises, or DeadlinePassed."""
         results: list[T] = []
 
         def only(_: int) -> bool:
@@ -189,7 +189,7 @@ class Lanes:
 
     @property
     def stalled(self) -> bool:
-        """Whether every lane has been in one call for longer than ``stall_s``."""
+        """True if every lane has been in one call for longer than ``stall_s``."""
         limit = self._clock.monotonic_s() - self._stall_s
         return all(since is not None and since < limit for since in self._busy_since_s)
 
@@ -199,7 +199,7 @@ class Lanes:
         return self._queue.qsize()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Ends the idle lanes; one stuck in a call ends with the process."""
+        """Ends the idle lanes; a lane stuck in a call ends with the process."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
@@ -210,7 +210,7 @@ class Lanes:
             thread.join(max(0.0, limit - self._clock.monotonic_s()))
 
     def _tick(self, lane: int) -> None:
-        """This lane is not stuck: it begins something new."""
+        """Notes that this lane begins something new, so it is not stuck."""
         self._busy_since_s[lane] = self._clock.monotonic_s()
 
     def _serve(self, lane: int) -> None:
@@ -220,4 +220,4 @@ class Lanes:
                 return
             batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
-            del batch  # while this lane waits for the next one, nobody's arrays hang on it
+            del batch  # else a lane that waits for the next batch would keep somebody's arrays alive

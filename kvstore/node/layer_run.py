@@ -1,7 +1,7 @@
-"""The chunks of a layer-by-layer read for native code: files that stay open and images that stay in memory, whose
-headers are verified once, and of which each layer takes two sections.
+"""The chunks of a layer-by-layer read for native code: their files stay open and their images stay in memory.
 
-Separate from ``layers.py``, which decides: here is only what went well, the rest is done there, chunk by chunk.
+Native code verifies each header once and reads two sections for each layer. Separate from ``layers.py``, which makes
+the decisions and redoes chunk by chunk whatever fails here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 class LayerRun(Items):
-    """The first ``count`` chunks of a chain, in parts that are read by one lane each; one layer at a time.
+    """The first ``count`` chunks of a chain, read one layer at a time. One lane reads each part.
 
-    ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None where files are
-    not to be had.  A part keeps at most ``part_files_max`` files open between two layers.
+    ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
+    no files that native code reads. A part keeps at most ``part_files_max`` files open between two layers.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LayerRun(Items):
         items["fd"] = -1
         items["offset"] = np.arange(count, dtype=np.uint64) * layout.section_bytes
         self.layer_bytes = 2 * layout.section_bytes
-        """Of one chunk."""
+        """Bytes of one layer of one chunk."""
         self._tables = np.zeros((count, layout.section_count), np.uint64)
         self._images = images
         self._has_files = files is not None
@@ -65,13 +65,14 @@ class LayerRun(Items):
         self._bases = np.zeros(2, np.uint64)
 
     def begin(self, memory: LayerMemory) -> None:
-        """The next layer goes there; nobody reads the one before any more."""
+        """Sets where the next layer goes; nobody reads the one before any more."""
         self._bases = np.array([address_of(memory.k), address_of(memory.v)], np.uint64)
         self.items["bases"] = self._bases.__array_interface__["data"][0]
 
     def read(self, part: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
-        """Reads a layer of the chunks of one part: which are right in their place, and which of these from files that
-        were opened now. Raises Withdrawn.
+        """Reads a layer of the chunks of one part. Raises Withdrawn.
+
+        Returns which chunks are right in their place, and which of these came from files opened by this call.
         """
         start, stop = self.parts[part]
         at, count, columns, items = self.at(start), stop - start, self._columns(start), self.items[start:stop]
@@ -91,13 +92,13 @@ class LayerRun(Items):
         return done, done & opened
 
     def from_files(self, part: int) -> Mask:
-        """Which chunks of a part are not in memory."""
+        """Returns which chunks of a part are not in memory."""
         start, stop = self.parts[part]
         without: Mask = self._images[start:stop] == 0
         return without
 
     def close(self) -> None:
-        """Closes all files; those that a lane still reads are closed by it. Idempotent."""
+        """Closes all files; a lane that still reads some closes those. Idempotent."""
         with self._lock:
             self._closed = True
             idle = [part for part in range(len(self.parts)) if part not in self._busy]

@@ -1,4 +1,4 @@
-"""Reading a held prefix layer by layer, the next layer being read while the engine uses this one."""
+"""Reads a held prefix layer by layer, and reads the next layer while the engine uses this one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
 LIMIT_PER_READ = 4
-"""Of the files that the process may have open, this part at most are kept open by one read."""
+"""Share of the process's limit of open files that one read keeps open."""
 
 
 class LayerReader:
-    """The open files of one layer-by-layer read, up to a limit; the others are opened again for each layer."""
+    """The open files of one layer-by-layer read, up to a limit; other files are reopened for each layer."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class LayerReader:
     ) -> None:
         self._chunks = chunks
         self._memory = tiers.memory if tiers is not None else None
-        # Kept there as long as this reads: a chunk that only memory has must not go between two layers.
+        # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
         self._slots = self._memory.refer(chain, 0, count) if self._memory is not None else None
-        # All of it in memory: that works even where every lane waits for a root that hangs.
+        # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
         is_near = self._slots is not None and None not in self._slots.entries
         self._lanes = tiers.copiers if tiers is not None and is_near else lanes
         self._counters = counters
@@ -59,7 +59,7 @@ class LayerReader:
         """The first chunk that could not be read; all before it are good."""
 
     def _natively(self) -> LayerRun | None:
-        """All chunks as native code reads them; None where it has to be done one by one."""
+        """Returns all chunks for native code; None if they must be read one by one."""
         count, slots = self._count, self._slots
         images = np.zeros(count, np.uint64)
         if slots is not None and slots.referred:
@@ -74,7 +74,7 @@ class LayerReader:
     ) -> Iterator[tuple[int, LayerMemory]]:
         """Yields each layer once it is in ``memory(layer)``, verified.
 
-        Raises HoldBroken where a chunk was lost: what was yielded holds for the tokens before it.
+        Raises HoldBroken if a chunk was lost: the layers yielded so far stay valid for the tokens before it.
         """
         borrowed = Borrowed()
         layers = self._chain.namespace.layout.layers
@@ -91,7 +91,7 @@ class LayerReader:
             self.close()
 
     def close(self) -> None:
-        """Closes all files; idempotent."""
+        """Closes all files. Idempotent."""
         with self._lock:
             self._closed = True
             readers = [reader for reader, _ in self._open.values()]
@@ -124,7 +124,7 @@ class LayerReader:
         run.begin(memory)
 
         def work_on_part(part: int) -> bool:
-            """All that can be read at once is; the others one by one, as if nothing had been."""
+            """Reads natively what it can, then the rest one by one from scratch."""
             done = self._chunks.runs.read_layer(run, part, layer, self._chain.addresses, borrowed)
             left = run.parts[part][0] + np.flatnonzero(~done)
             return all(map(work, left.tolist()))
@@ -151,12 +151,12 @@ class LayerReader:
             image = self._slots.images(index, index + 1)[0]
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
                 return True
-            # Looked at once more by the tier itself, which drops it (rule I1); the root has the last word.
+            # The tier verifies it once more and drops it if it is wrong (rule I1); the root decides.
             assert self._memory is not None
             with self._memory.refer(self._chain, index, 1) as slots:
                 self._memory.verified(slots)
         with self._lock:
-            opened = self._open.pop(index, None)  # taken out: one thread at a time uses a reader
+            opened = self._open.pop(index, None)  # taken out, so that only one thread at a time uses a reader
         opened = opened or self._chunks.open(expected)
         if opened is None:
             return False

@@ -1,4 +1,4 @@
-"""Every limit and timing of a node in one place, with the relations between them checked once."""
+"""Every limit and timing of a node in one place, with their relations checked once."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ CHANGEABLE = (
     "pins_per_owner_max",
     "pins_max",
 )
-"""Those that may change while the node runs: nothing was made as large as they say."""
+"""The limits that may change while the node runs, because nothing was allocated by them."""
 VALUE_MAX = 1e9
-"""Of durations and counts that may change: a lock refuses to wait for some centuries, and each call would fail."""
+"""Largest value of a changeable duration or count: a lock refuses to wait for centuries, so each call would fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a node allows itself. Raises InvalidRequest where a value or a relation makes no sense."""
+    """The limits of a node. Raises InvalidRequest if a value or a relation makes no sense."""
 
     match_deadline_s: float = 5.0
     """A match that takes longer is a miss."""
     read_deadline_s: float = 15.0
-    """A read that takes longer is a miss; the memory it was to fill is not touched afterwards."""
+    """A read that takes longer is a miss; nothing writes into its memory afterwards."""
     write_deadline_s: float = 30.0
-    """A put that takes longer is shed: Unavailable, and what was published stays."""
+    """A put that takes longer is shed: it raises Unavailable, and what was published stays."""
     meta_deadline_s: float = 5.0
-    """A call to etcd."""
+    """Deadline of a call to etcd."""
     stall_s: float = 5.0
-    """When every lane has been in one file-system call for this long, the root counts as hung: calls fail at once."""
+    """If every lane has been in one file-system call for this long, the root counts as hung, and calls fail at once."""
     lanes: int = 16
-    """Threads that do file-system calls."""
+    """Threads that make file-system calls."""
     width: int = min(16, (os.cpu_count() or 1) + 1)
     """Lanes that one request may use at once. One more than cores: while one waits for the GIL, the others copy."""
     queue_max: int = 1024
-    """Requests waiting for a lane; more are refused with Overloaded."""
+    """Requests that may wait for a lane; more are refused with Overloaded."""
     known_max: int = 1 << 20
-    """Addresses remembered as present, 12 bytes each, allocated at the start (a power of two, rounded down)."""
+    """Addresses remembered as present (a power of two, rounded down), 12 bytes each, allocated at the start."""
     chains_bytes_max: int = 32 << 20
-    """Recent prompts, with their addresses: one that begins like one of them hashes only what is new in it."""
+    """Memory for recent prompts and their addresses: a prompt that begins like one hashes only its new tokens."""
     quantum_s: int = 60
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""
     announce_s: float = 0.2
-    """At most one announcement to collectors in this time; they ask for fewer where there are many nodes."""
+    """At most one announcement to collectors in this time; they ask for fewer if there are many nodes."""
     announce_lag_max_s: float = 330.0
-    """A node that has not announced a sweep for this long stops its keepalives, so that it delays no collector more."""
+    """A node that has not announced a sweep for this long stops its keepalives, so that collectors go on."""
     follow_s: float = 0.25
-    """How long the follower of garbage collection waits for events before it looks whether it owes an announcement."""
+    """Time that the follower of garbage collection waits for events before it checks whether an announcement is due."""
     gap_check_s: float = 10.0
-    """After this long without an event the watch is checked against what etcd has."""
+    """After this long without an event, the watch is checked against etcd."""
     holds_max: int = 100_000
-    """Holds alive at once."""
+    """Limit on holds alive at once."""
     refresh_queue_max: int = 4096
-    """Chains waiting to have their recency renewed; more are dropped and counted."""
+    """Chains that may wait to have their recency renewed; more are dropped and counted."""
     pins_per_owner_max: int = 1_000
-    """Pins that one owner may have; like the next one advisory: pins taken at one moment may pass it by a few."""
+    """Pins that one owner may have. Advisory, as the next limit: pins taken at the same moment may pass it by a few."""
     pins_max: int = 10_000
     """Pins of the whole store: collectors read them all."""
     behind_share: float = 0.5
-    """How much of memory may wait to be written to the root; what a put has beyond it is shed."""
+    """Share of memory that may wait to be written to the root; a put's chunks beyond it are shed."""
     behind_give_up_s: float = 60.0
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
-    """At the end, how long chunks that the root does not have yet are written."""
+    """Limit on the time that a closing node spends writing chunks that the root lacks."""
     moves_max: int = 32
-    """Prefetches, moves and releases that are asked for and not done; more are refused with Overloaded."""
+    """Prefetches, moves and releases that may be unfinished; more are refused with Overloaded."""
     move_deadline_s: float = 600.0
-    """One of them that takes longer ends where it is."""
+    """A prefetch, move or release that takes longer ends where it is."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open, and, without native code, one view."""
 
@@ -90,7 +90,7 @@ class Limits:
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
         if self.width > self.lanes:
-            raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more than all")
+            raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
             raise InvalidRequest(
                 f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s}: "
@@ -101,3 +101,16 @@ class Limits:
                 f"hold_max_s={self.hold_max_s} is under read_deadline_s={self.read_deadline_s}: "
                 "a hold must outlast the read it protects"
             )
+
+
+class CurrentLimits:
+    """The limits of one node as they are now.
+
+    Each part of the node that obeys one of ``CHANGEABLE`` reads it here whenever it needs it, so one assignment changes
+    it for all of them; what is under way goes on as it was.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self, limits: Limits) -> None:
+        self.now = limits

@@ -1,7 +1,7 @@
-"""Where the chunks of a prompt lie, for people who ask: on the root, in memory, on the local disk, at peers.
+"""Reports where the chunks of a prompt lie, for people who ask: root, memory, local disk, peers.
 
-Apart from reading, because it is no use of them: of files the first bytes are read, without keys, no recency is
-renewed, nothing is set aside, and what memory or peers have is only looked at.
+Separate from reading, because a report is not a use: it reads only the first bytes of files, without keys, renews no
+recency, sets nothing aside, and only looks at memory and peers.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from kvstore.root.lineages import read_writers
 from kvstore.sources import Clock
 
 STEP = 256
-"""Chunks looked at in one go."""
+"""Chunks looked at in one step."""
 ENCODINGS = Encoding.COMPRESSED | Encoding.ENCRYPTED
 WRITERS_S = 10.0
-"""Between two readings of all records of writers."""
+"""Shortest time between two readings of all writers' records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Who wrote a file, as the record of its session on the root says."""
+    """Who wrote a file, as its session's record on the root says."""
 
     written_s: int
-    """By the writer's clock."""
+    """Time of writing by the writer's clock."""
     session: str
-    """32 hexadecimal digits, as the next one."""
+    """32 hexadecimal digits, as ``node`` below."""
     node: str
     host: str
     version: str
     label: str
-    """What its operator calls that roll-out."""
+    """The operator's name for that roll-out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class RootCopy:
     last_use_s: int
     """Start of the quantum of its last use."""
     uses: int
-    """In how many later quanta than that of its publication it was used, up to 3, which means at least so many."""
+    """Number of quanta after that of its publication in which it was used, up to 3, which means at least 3."""
     hints: Hints
     encoding: Encoding
     key_id: bytes
-    """Of the key that it is encrypted with; empty where it is not."""
+    """Id of the key that it is encrypted with; empty if it is not encrypted."""
     lineage: Lineage | None
-    """None where the root has no record of the writer."""
+    """None if the root has no record of the writer."""
     is_condemned: bool
-    """Whether a sweep is taking it: then it counts as absent."""
+    """True if a sweep is taking it: then it counts as absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class MemoryCopy:
 
     size_bytes: int
     is_dirty: bool
-    """Whether the root has yet to get it."""
+    """True if the root does not have it yet."""
     users_count: int
     """Reads, holds and leases of it at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where one chunk lies."""
+    """The places of one chunk."""
 
     index: int
     address: Address
@@ -90,11 +90,11 @@ class ChunkPlace:
     peers: tuple[str, ...]
     """Workers whose memory is said to have it."""
     pins: int | None = None
-    """Live pins that cover it; None where nobody has asked, or etcd did not say."""
+    """Live pins that cover it; None if nobody asked, or etcd did not say."""
 
     @property
     def is_anywhere(self) -> bool:
-        """Whether it is stored at all."""
+        """True if it is stored at all."""
         return bool(self.root or self.memory or self.on_disk or self.peers)
 
 
@@ -111,7 +111,10 @@ class Looking:
         self._read_again_s = -math.inf
 
     def places(self, chain: Chain, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
-        """The leading chunks of a chain, in steps, up to the first that is nowhere. Raises what the root raised."""
+        """Yields where a chain's leading chunks are, in steps, up to the first that is nowhere.
+
+        Raises the root's errors.
+        """
         for start in range(0, len(chain), STEP):
             found = self._step(chain, start, min(len(chain), start + STEP), deadline)
             count = next((at for at, each in enumerate(found) if not each.is_anywhere), len(found))
@@ -148,7 +151,7 @@ class Looking:
         return found
 
     def _learn_writers(self, found: Iterable[Incarnation], deadline: Deadline) -> None:
-        """Reads the records of writers again where one is not known, but not all the time."""
+        """Reads the writers' records again if one is unknown, but at most every ``WRITERS_S``."""
         seen = {written.lineage for each in found if (written := lineage.written(each)) is not None}
         if seen - self._writers.keys() and self._clock.monotonic_s() >= self._read_again_s:
             self._writers = self._lanes.run(lambda: read_writers(self._chunks.root), deadline)
@@ -162,7 +165,7 @@ class Looking:
         return Lineage(written.written_s, writer.session, writer.node, writer.host, writer.version, writer.label)
 
     def _on_root(self, chain: Chain, index: int) -> tuple[Stat, Fixed] | None:
-        """What the root says of one file, and its header the file. A damaged one is left to whoever reads it."""
+        """Returns what the root and the header say of one file. The next reader finds a damaged one."""
         address, namespace = chain.addresses[index], chain.namespace
         seen = self._chunks.root.look(self._chunks.name(address, namespace.id), FIXED_BYTES)
         header = read_fixed(seen.prefix) if seen is not None else None
@@ -186,7 +189,8 @@ class Looking:
     def _in_memory(self, chain: Chain, start: int, stop: int) -> list[MemoryCopy | None]:
         if self._tiers is None:
             return [None] * (stop - start)
-        # Referred to while we look, so that what is said of one belongs together; that is one user more.
+        # Keep a reference while we look, so that all facts about an image belong together; that counts as one more
+        # user.
         with self._tiers.memory.refer(chain, start, stop - start) as slots:
             return [
                 None if each is None else MemoryCopy(each.size_bytes, each.is_dirty, each.references - 1)

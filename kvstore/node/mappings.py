@@ -1,4 +1,4 @@
-"""Files that native code has mapped, as arrays: they keep no descriptor, and are unmapped without a call of Python."""
+"""Files mapped by native code, as arrays: they keep no descriptor, and are unmapped without a call of Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ON_CPU = (1, 0)
 
 
 class _Mapped:
-    """A ``kv_mapping``, by its address, as DLPack has things handed over: to one array."""
+    """A ``kv_mapping`` by its address, which it hands over to one array by DLPack."""
 
     __slots__ = ("_address",)
 
@@ -29,5 +29,5 @@ class _Mapped:
 
 
 def mapped(address: int) -> memoryview:
-    """What a ``kv_mapping`` maps, read-only; unmapped when neither it nor anything cut from it lives any more."""
+    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when no slice of them lives."""
     return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Putting chunks into a node's memory: room first, then the bytes, on lanes that never wait for a device.
+"""Puts chunks into a node's memory: claims room first, then copies the bytes on lanes that never wait for a device.
 
-Apart from puts on the root, which may come before, after, or never (``WriteMode``).
+Separate from puts on the root, which may come before, after, or never (``WriteMode``).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ COPY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What memory took of a put."""
+    """The part of a put that memory took."""
 
     there: list[bool]
-    """For each chunk given whether it is in memory now."""
+    """For each given chunk, True if it is in memory now."""
     fresh: list[int]
-    """Of them, those that were not there before, by their place among those given."""
+    """Positions, among those given, of chunks that were not in memory before."""
 
     @property
     def written(self) -> int:
-        """How many are fresh."""
+        """Number of fresh chunks."""
         return len(self.fresh)
 
     @property
     def count(self) -> int:
-        """How many leading ones are there."""
+        """Number of leading chunks in memory."""
         return next((at for at, there in enumerate(self.there) if not there), len(self.there))
 
 
@@ -61,10 +61,10 @@ class MemoryPuts:
         deadline: Deadline,
         behind: WriteBehind | None = None,
     ) -> Kept:
-        """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); nobody waits for any.
+        """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); waits for no room.
 
-        What the root does not have is to be written ``behind``, where what is fresh has room reserved then.  Of a chain
-        nothing behind the first that finds none. Raises DeadlinePassed.
+        With ``behind``, it reserves room there for fresh chunks, which are to be written to the root. Of a chain it
+        copies nothing after the first chunk that finds no room. Raises DeadlinePassed.
         """
         with self._memory.refer(wanted, first, count) as found:
             there = [entry is not None for entry in found.entries]
@@ -88,8 +88,8 @@ class MemoryPuts:
         behind: WriteBehind | None,
         slots: list[tuple[int, Slot]],
     ) -> None:
-        """Room for those that are not ``there``, added to ``slots`` with their indexes; updates ``there``."""
-        own: set[Address] = set()  # a block that is given twice is there with the first of them
+        """Claims room for those that are not ``there``; adds slots with their indexes, and updates ``there``."""
+        own: dict[Address, int] = {}  # a block that is given twice is claimed once
         try:
             for at in range(len(there)):
                 if there[at]:
@@ -98,20 +98,21 @@ class MemoryPuts:
                 if slot is not None:
                     there[at] = True
                     slots.append((first + at, slot))
-                    own.add(slot.entry.address)
+                    own[slot.entry.address] = slot.entry.size_bytes
                 elif isinstance(wanted, Chain):
                     there[at:] = [False] * (len(there) - at)
                     break
                 else:
-                    there[at] = wanted.addresses[first + at] in own
+                    there[at] = own.get(wanted.addresses[first + at]) == image_bytes(wanted, first + at)
         except BaseException:
-            # Interrupted (Ctrl-C): what is claimed and never filled could not be claimed by anybody again.
+            # Interrupted (Ctrl-C): nobody could claim again a slot that is claimed and never filled.
             self._memory.drop([slot for _, slot in slots])
             raise
 
     def _claim(self, wanted: Wanted, index: int, hints: Hints, behind: WriteBehind | None) -> Slot | None:
-        """Room in memory, and in the queue of what is written behind; one at a time, so that nobody has room reserved
-        for what another put is bringing."""
+        """Claims room in memory and in the write-behind queue, one chunk at a time, so that nobody reserves room for a
+        chunk that another put is bringing.
+        """
         if behind is None:
             return self._memory.claim(wanted, index, hints=hints)
         size_bytes, slot = image_bytes(wanted, index), None
@@ -124,7 +125,7 @@ class MemoryPuts:
         return slot
 
     def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
-        """Copies, or drops the slots and raises."""
+        """Copies the chunks, or drops the slots and raises."""
         if not slots:
             return
         size = group_size(len(slots), slots[0][1].entry.size_bytes, self._lanes.width)
@@ -137,14 +138,14 @@ class MemoryPuts:
         batch: Batch | None = None
         try:
             if len(slots) <= size:
-                copy(0)  # less than another thread is worth
+                copy(0)  # too little work for another thread
             else:
                 batch = self._lanes.start(-(-len(slots) // size), copy, helped=True)
                 batch.help(deadline)
                 batch.wait(deadline)
         except BaseException:
-            # Copying never waits for a device, so this is short. Where it is not, the room is lost: given back, it
-            # would be written into while it is another chunk's.
+            # Copying never waits for a device, so this is short. If it takes too long, the room is lost: given back, a
+            # lane would write into it while it belongs to another chunk.
             if batch is None or batch.join(COPY_S):
                 self._memory.drop([slot for _, slot in slots])
             raise

@@ -1,8 +1,8 @@
 """The memory tier: images in the arena, found by address, filled and read by many threads at once.
 
-Separate from the inventory, which decides and knows neither locks nor bytes: here every decision is made under one
-lock, and every byte is moved outside it, in room that a claim or a reference keeps from being given to anybody else
-(kvstore/memory/MEMORY.md, rules I, A, E and L).
+Separate from the inventory, which decides and knows neither locks nor bytes. This module makes every decision under one
+lock, and moves every byte outside it, in room that a claim or a reference reserves (kvstore/memory/MEMORY.md, rules I,
+A, E and L).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from kvstore.sources import Clock
 
 
 class MemoryTier:
-    """What one node holds in its arena, which must be open. Thread-safe; nobody ever waits for room.
+    """The chunks of one node in its arena, which must be open. Thread-safe; nobody ever waits for room.
 
-    Chunks are of a chain, or engine-hashed blocks (``Keyed``); an index is that of the chain or request.
+    Chunks are those of a chain, or engine-hashed blocks (``Keyed``); an index is that of the chain or request.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._memory = arena.memory
         self._readable = arena.memory.toreadonly()
-        self._filling: set[Address] = set()
+        self._filling: dict[Address, int] = {}
         self._leases: dict[Entry, int] = {}
         self._leased_bytes = 0
         self._released: deque[References] = deque()
@@ -67,23 +67,23 @@ class MemoryTier:
 
     @property
     def size_bytes(self) -> int:
-        """All there is."""
+        """Size of the arena."""
         return self._room.size_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What nothing lies in, in however many pieces."""
+        """Unused bytes, in however many pieces."""
         return self._room.free_bytes
 
     # Looking and reading
 
     def leading(self, wanted: Wanted, first: int = 0) -> int:
-        """How many consecutive chunks from index ``first`` on are in memory."""
+        """Returns how many consecutive chunks from index ``first`` on are in memory."""
         with self._lock:
             return 0 if self._is_closed else self._inventory.leading(wanted.addresses, first)
 
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
-        """Keeps those of ``count`` chunks from index ``first`` on that are in memory there, until they are released."""
+        """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
         with self._lock:
             entries = [self._found(wanted, index) for index in range(first, first + count)]
             for entry in entries:
@@ -96,8 +96,8 @@ class MemoryTier:
     ) -> Mask:
         """Copies chunks ``start`` to ``stop - 1`` into ``sections(index)``; True for each that is there and right.
 
-        In the calling thread. A wrong one is dropped (rule I1); where it was ``fetched`` just now, it was wrong where
-        it came from, and is not counted as damage of memory. Raises Withdrawn.
+        Runs in the calling thread. Drops a wrong chunk (rule I1). If it was ``fetched`` just now, it was wrong where it
+        came from, and does not count as damage of memory. Raises Withdrawn.
         """
         done = np.zeros(stop - start, np.bool_)
         found = slots.entries[start - slots.first : stop - slots.first]
@@ -108,7 +108,7 @@ class MemoryTier:
                 taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
                 timed.size_bytes = sum(entry.size_bytes for entry in entries)
             if not taken.all():
-                borrowed.check()  # or the caller has changed what was verified
+                borrowed.check()  # the caller may have changed what was verified
                 self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right], fetched)
             done[np.asarray(there) - start] = taken
             self._served(slots.wanted, [index for index, right in zip(there, taken, strict=True) if right])
@@ -117,7 +117,7 @@ class MemoryTier:
         return done
 
     def view(self, slots: Slots, index: int) -> memoryview | None:
-        """The payload of chunk ``index`` in the arena, verified now; None where it is not there, or was wrong."""
+        """Returns the payload of chunk ``index`` in the arena, verified now; None if it is not there, or was wrong."""
         entry = slots.entries[index - slots.first]
         if entry is None or not self._verified(slots, [index], [entry]):
             self._counters.add(NodeCount.MEMORY_MISSES)
@@ -126,17 +126,18 @@ class MemoryTier:
         return payload_of(slots.wanted, index, slots.images(index, index + 1)[0])
 
     def verified(self, slots: Slots, *, fetched: bool = False) -> int:
-        """How many leading chunks are there and right; wrong ones are dropped (rule I1), and counted as ``read`` does.
-        In the calling thread."""
+        """Returns how many leading chunks are there and right; drops wrong ones (rule I1) and counts them as ``read``
+        does. Runs in the calling thread.
+        """
         count = slots.leading_count
         return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count], fetched)
 
     def still_right(self, slots: Slots, index: int) -> bool:
-        """Whether chunk ``index`` is there and right at this moment; dropped otherwise (rule I1)."""
+        """True if chunk ``index`` is there and right at this moment; drops it otherwise (rule I1)."""
         return bool(self.all_still_right(slots, [index])[0])
 
     def all_still_right(self, slots: Slots, indexes: Sequence[int]) -> Mask:
-        """``still_right`` of each of ``indexes``, in one call: of small ones a call each costs more."""
+        """Checks ``still_right`` for each of ``indexes`` in one call, which costs less for small chunks."""
         entries = [slots.entries[index - slots.first] for index in indexes]
         right = np.array([entry is not None for entry in entries], np.bool_)
         there = [entry for entry in entries if entry is not None]
@@ -148,8 +149,9 @@ class MemoryTier:
     def claim(
         self, wanted: Wanted, index: int, *, hints: Hints = DEFAULT, dirty: bool = False, replica: bool = False
     ) -> Slot | None:
-        """Room for one chunk, to be given to ``ready`` or ``drop``; None where it is there, where somebody else is
-        bringing it, and where no room can be made.
+        """Claims room for one chunk; pass it to ``ready`` or ``drop``.
+
+        None if the chunk is there, if somebody else is bringing it, or if no room can be made.
         """
         size_bytes, inventory = image_bytes(wanted, index), self._inventory
         place = place_at(wanted, index)
@@ -158,13 +160,14 @@ class MemoryTier:
             if self._is_closed:
                 return None
             evicted_count, now_s = inventory.evicted_count, self._clock.monotonic_s()
-            # What is put, and evicted soon, was used twice when it is asked for (measured on production traces).
+            # Count the put as a use: a chunk evicted soon after its put then has two uses when it is asked for
+            # (measured on production traces).
             self._admission.asked(place.address, now_s)
             entry = inventory.claim(place, size_bytes, now_s, hints, dirty=dirty, replica=replica)
             evicted_count = inventory.evicted_count - evicted_count
             slot = None
             if entry is not None:
-                self._filling.add(place.address)
+                self._filling[place.address] = size_bytes
                 slot = Slot(entry, self._memory[entry.offset : entry.offset + size_bytes])
             is_full = slot is None and place.address not in self._filling and not inventory.find(place.address)
         if evicted_count:
@@ -174,75 +177,85 @@ class MemoryTier:
         return slot
 
     def ready(self, slots: Sequence[Slot], *, fetched: bool = False) -> None:
-        """They are complete: from now on they are found, and never change again (rule I2).
+        """Notes that they are complete: from now on they are found, and never change again (rule I2).
 
-        Of what was ``fetched`` from elsewhere, what was cleared meanwhile is dropped (rule P6).
+        Drops those ``fetched`` from elsewhere that were cleared meanwhile (rule P6).
         """
         with self._lock:
             for slot in slots:
-                self._filling.discard(slot.entry.address)
+                self._filling.pop(slot.entry.address, None)
                 if fetched and self._standing.forbids(slot.entry.namespace, incarnation_at(slot.memory)):
                     self._inventory.drop(slot.entry)
                 self._inventory.ready(slot.entry)
                 self._inventory.unrefer(slot.entry)
 
     def drop(self, slots: Sequence[Slot]) -> None:
-        """They will not be filled: their room is given back."""
+        """Gives back the room of slots that will not be filled."""
         with self._lock:
             for slot in slots:
-                self._filling.discard(slot.entry.address)
+                self._filling.pop(slot.entry.address, None)
                 self._inventory.drop(slot.entry)
                 self._inventory.unrefer(slot.entry)
 
     # Keeping and letting go
 
     def used(self, wanted: Wanted, count: int, hints: Hints | None = None) -> None:
-        """Notes a use of the first ``count`` chunks, as far as they are here, and raises their hints to ``hints``."""
+        """Notes a use of those of the first ``count`` chunks that are here, and raises their hints to ``hints``."""
         with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             now_s = self._clock.monotonic_s()
             self._inventory.used([entry for entry in entries if entry is not None], now_s, hints)
 
     def retire(self, wanted: Wanted, count: int) -> None:
-        """Lets the first ``count`` chunks, as far as they are here, go before all others until they are used again."""
+        """Makes those of the first ``count`` chunks that are here the first to go, until they are used again."""
         with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             self._inventory.retire(entry for entry in entries if entry is not None)
 
     def is_coming(self, wanted: Wanted, index: int) -> bool:
-        """Whether somebody is bringing a chunk here at this moment."""
+        """True if somebody is bringing a chunk here at this moment."""
         with self._lock:
             return wanted.addresses[index] in self._filling
 
     def is_taken(self, wanted: Wanted, index: int) -> bool:
-        """Whether a chunk is here, or somebody is bringing it: a claim of it fails then, though there may be room."""
+        """True if a chunk is here, or somebody is bringing it: a claim of it fails then, even if there is room.
+
+        False for a block that is here with another size.
+        """
         with self._lock:
-            return wanted.addresses[index] in self._filling or self._inventory.find(wanted.addresses[index]) is not None
+            coming_bytes = self._filling.get(wanted.addresses[index])
+            return coming_bytes == image_bytes(wanted, index) or self._found(wanted, index) is not None
 
     def admits(self, wanted: Wanted, index: int) -> bool:
-        """Whether a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); remembers it."""
+        """True if a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); notes the request."""
         with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
 
     def pin(self, addresses: Sequence[Address]) -> list[bool]:
-        """Keeps chunks in memory until they are unpinned; for each whether it is there to be kept."""
+        """Keeps chunks in memory until they are unpinned; True for each that is there."""
         with self._lock:
             return [self._inventory.pin(address) for address in addresses]
 
     def unpin(self, addresses: Sequence[Address]) -> None:
-        """Undoes ``pin``, for those that it said were there."""
+        """Undoes ``pin`` for those that it returned True for."""
         with self._lock:
             for address in addresses:
                 self._inventory.unpin(address)
 
     def clean(self, entries: Sequence[Entry]) -> None:
-        """They need not be kept for the root any more (rule E3): it has them, or will not get them."""
+        """Marks them as no longer kept for the root (rule E3): it has them, or will not get them."""
         with self._lock:
             for entry in entries:
                 self._inventory.clean(entry)
 
+    def drop_entries(self, entries: Sequence[Entry]) -> None:
+        """Drops chunks that the root will not get: it has others under their names."""
+        with self._lock:
+            for entry in entries:
+                self._inventory.drop(entry)
+
     def victims(self, bytes_wanted: int) -> Victims:
-        """What would be evicted next, at least so many bytes if there are; kept until it is released."""
+        """Returns the next chunks to evict, at least so many bytes if there are; keeps them until it is released."""
         with self._lock:
             self._collect()
             entries = self._inventory.victims(bytes_wanted)
@@ -251,12 +264,12 @@ class MemoryTier:
             return Victims(self._readable, entries, self._let_go)
 
     def place(self, entry: Entry) -> Place:
-        """Which chunk an entry is."""
+        """Returns which chunk an entry is."""
         with self._lock:
             return entry.place
 
     def evict(self, entries: Sequence[Entry]) -> None:
-        """Evicts victims before their release, but for those that somebody came to need meanwhile (rule E2)."""
+        """Evicts victims before their release, except those that somebody needed meanwhile (rule E2)."""
         evicted_count = 0
         with self._lock:
             self._collect()
@@ -268,7 +281,7 @@ class MemoryTier:
         self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
 
     def drop_namespace(self, digest: bytes) -> int:
-        """Drops all chunks that there are of a namespace, those that are being brought too; returns how many."""
+        """Drops all chunks of a namespace, also those that are being brought; returns how many."""
         with self._lock:
             entries = self._inventory.of_namespace(NamespaceDigest(digest))
         for start in range(0, len(entries), DROP_COUNT):
@@ -278,15 +291,16 @@ class MemoryTier:
         return len(entries)
 
     def drop_ordered(self, orders: Sequence[ClearOrder], standing: Standing) -> int:
-        """Drops all chunks that orders name; ``standing`` is what must not be fetched from now on. How many went."""
+        """Drops all chunks that orders name; returns how many. ``standing`` is what must not be fetched any more."""
         with self._lock:
-            # Before the entries are listed: what is fetched at this moment is either listed, or looked at in ``ready``.
+            # Set it before the entries are listed: a chunk that is being fetched is then either listed, or checked in
+            # ``ready``.
             self._standing = standing
             entries = self._inventory.entries()
         dropped_count = 0
         for start in range(0, len(entries), DROP_COUNT):
             with self._lock:
-                since_s = self._clock.now_s() - self._clock.monotonic_s()  # from one clock to the other
+                since_s = self._clock.now_s() - self._clock.monotonic_s()  # converts one clock to the other
                 for entry in entries[start : start + DROP_COUNT]:
                     if entry.is_ready and self._is_ordered(entry, orders, entry.used_s + since_s):
                         self._inventory.drop(entry)
@@ -294,9 +308,9 @@ class MemoryTier:
         return dropped_count
 
     def lease(self, slots: Slots) -> bool:
-        """Whether others may have these chunks mapped until ``slots`` is released (rule L1), which was not; idempotent.
+        """True if others may map these chunks until ``slots`` is released (rule L1), which must not be yet. Idempotent.
 
-        Chunks that are leased already take nothing more of what may be leased.
+        Chunks that are leased already do not count towards the limit again.
         """
         with self._lock:
             self._collect()
@@ -315,19 +329,19 @@ class MemoryTier:
     # For peers
 
     def changes(self) -> set[int]:
-        """The shards (0 to 63) in which chunks came or went since this was asked last."""
+        """Returns the shards (0 to 63) in which chunks came or went since the last call."""
         with self._lock:
             return self._inventory.changes()
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
-        """The prints of the chunks of a shard, shape ``(n,)``, ascending."""
+        """Returns the prints of the chunks of a shard, shape ``(n,)``, ascending."""
         with self._lock:
             return self._inventory.prints(shard)
 
     # Looking after it
 
     def stats(self) -> dict[str, int | float]:
-        """How full it is, and with what."""
+        """Returns how full the memory is, and with what."""
         with self._lock:
             self._collect()
             inventory = self._inventory
@@ -342,9 +356,9 @@ class MemoryTier:
             }
 
     def close(self) -> None:
-        """Nothing is found any more and nothing is claimed; closes the arena. Idempotent.
+        """Closes the arena: nothing is found or claimed any more. Idempotent.
 
-        Whoever still reads or fills goes on, in memory that lives as long as they do.
+        Threads that still read or fill go on, in memory that lives as long as they do.
         """
         with self._lock:
             self._collect()
@@ -353,8 +367,8 @@ class MemoryTier:
         self.arena.close()
 
     def _let_go(self, references: References) -> None:
-        # Finalizers come here, also in a thread that has the lock at this moment: so this never waits for it. Whoever
-        # next needs to know what is free gives back what is noted here.
+        # Finalizers come here, also in a thread that holds the lock at this moment, so this never waits for it. The
+        # next call that needs to know what is free gives back the references noted here.
         self._released.append(references)
         if self._lock.acquire(blocking=False):
             try:
@@ -384,7 +398,7 @@ class MemoryTier:
 
     def _found(self, wanted: Wanted, index: int) -> Entry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])
-        # A block may be asked for with another size than it has.
+        # The request may give another size for a block than it has.
         return entry if entry is not None and entry.size_bytes == image_bytes(wanted, index) else None
 
     def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool = False) -> int:
@@ -402,7 +416,7 @@ class MemoryTier:
         self._counters.add(NodeCount.MEMORY_BYTES, sum(image_bytes(wanted, index) for index in indexes))
 
     def _damaged(self, entries: Sequence[Entry], fetched: bool) -> None:
-        """Drops what was found to be wrong, and counts it once, whoever else finds it."""
+        """Drops wrong entries, and counts each once, whoever else finds it."""
         with self._lock:
             wrong = [entry for entry in entries if not entry.is_gone]
             for entry in wrong:

@@ -1,7 +1,7 @@
-"""Prefetches, moves and releases: what whoever knows the next requests asks of a node ahead of them, as tickets.
+"""Prefetches, moves and releases, as tickets: a caller that knows the next requests prepares a node for them.
 
-Apart from reads and puts, because nobody waits here: few threads, a bounded number of tickets, and a deadline on each.
-What a ticket does is in ``moving.py``.
+Separate from reads and puts, because nobody waits here: few threads, a bounded number of tickets, and a deadline on
+each. ``moving.py`` does the work of a ticket.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
+from kvstore.node.limits import CurrentLimits
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
@@ -24,18 +25,18 @@ MOVERS = 4
 
 
 class Act(enum.Enum):
-    """What is to be done with the chunks of a prompt."""
+    """The operation on the chunks of a prompt."""
 
     PREFETCH = "prefetch"
-    """They are to be in a tier; where else they are stays as it is."""
+    """Bring them to a tier; copies elsewhere stay."""
     MOVE = "move"
-    """They are to be in a tier, and in none that is nearer."""
+    """Bring them to a tier, and remove them from all nearer tiers."""
     RELEASE = "release"
-    """They will not be needed soon: they go first when memory or disk needs room, until they are used again."""
+    """Not needed soon: make them the first to go when memory or disk needs room, until they are used again."""
 
 
 class Level(enum.Enum):
-    """Where chunks can be asked to be, the nearest first."""
+    """The tiers that a ticket can name, the nearest first."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -43,7 +44,7 @@ class Level(enum.Enum):
 
     @classmethod
     def of(cls, value: Level | str) -> Level:
-        """The tier with this name. Raises InvalidRequest."""
+        """Returns the tier with this name. Raises InvalidRequest."""
         try:
             return cls(value)
         except ValueError:
@@ -52,13 +53,13 @@ class Level(enum.Enum):
 
 
 def check(act: Act, level: Level) -> None:
-    """Raises InvalidRequest for what makes no sense on any node."""
+    """Raises InvalidRequest for a combination that makes no sense on any node."""
     if act is Act.PREFETCH and level is Level.ROOT:
-        raise InvalidRequest("prefetch to tier='root': what is stored is there already; expected memory or disk")
+        raise InvalidRequest("prefetch to tier='root': stored chunks are there already; expected memory or disk")
 
 
 class Move:
-    """One of them, as it goes on. Thread-safe."""
+    """One ticket and its progress. Thread-safe."""
 
     def __init__(self, chain: Chain, act: Act, level: Level, deadline: Deadline) -> None:
         self.chain = chain
@@ -74,57 +75,50 @@ class Move:
 
     @property
     def chunks(self) -> int:
-        """Leading chunks that it is done with."""
+        """Number of leading chunks that it is done with."""
         return self._chunks
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, one way or another; nothing is done for it any more then."""
+        """True once it has ended, one way or another; nothing is done for it any more then."""
         return self._is_done
 
     @property
     def error(self) -> KVStoreError | None:
-        """What ended it early; None where nothing failed."""
+        """The error that ended it early; None if nothing failed."""
         return self._error
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether somebody asked it to end."""
-        return self._is_cancelled
-
     def wait(self, timeout_s: float | None = None, *, beyond: int | None = None) -> int:
-        """Waits until it is done, or further than ``beyond`` chunks, or the time is over; how many chunks it is done
-        with.
-        """
+        """Waits until it is done, past ``beyond`` chunks, or out of time; returns how many chunks it is done with."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or (beyond is not None and self._chunks > beyond), timeout_s)
             return self._chunks
 
     def cancel(self) -> None:
-        """It ends soon, within the step that it is at; at once where it was not begun. Idempotent, never waits."""
+        """Ends it within its current step, or at once if it has not begun. Idempotent, never waits."""
         with self._changed:
             self._is_cancelled = True
             self._is_done = self._is_done or not self._is_begun
             self._changed.notify_all()
 
-    # For whoever does it
+    # For the thread that does it
 
     def begin(self) -> bool:
-        """Whether it is to be done: nobody has cancelled it. Whoever is told so calls ``end``."""
+        """Begins it; False if it was cancelled. A caller that gets True calls ``end``."""
         with self._changed:
             self._is_begun = not self._is_done
             return self._is_begun
 
     def goes_on(self) -> bool:
-        """Whether the next step is to be done. Raises Unavailable where its time is over."""
+        """True if the next step should be done. Raises Unavailable if its time is over."""
         if self._is_cancelled:
             return False
         if self.deadline.passed:
-            raise Unavailable(f"the {self.act.value} was not done in time: {self._chunks} chunks of {len(self.chain)}")
+            raise Unavailable(f"the {self.act.value} was not done in time: {self._chunks} of {len(self.chain)} chunks")
         return True
 
     def advance(self, chunks: int) -> None:
-        """So many leading chunks are done now."""
+        """Notes that so many leading chunks are done now."""
         with self._changed:
             self._chunks = chunks
             self._changed.notify_all()
@@ -135,7 +129,7 @@ class Move:
             self._changed.wait_for(lambda: self._is_cancelled, seconds)
 
     def end(self, error: KVStoreError | None = None) -> None:
-        """Nothing is done for it any more."""
+        """Notes that nothing is done for it any more."""
         with self._changed:
             self._error = error
             self._is_done = True
@@ -143,14 +137,12 @@ class Move:
 
 
 class Moves:
-    """Those of one node: at most ``moves_max`` that are not done. Thread-safe."""
+    """The tickets of one node: at most ``moves_max`` are unfinished. Thread-safe."""
 
-    def __init__(self, work: Callable[[Move], None], moves_max: int, deadline_s: float, clock: Clock) -> None:
+    def __init__(self, work: Callable[[Move], None], limits: CurrentLimits, clock: Clock) -> None:
         """``work`` does one, in a thread of ours; it raises KVStoreError where that fails."""
         self._work = work
-        self.moves_max = moves_max
-        """May change at any time: those that are asked for stay."""
-        self._deadline_s = deadline_s
+        self._limits = limits
         self._clock = clock
         self._changed = Monitor()
         self._waiting: deque[Move] = deque()
@@ -162,15 +154,16 @@ class Moves:
         return len(self._waiting) + len(self._doing)
 
     def begin(self, chain: Chain, act: Act, level: Level) -> Move:
-        """Begins one soon. Raises Overloaded where too many are not done, Unavailable after ``close``."""
-        move = Move(chain, act, level, Deadline(self._clock, self._deadline_s))
+        """Queues a ticket. Raises Overloaded if too many are unfinished, Unavailable after ``close``."""
+        limits = self._limits.now
+        move = Move(chain, act, level, Deadline(self._clock, limits.move_deadline_s))
         with self._changed:
             if self._closed:
                 raise Unavailable("the store is closed: open it again")
-            # Those that were cancelled while they waited take nobody's place.
+            # Tickets cancelled while they waited do not count towards the limit.
             self._waiting = deque(each for each in self._waiting if not each.done)
-            if len(self) >= self.moves_max:
-                raise Overloaded(f"{self.moves_max} prefetches and moves are not done yet: back off")
+            if len(self) >= limits.moves_max:
+                raise Overloaded(f"{limits.moves_max} prefetches and moves are not done yet: back off")
             self._waiting.append(move)
             if len(self._threads) < min(MOVERS, len(self)):
                 thread = threading.Thread(target=self._run, name="kvstore-move", daemon=True)
@@ -180,7 +173,7 @@ class Moves:
         return move
 
     def close(self, timeout_s: float) -> None:
-        """Ends all of them, within the step that each is at, for which it waits at most so long. Idempotent."""
+        """Ends all tickets within their current steps, for which it waits at most ``timeout_s``. Idempotent."""
         with self._changed:
             self._closed = True
             waiting = [*self._waiting]

@@ -1,6 +1,6 @@
-"""What prefetches, moves and releases do to the chunks of one prompt: step by step, so that each can end soon.
+"""Does prefetches, moves and releases of the chunks of one prompt, step by step, so that each can end soon.
 
-Apart from their tickets and threads, which know nothing of tiers.
+Separate from their tickets and threads, which know nothing of tiers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
@@ -25,15 +25,15 @@ from kvstore.node.write_behind import Job, Publish
 from kvstore.sources import Clock
 
 STEP_BYTES = 64 << 20
-"""About so much is moved before it is looked whether to go on."""
+"""Bytes moved, about, before checking whether to go on."""
 PAUSE_S = 0.02
-"""Between two looks at a chunk that somebody else brings."""
+"""Pause between two looks at a chunk that somebody else is bringing."""
 SETTLE_S = 0.5
-"""Between two looks whether to go on, while chunks wait to be written to the root."""
+"""Time between two checks whether to go on, while chunks wait to be written to the root."""
 
 
 class Moving:
-    """Does them, each in the calling thread, which nobody waits for. Thread-safe."""
+    """Does tickets, each in the calling thread, which nobody waits for. Thread-safe."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Moving:
         lanes: Lanes,
         view: View,
         publish: Publish,
-        limits: Limits,
+        limits: CurrentLimits,
         clock: Clock,
     ) -> None:
         self._tiers = tiers
@@ -52,25 +52,24 @@ class Moving:
         self._lanes = lanes
         self._view = view
         self._publish = publish
-        self.limits = limits
-        """Its deadlines may change at any time."""
+        self._limits = limits
         self._clock = clock
         self._writing = threading.Lock()
 
     def check(self, level: Level) -> None:
-        """Raises InvalidRequest where this node has no such tier."""
+        """Raises InvalidRequest if this node has no such tier."""
         if level is Level.DISK and self._tiers.disk is None:
             raise InvalidRequest(
                 "tier='disk': this node has no local disk; start it with --disk FOLDER:SIZE (disk= of kvstore.open)"
             )
 
     def do(self, move: Move) -> None:
-        """All of it, unless it is cancelled. Raises what the root raised, or Unavailable past its deadline."""
+        """Does a whole ticket, unless it is cancelled. Raises the root's errors, or Unavailable past its deadline."""
         if move.act is Act.RELEASE:
             self._release(move)
             return
         chain = move.chain.leading(self._view.leading(move.chain.addresses))
-        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self.limits.read_deadline_s)))
+        chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.now.read_deadline_s)))
         if move.level is Level.MEMORY:
             self._to_memory(move, chain)
         elif move.level is Level.DISK:
@@ -93,7 +92,7 @@ class Moving:
             stop = min(len(chain), at + _step(chain))
             found = self._bring(chain, at, stop, self._lanes.width, move)
             if found < stop - at:
-                # Where room is scarce those behind may have taken it: once more, one after the other.
+                # If room is scarce, later chunks may have taken it: try once more, one after the other.
                 found += self._bring(chain, at + found, stop, 1, move)
             if not found and memory.is_coming(chain, at):
                 move.pause(PAUSE_S)
@@ -101,7 +100,7 @@ class Moving:
                 break  # there is no room for more, or the root lost it
             at += found
             move.advance(at)
-        # It is about to be used: it must not go before that, as what was released would.
+        # Count a use: a prefetched chunk must not go before its request, as a released chunk would.
         self._reads.used(chain, at)
 
     def _to_disk(self, move: Move, chain: Chain) -> None:
@@ -124,7 +123,7 @@ class Moving:
             stop = min(len(chain), at + _step(chain))
             if not self._settle(move, chain, at, stop - at):
                 break
-            found = self._on_root(chain, at, stop, self._deadline(move, self.limits.match_deadline_s))
+            found = self._on_root(chain, at, stop, self._deadline(move, self._limits.now.match_deadline_s))
             if at + found < stop:
                 written = self._write(move, chain, at + found, stop)
                 if not found + written:
@@ -140,8 +139,8 @@ class Moving:
                 disk.drop(address, only_leaf=True)
 
     def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> int:
-        """Brings chunks into memory, on several lanes at once; how many leading ones of them are there then."""
-        deadline = self._deadline(move, self.limits.read_deadline_s)
+        """Brings chunks into memory, on several lanes at once; returns how many leading ones are there then."""
+        deadline = self._deadline(move, self._limits.now.read_deadline_s)
         size = -(-(stop - first) // width)
 
         def bring(number: int) -> bool:
@@ -150,37 +149,39 @@ class Moving:
             self._reads.bring(chain, start, end, deadline, even_once=True, even_root=True)
             return True
 
-        # The one before the first keeps all that are there, its parents: else those behind a chunk that finds no room
-        # would take theirs.
+        # A reference to the chunk before the first keeps all its ancestors: else a chunk that finds no room would take
+        # the room of its own parents.
         with self._tiers.memory.refer(chain, first - 1, 1) if first else nullcontext():
             self._lanes.each(-(-(stop - first) // size), bring, deadline)
             return min(self._tiers.memory.leading(chain, first), stop - first)
 
     def _copy(self, chain: Chain, first: int, stop: int, disk: DiskTier, move: Move) -> None:
-        """Copies chunks to the local disk, up to the first that is nowhere, or for which there is no room."""
-        self._tiers.encodings.learn(chain.namespace)  # they do not come into memory on their way
+        """Copies chunks to the local disk, up to the first that is nowhere, or that finds no room there."""
+        self._tiers.encodings.learn(chain.namespace)  # these chunks do not pass through memory, which would learn it
         for start in range(first, stop, self._lanes.width):
             end = min(stop, start + self._lanes.width)
-            images = self._read(chain, start, end, disk, self._deadline(move, self.limits.read_deadline_s))
+            images = self._read(chain, start, end, disk, self._deadline(move, self._limits.now.read_deadline_s))
             for index, image in images.items():
-                # One after the other, and in this thread: the room that one makes is not another's, and no lane waits.
+                # One after the other, and in this thread: no other ticket takes the room that one makes, and no lane
+                # waits.
                 with self._writing:
                     place = place_at(chain, index)
-                    # Again, because what memory drops at this moment goes there too.
+                    # Try twice: chunks that memory drops at this moment also go to the disk, and may take the room.
                     if not (disk.add(place, image) or disk.add(place, image) or disk.leading(chain, index)):
                         return
             if disk.leading(chain, start) < end - start:
                 return
 
     def _read(self, chain: Chain, first: int, stop: int, disk: DiskTier, deadline: Deadline) -> dict[int, memoryview]:
-        """The images of chunks that the disk lacks, by their index, up to the first that is nowhere."""
+        """Returns the images of chunks that the disk lacks, by their index, up to the first that is nowhere."""
         images: dict[int, memoryview] = {}
 
         def read(number: int) -> bool:
             index = first + number
             if disk.leading(chain, index):
                 return True
-            # Each in memory of its own: where the root hangs, its lane goes on with it when nobody waits any more.
+            # Each image has memory of its own: if the root hangs, its lane still writes there when nobody waits any
+            # more.
             image = memoryview(bytearray(image_bytes(chain, index)))
             is_right = self._reads.read_image(chain, index, image, deadline)
             if is_right:
@@ -191,14 +192,14 @@ class Moving:
         return dict(sorted(images.items()))
 
     def _settle(self, move: Move, chain: Chain, first: int, count: int) -> bool:
-        """Waits until what is dirty of these chunks is written; False where it was cancelled."""
+        """Waits until the dirty ones of these chunks are written; False if the ticket was cancelled."""
         while move.goes_on():
             if self._tiers.behind.settle(chain, first, count, min(SETTLE_S, move.deadline.left_s())):
                 return True
         return False
 
     def _on_root(self, chain: Chain, first: int, stop: int, deadline: Deadline) -> int:
-        """How many leading chunks from ``first`` on the root has, each looked at."""
+        """Looks at each chunk on the root; returns how many leading ones from ``first`` on are there."""
         missing = [stop]
 
         def look(number: int) -> bool:
@@ -211,11 +212,13 @@ class Moving:
         return min(missing) - first
 
     def _write(self, move: Move, chain: Chain, first: int, stop: int) -> int:
-        """Writes chunks that the root has not to it, from memory or what is above it; how many leading ones are there.
+        """Writes chunks that the root lacks, from memory or a tier above the root; returns how many leading ones are
+        there.
 
-        Such are those of low priority (rule W4), those that could not be written in time, and those that it lost.
+        The root lacks chunks of low priority (rule W4), those that could not be written in time, and those that it
+        lost.
         """
-        memory, deadline = self._tiers.memory, self._deadline(move, self.limits.read_deadline_s)
+        memory, deadline = self._tiers.memory, self._deadline(move, self._limits.now.read_deadline_s)
         self._lanes.run(
             lambda: self._reads.bring(chain, first, stop, deadline, even_once=True, even_root=False), deadline
         )
@@ -228,7 +231,7 @@ class Moving:
         return written
 
     def _evict(self, chain: Chain, count: int) -> None:
-        """Takes the first ``count`` chunks out of memory, children before parents, but for those that others need."""
+        """Takes the first ``count`` chunks out of memory, children before parents, except those that others need."""
         with self._tiers.memory.refer(chain, 0, count) as slots:
             self._tiers.memory.evict([*reversed(slots.referred)])
 

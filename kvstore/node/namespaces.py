@@ -1,6 +1,6 @@
-"""Namespaces on the root: who may use a name with which layout, and what each digest in a chunk file means.
+"""Namespaces on the root: which layout each name has, and what each digest in a chunk file means.
 
-The records make chunk files understandable without etcd, and they are the claim itself where there is no etcd.
+The records make chunk files understandable without etcd. Without etcd they are also the claims on names.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class NamespaceRecords:
         self._clock = clock
 
     def claim(self, namespace: Namespace) -> None:
-        """Claims (tenant, name) for this layout, or confirms it, and records the namespace.
+        """Claims (tenant, name) for this layout, or confirms the claim, and records the namespace.
 
-        First writer wins, as for chunks. Raises LayoutMismatch where the name has another layout already.
+        First writer wins, as for chunks. Raises LayoutMismatch if the name has another layout already.
         """
         claim = json.dumps(
             {"name": namespace.name, "tenant": namespace.tenant, "layout": namespace.layout.to_dict()}, sort_keys=True
@@ -44,27 +44,27 @@ class NamespaceRecords:
         self._write_once(places.namespace_record(namespace.digest), namespace.to_json())
 
     def check(self, namespace: Namespace) -> None:
-        """Raises LayoutMismatch where the name is claimed for another layout; claims nothing."""
+        """Raises LayoutMismatch if the name is claimed for another layout; claims nothing."""
         name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
         found = _read(self._root, name)
         if found is not None:
             _check(namespace, name, found)
 
     def find(self, digest: NamespaceDigest) -> Namespace | None:
-        """The namespace with this digest, if it was ever recorded here."""
+        """Returns the namespace with this digest; None if this root has no readable record of it."""
         raw = _read(self._root, places.namespace_record(digest))
         try:
             namespace = None if raw is None else Namespace.from_json(raw)
         except InvalidRequest:
-            return None  # damaged, which fsck says: whoever uses the namespace tells us what it is
+            return None  # fsck reports a damaged record; the next client of the namespace brings its description
         return namespace if namespace is not None and namespace.digest == digest else None
 
     def list(self) -> list[Namespace]:
-        """All namespaces recorded on this root; unreadable records are left out (``fsck`` names them)."""
+        """Returns all namespaces recorded on this root, except unreadable records (``fsck`` names them)."""
         return read_namespaces(self._root)
 
     def _write_once(self, name: Name, record: bytes) -> bytes:
-        """The record under ``name``: this one if there was none, else the one that is there."""
+        """Writes ``record`` under ``name`` if there is none; returns the record that is there."""
         found = _read(self._root, name)
         if found is not None:
             return found
@@ -81,7 +81,7 @@ class NamespaceRecords:
 
 
 def read_namespaces(root: Root) -> list[Namespace]:
-    """All namespaces recorded on a root; unreadable records are left out. Raises the root's errors."""
+    """Returns all namespaces recorded on a root, except unreadable records. Raises the root's errors."""
     found = []
     for entry in root.list(places.NAMESPACES):
         if entry.stat is None or not entry.name.endswith(".json"):
@@ -96,7 +96,7 @@ def read_namespaces(root: Root) -> list[Namespace]:
 
 
 def claim_key(tenant: str, name: str) -> bytes:
-    """A digest of tenant and name, for use in file names and keys of any alphabet and length."""
+    """Digests tenant and name, for file names and keys, whatever their alphabet and length."""
     packed = json.dumps([tenant, name]).encode()
     return hashlib.blake2b(packed, digest_size=16, person=b"kvstore.claim.1").digest()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
@@ -30,14 +31,13 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.encoded import Encodings
-from kvstore.node.handed_blocks import HandedBlocks, keyed
-from kvstore.node.handing import copying, open_files
+from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.layers import LayerReader
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
@@ -53,11 +53,11 @@ from kvstore.node.staging import Staging
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
+from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import WriteMode
@@ -93,7 +93,8 @@ class Node:
         """
         self.root = root
         self.identity = identity
-        self.limits = limits = limits or Limits()
+        limits = limits or Limits()
+        self._limits = CurrentLimits(limits)
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
@@ -126,9 +127,8 @@ class Node:
             self.tiers = TierStack(
                 arena,
                 settings,
-                lambda job, slots: self.puts.publish(job, slots),  # noqa: PLW0108 - puts are not there yet
                 self.counters,
-                limits,
+                self._limits,
                 clock,
                 ids,
                 durable=durable,
@@ -141,22 +141,29 @@ class Node:
         self.blocks = Blocks(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
-        self.handed_blocks = HandedBlocks(
+        self.handing = Handing(
             self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
         )
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers,
-            self.counters, limits, clock, durable=durable,
+            self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
+            # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
+            self.tiers.start(self.puts.publish)
             self._moving = Moving(
-                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, limits, clock
+                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
             )
-            self._moves = Moves(self._moving.do, limits.moves_max, limits.move_deadline_s, clock)
+            self._moves = Moves(self._moving.do, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """What the node allows itself now."""
+        return self._limits.now
 
     # Namespaces
 
@@ -206,6 +213,22 @@ class Node:
             raise
         return hold
 
+    def hold_blocks(
+        self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None = None, deadline_s: float | None = None
+    ) -> tuple[Hold, list[bool]]:
+        """Holds the blocks that are in the store, and says for each key whether its block is.
+
+        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
+        before anybody looks (rule H2).  Raises Overloaded where too many holds are alive.
+        """
+        hold = self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        try:
+            deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
+            return hold, self.blocks.present(namespace, keys, deadline)
+        except BaseException:
+            self.holds.release(hold)
+            raise
+
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""
         self.holds.release(hold)
@@ -243,28 +266,6 @@ class Node:
     def hands_files(self) -> bool:
         """Whether chunks are files that can be handed to another process of this host."""
         return isinstance(self.root, PosixRoot)
-
-    def open_files(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> list[PosixReader]:
-        """The open files of ``count`` held chunks from index ``first`` on, the caller's to close, up to the first that
-        is missing.  Only their headers are verified; tell ``used`` at the end.
-
-        Raises HoldBroken where the hold has ended.
-        """
-        self.holds.check(hold)
-        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        indexes = range(first, first + count)
-        return open_files(self._chunks, self._lanes, self.counters, hold.chain, indexes, deadline)
-
-    def begin_copy(self, hold: Hold, first: int, count: int, into: Callable[[int], memoryview]) -> Reading:
-        """As ``begin_read``, but of whole files, header and all, of which only the header is verified."""
-        self.holds.check(hold)
-        indexes = range(first, first + count)
-        return copying(self._chunks, self._lanes, self.counters, hold.chain, indexes, into)
-
-    def bring(self, hold: Hold, first: int, count: int, deadline_s: float | None = None) -> None:
-        """Brings of ``count`` held chunks from index ``first`` on into memory what is worth keeping there."""
-        deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
-        self._bring(hold.chain, first, count, deadline, even_once=False, even_root=True)
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
@@ -340,8 +341,9 @@ class Node:
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
 
-        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. Raises
-        Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
+        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. A put
+        behind does not look at the root: if that has a block of another size, the answer is True and a read misses.
+        Raises Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
         """
         wanted = keyed(namespace, keys, list(map(len, buffers)))
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
@@ -373,12 +375,7 @@ class Node:
         """Takes over those of ``limits`` that may change at run time (``CHANGEABLE``); what is under way goes on as it
         was.
         """
-        self.limits = self.puts.limits = limits
-        if self._moving is not None:
-            self._moving.limits = limits
-            self._moves.moves_max = limits.moves_max
-        if self.tiers is not None:
-            self.tiers.behind.bytes_max = int(self.tiers.memory.size_bytes * limits.behind_share)
+        self._limits.now = limits
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""

@@ -24,7 +24,8 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
-from kvstore.node.settings import NO_TIERS, TierSettings
+from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NodeOptions, TierSettings
+from kvstore.node.start_fence import StartFence
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
@@ -45,14 +46,12 @@ def open_member(
     root_options: Mapping[str, Any] | None = None,
     create: bool = True,
     shard_bits: int = SHARD_BITS_DEFAULT,
-    clock: Clock | None = None,
-    ids: Ids | None = None,
     settings: TierSettings = NO_TIERS,
     label: str = "",
     keys: KeyFile | None = None,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
-    limits, clock, ids = limits or Limits(), clock or SystemClock(), ids or RandomIds()
+    limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     with ExitStack() as undo:
         meta: Meta = MemoryMeta(clock=clock)
         if etcd:
@@ -75,10 +74,8 @@ def open_member(
             ) from mismatch
         if etcd:
             bind_root(meta, root.url, identity.root)
-        member = join(
-            root, identity, meta, durable=durable, limits=limits, clock=clock, ids=ids, shared=bool(etcd),
-            settings=settings, label=label, keys=keys,
-        )  # fmt: skip
+        options = NodeOptions(durable, settings, label, keys)
+        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, shared=bool(etcd))
         undo.pop_all()
         return member
 
@@ -87,43 +84,22 @@ def join(
     root: Root,
     identity: RootIdentity,
     meta: Meta,
+    options: NodeOptions = AS_SHIPPED,
     *,
-    durable: bool,
     limits: Limits,
     clock: Clock,
     ids: Ids,
     shared: bool = False,
-    settings: TierSettings = NO_TIERS,
-    label: str = "",
-    keys: KeyFile | None = None,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
     ``shared`` metadata are a cluster's, which is told where the root is.
     """
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
-    arena = Arena(settings.memory_bytes // PAGE_BYTES * PAGE_BYTES).open() if settings.memory_bytes else None
-    node = Node(
-        root, identity, session=lambda: sessions[0], durable=durable, limits=limits, clock=clock, ids=ids,
-        arena=arena, settings=settings, label=label, keys=keys,
-    )  # fmt: skip
+    node = _node_of(root, identity, lambda: sessions[0], options, limits, clock, ids)
 
-    def standing() -> Standing:
-        return node.on_root(
-            lambda: join_generation(
-                meta,
-                etcd_keys,
-                ids,
-                read_root=lambda: read_newest(root),
-                publish_root=lambda mine: publish(root, mine, ids=ids, clock=clock),
-                timeout_s=limits.meta_deadline_s,
-            )
-        )
-
-    follower = Follower(
-        meta, etcd_keys, root, identity.shard_bits, node.gc_view, node.holds, node.counters, limits, clock,
-        node.on_root, standing if shared else None,
-    )  # fmt: skip
+    fence = _fence_of(node, meta, etcd_keys) if shared else None
+    follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
 
     def began(session: Session) -> None:
         node.staging.leave(sessions[0])
@@ -149,13 +125,58 @@ def join(
     if shared:
         member.follow_clears()
     try:
-        if node.tiers is not None and settings.disk_folder:
-            node.tiers.add_disk(settings.disk_folder, settings.disk_bytes)
+        if node.tiers is not None and options.tiers.disk_folder:
+            node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
         presence.start(wait_s=limits.meta_deadline_s)
     except BaseException:
         node.close(timeout_s=0.5)
         raise
     return member
+
+
+def _node_of(
+    root: Root,
+    identity: RootIdentity,
+    session: Callable[[], bytes],
+    options: NodeOptions,
+    limits: Limits,
+    clock: Clock,
+    ids: Ids,
+) -> Node:
+    """A node with its memory, if it is to have some; its disk is added later."""
+    memory_bytes = options.tiers.memory_bytes // PAGE_BYTES * PAGE_BYTES
+    return Node(
+        root,
+        identity,
+        session=session,
+        durable=options.durable,
+        limits=limits,
+        clock=clock,
+        ids=ids,
+        arena=Arena(memory_bytes).open() if memory_bytes else None,
+        settings=options.tiers,
+        label=options.label,
+        keys=options.keys,
+    )
+
+
+def _fence_of(node: Node, meta: Meta, keys: Keys) -> StartFence:
+    """What a node of a cluster does on its root before a session protects anything."""
+    root, timeout_s = node.root, node.limits.meta_deadline_s
+
+    def standing() -> Standing:
+        return node.on_root(
+            lambda: join_generation(
+                meta,
+                keys,
+                node.ids,
+                read_root=lambda: read_newest(root),
+                publish_root=lambda mine: publish(root, mine, ids=node.ids, clock=node.clock),
+                timeout_s=timeout_s,
+            )
+        )
+
+    return StartFence(root, node.identity.shard_bits, node.on_root, standing, meta, keys, timeout_s)
 
 
 def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:

@@ -1,6 +1,6 @@
-"""Which pins taken through this node keep their chunks in its memory, and until when.
+"""The pins taken through this node: they keep their chunks in its memory for a while.
 
-Apart from the pins themselves, which are in etcd and keep collectors away: this is only about what memory evicts.
+Separate from the pins in etcd, which keep collectors away: these only limit what memory evicts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.sources import Clock
 
 
 class PinnedInMemory:
-    """Pins keep at most half of memory: the rest must go on serving those who pin nothing. Thread-safe."""
+    """Pins keep at most half of memory: the rest must go on serving callers that pin nothing. Thread-safe."""
 
     def __init__(self, memory: MemoryTier, clock: Clock) -> None:
         self._memory = memory
@@ -23,7 +23,7 @@ class PinnedInMemory:
         self._pins: dict[str, tuple[float, list[Address]]] = {}
 
     def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
-        """Keeps those chunks of a pin that are in memory there, until it is removed or ``seconds`` are over."""
+        """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
         self.expire()
         bytes_max = self._memory.size_bytes // 2
         kept: list[Address] = []
@@ -36,13 +36,13 @@ class PinnedInMemory:
             self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
 
     def remove(self, pin_id: str) -> None:
-        """The pin has ended."""
+        """Notes that the pin has ended."""
         with self._lock:
             _, kept = self._pins.pop(pin_id, (0.0, []))
         self._memory.unpin(kept)
 
     def expire(self) -> None:
-        """Lets go of pins whose time is over."""
+        """Drops the pins whose time is over."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]

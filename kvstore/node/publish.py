@@ -1,8 +1,8 @@
-"""One write on its way to the root: chunks are staged by several lanes at once, and published in the right order.
+"""One write on its way to the root: several lanes stage its chunks at once, and publish them in the right order.
 
 The order matters because a match finds the end of a cached prefix by bisection: a chunk must never be visible before
-its parent.  So staging (the bytes) runs in parallel, and the lane that completes the next chunk of a chain publishes it
-and all that wait behind it.  Engine-hashed blocks have no parents: each is published as soon as it is staged.
+its parent. So staging (the bytes) runs in parallel, and the lane that completes the next chunk of a chain publishes it
+and all that wait behind it. Engine-hashed blocks have no parents: each is published as soon as it is staged.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from kvstore.node.shared_runs import SharedPut, Sizes
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 
 STEP_BYTES = 1 << 20
-"""Taken at once by a lane."""
+"""Bytes that a lane takes at once."""
 TURN_BYTES_MAX = 16 << 20
-"""Staged by one call. More than for reads, because what follows each call, publishing, runs faster in one go."""
+"""Bytes staged by one call. More than for reads, because publishing, which follows each call, runs faster in one go."""
 TURN_FILES_MAX = 256
-"""Files staged by one call, one of which is open at a time."""
+"""Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
-"""Files staged by one call where each is synced: a lane in one call for ``stall_s`` is taken for one that hangs."""
+"""Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
 PUBLISHED_MAX = 64
-"""Published by one call, for the same reason."""
+"""Files published by one call, for the same reason."""
 
 Mask = npt.NDArray[np.bool_]
 StillRight = Callable[[Sequence[int]], Mask]
-"""Which chunks, by their indexes, have the bytes that they had before they were staged. Staging makes new checksums:
-bytes that went wrong in memory between their verification and that moment would pass as right ever after.
+"""Returns which chunks, by their indexes, still have the bytes that they had before they were staged. Staging makes new
+checksums, so bytes that changed in memory between their verification and staging would pass as right ever after.
 """
 
 Ready = Staged | SharedPut | None
-"""A chunk that may be published: staged alone, staged in a run, or there already (None)."""
+"""A chunk that may be published: staged alone, staged in a run, or already in the store (None)."""
 
 
 def vouched(indexes: Sequence[int]) -> Mask:
@@ -54,7 +54,7 @@ def vouched(indexes: Sequence[int]) -> Mask:
 
 
 def put_sizes(chunk_bytes: int, durable: bool) -> Sizes:
-    """How many chunks of about that size a lane takes, and stages in one call."""
+    """Returns how many chunks of about that size a lane takes, and stages in one call."""
     most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), TURN_SYNCED_MAX if durable else TURN_FILES_MAX))
     return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
 
@@ -91,11 +91,11 @@ class Publication:
         self._next = first
         self._publishing = False
         self.is_abandoned = False
-        """Whether nothing more is published."""
+        """True once nothing more is published."""
         self._renewed = False
 
     def look(self, index: int) -> bool:
-        """Whether chunk ``index`` is in the store; notes one whose hints this put has to raise."""
+        """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
         stat = self._chunks.look(expected_of(self.wanted, index))
         if stat is None:
             return False
@@ -119,20 +119,20 @@ class Publication:
         elif self.is_abandoned:
             self._chunks.discard(staged)
         else:
-            # Publishing is the upload itself here; in order it would be one at a time. A child that is visible
-            # before its parent is only unreachable until the parent is there.
+            # Here publishing is the upload itself; in order, chunks would go one at a time. A child that is visible
+            # before its parent only stays unreachable until the parent is there.
             self._publish(index, staged)
             self._completed({index: None})
 
     def begin_run(self, run: Run) -> SharedPut:
-        """Chunks for lanes to find, stage and publish together, by ``add_turn``."""
+        """Returns chunks that lanes find, stage and publish together, by ``add_turn``."""
         sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), self._durable)
         return self._chunks.runs.shared_put(run, sizes, depths=self._is_chain, durable=self._durable, hints=self._hints)
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
-        """One lane's turn: finds or stages what no other lane took, and publishes what it can.
+        """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
 
-        Returns those that are to be added one by one, and whether there may be more.
+        Returns the chunks to be added one by one, and whether there may be more.
         """
         if self.is_abandoned:
             put.stop()
@@ -153,9 +153,9 @@ class Publication:
         return left, more
 
     def make_room(self, index: int) -> bool:
-        """On a full root: discards what is staged behind chunk ``index``, which can be published only after it.
+        """Discards, on a full root, what is staged behind chunk ``index`` and can be published only after it.
 
-        False where there is nothing. What was discarded is lost to this put.
+        False if there is nothing. What was discarded is lost to this put.
         """
         with self._lock:
             behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
@@ -165,7 +165,7 @@ class Publication:
         return bool(behind)
 
     def abandon(self) -> list[Staged]:
-        """Publishes nothing more. Returns what is staged, to be discarded where it may take its time. Idempotent."""
+        """Publishes nothing more. Returns what is staged, for the caller to discard without hurry. Idempotent."""
         with self._lock:
             self.is_abandoned = True
             waiting = {index: ready for index, ready in self._ready.items() if ready}
@@ -196,7 +196,7 @@ class Publication:
         )
 
     def there(self) -> Mask:
-        """Which chunks are in the store as far as this write knows; those before ``first`` count as there."""
+        """Returns which chunks are in the store as far as this write knows; those before ``first`` count as there."""
         with self._lock:
             there = self._there.copy()
             there[: self.first] = True
@@ -219,8 +219,10 @@ class Publication:
         self._publish_ready()
 
     def _keep(self, ready: Mapping[int, Ready]) -> bool:
-        """Whether these may still be published. If not, the caller gave up while they were being written: they may have
-        changed since, so they never get a name.
+        """Adds chunks to those that may be published; discards them and returns False if the put was abandoned.
+
+        The caller gave up while they were being written and may have changed its memory since, so they never get a
+        name.
         """
         with self._lock:
             if not self.is_abandoned:
@@ -234,7 +236,7 @@ class Publication:
             self._chunks.discard(staged)
 
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
-        """Those that have a file."""
+        """Returns those that have a staged file."""
         return [
             self._staged_in_run(each, index) if isinstance(each, SharedPut) else each
             for index, each in ready.items()
@@ -248,7 +250,7 @@ class Publication:
     # Blocks: each by itself
 
     def _publish_each(self, ready: Mapping[int, Ready]) -> None:
-        """Publishes blocks in no order. Those that are left of them when this raises are discarded by ``abandon``."""
+        """Publishes blocks in no order. If this raises, ``abandon`` discards those that are left."""
         for put, group in groupby(ready, ready.__getitem__):
             indexes = list(group)
             if isinstance(put, SharedPut):
@@ -289,7 +291,7 @@ class Publication:
                 index = first + self._publish_run(claimed[0], first, first + count)
                 self._next = index
                 if index < first + count:
-                    # The next is for Python: its name is taken, there is no room, or it was staged alone.
+                    # Python does the next one: its name is taken, there is no room, or it was staged alone.
                     self._keep(dict(enumerate(claimed[index + 1 - first :], index + 1)))
                     for staged in self._staged({index: claimed[index - first]}):
                         self._publish(index, staged)
@@ -300,8 +302,9 @@ class Publication:
             raise
 
     def _claim(self) -> list[Ready]:
-        """Takes what may be published next: one chunk, or those of a run that follow each other. Empty where the next
-        is not ready: then nobody publishes any more.
+        """Takes what may be published next: one chunk, or consecutive chunks of a run.
+
+        Empty if the next chunk is not ready: then no lane publishes any more.
         """
         with self._lock:
             claimed: list[Ready] = []
@@ -313,7 +316,7 @@ class Publication:
             return claimed
 
     def _publish_run(self, ready: Ready, first: int, stop: int) -> int:
-        """Publishes chunks of a run up to the first that is for Python; how many."""
+        """Publishes chunks of a run up to the first that Python has to do; returns how many."""
         if not isinstance(ready, SharedPut):
             return 0
         self._renew_before(first)
@@ -326,7 +329,7 @@ class Publication:
         return count
 
     def _renew_before(self, depth: int) -> None:
-        """Before the first new chunk gets its fresh stamp: a chunk is never staler than its child."""
+        """Renews the ancestors before the first new chunk gets its stamp: a chunk is never staler than its child."""
         if self._renewed:
             return
         self._renewed = True
@@ -337,7 +340,7 @@ class Publication:
     # Either
 
     def _publish(self, index: int, staged: Staged) -> None:
-        """Publishes a chunk that was staged alone, or that native code left. Raises what the root raised."""
+        """Publishes a chunk that was staged alone, or that native code left. Raises the root's errors."""
         if self._is_chain:
             self._renew_before(index)
         if not self._still_right([index]).all():
@@ -347,7 +350,7 @@ class Publication:
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
             won = self._chunks.publish(staged, self._durable)
-            # Another writer's block under this key may have another size: then ours is not what is stored.
+            # Another writer's block under this key may have another size: then ours is not in the store.
             self._there[index] = won or self._is_chain or self._chunks.is_present(staged.expected)
         except KVStoreError:
             self._chunks.discard(staged)

@@ -1,7 +1,7 @@
-"""Puts of a node: how each begins, whether its chunks are meant for the root, memory, or both.
+"""Puts of a node: how each begins, whether its chunks go to the root, to memory, or to both.
 
-Apart from the node, because this is all there is between a caller's bytes and the places they go to; the rules are W1
-to W5 of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
+Separate from the node, because this is everything between a caller's bytes and their destinations. The rules are W1 to
+W5 of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
@@ -37,15 +37,16 @@ from kvstore.sources import Clock
 from kvstore.writes import WriteMode
 
 LOOKED_MIN, LOOKED_MAX = 16, 512
-"""Chunks that native code looks for in one call. Each may wait for a server, and a lane that is in one call for
-``stall_s`` is taken for one that hangs."""
+"""Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
+``stall_s`` counts as hung.
+"""
 
 Found = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
-"""Hears the indexes and mtimes of chunks that are there."""
+"""Takes the indexes and mtimes of chunks that are there."""
 
 
 def _only_there(indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
-    """Nothing but whether they are there is asked."""
+    """Ignores them: the caller only asks how many are there."""
 
 
 class Puts:
@@ -60,15 +61,14 @@ class Puts:
         reads: TieredReads,
         tiers: TierStack | None,
         counters: Counters,
-        limits: Limits,
+        limits: CurrentLimits,
         clock: Clock,
         *,
         durable: bool,
     ) -> None:
         self.tiers = tiers
         self.counters = counters
-        self.limits = limits
-        """Its deadlines may change at any time: those of puts under way stay."""
+        self._limits = limits
         self._chunks = chunks
         self._lanes = lanes
         self._view = view
@@ -100,45 +100,50 @@ class Puts:
         skips: bool = False,
         sheds: bool = True,
     ) -> Write:
-        """A put whose chunks arrive run by run. End it with ``finish`` or ``abandon``.
+        """Begins a put whose chunks arrive run by run. End it with ``finish`` or ``abandon``.
 
-        With ``skips`` its ``first`` says from which chunk on the caller has to bring them: for one who sends them far.
-        What memory has no room for is shed; unless it ``sheds``, it is put on the root.
-        Raises Overloaded while the root is full, and what the root raised.
+        With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
+        far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
+        while the root is full, and the root's errors.
         """
         self._view.check_room()
         mode = self.mode(write, hints)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         self.counters.add(NodeCount.REQUESTS_PUT)
-        # What a sweep is taking cannot be put again before it has ended: the rest of the prompt waits for that.
+        # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
+        # for that.
         chain, found = wanted.leading(self._view.leading(wanted.addresses)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
-            look = Deadline(self._clock, min(deadline.left_s(), self.limits.match_deadline_s))
+            look = Deadline(self._clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
             return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)), sheds=sheds)
-        root, present = self._begin_root(chain, max(first, found), hints, deadline, vouched)
+        begin = max(first, found)
+        root, present = self._begin_root(chain, begin, hints, deadline, vouched)
         if root is None and found > first:
-            # Peers or the local disk have what was matched, and neither the root nor memory: all of it has to come.
-            root, present = self._begin_root(chain, first, hints, deadline, vouched)
-        there = np.arange(len(chain)) < (present if root is None else root.publication.first)
+            # Peers or the local disk have the matched chunks, but neither the root nor memory does: the caller must
+            # bring all.
+            begin = first
+            root, present = self._begin_root(chain, begin, hints, deadline, vouched)
+        # Those before it are there, or on their way from memory (rule W5).
+        there = np.arange(len(chain)) < (present if root is None else begin)
         return Write(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None, hints: Hints = DEFAULT) -> WriteMode:
-        """How a put is acknowledged here."""
+        """Returns how a put is acknowledged here."""
         return self.tiers.mode(asked, hints) if self.tiers is not None else WriteMode.AROUND
 
     def begin_rest(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
-        """The part of a put that memory did not take, for the root; None where its parents are not there."""
+        """Begins to put on the root what memory did not take; None if its parents are not there."""
         if isinstance(wanted, Keyed):
             return self._root_write(wanted, 0, hints, vouched)
         return self._begin_root(wanted, first, hints, deadline, vouched)[0]
 
     def publish(self, job: Job, slots: Slots) -> int:
-        """Writes chunks from memory to the root; returns up to which index they are there then."""
+        """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
         assert self.tiers is not None
         memory, deadline = self.tiers.memory, self._deadline(None)
         wanted, stop = job.wanted, job.first + job.count
@@ -159,7 +164,7 @@ class Puts:
     def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
         """Notes that a put behind found chunks there: a use of them, which raises their hints.
 
-        Not of those that are new: a put alone does not make a chunk worth a place on the disk.
+        New chunks count no use: a put alone does not make a chunk worth a place on the disk.
         """
         if isinstance(wanted, Chain):
             part: Wanted = wanted.leading(leading(found))
@@ -173,19 +178,22 @@ class Puts:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 
     def unswept(self, wanted: Wanted) -> Mask:
-        """Which chunks no sweep has condemned."""
+        """Returns which chunks no sweep has condemned."""
         if self._view.leading(wanted.addresses) == len(wanted):
             return np.ones(len(wanted), np.bool_)
         return np.array([not self._view.condemns(address) for address in wanted.addresses], np.bool_)
 
     def write_out(self, chain: Chain, timeout_s: float) -> None:
-        """Returns when what was put behind of this prompt is on the root or lost, or not in time."""
+        """Waits until this prompt's chunks that were put behind are on the root or lost, or out of time."""
         if self.tiers is not None:
             self.tiers.behind.settle(chain, 0, len(chain), timeout_s)
 
     def present_leading(self, chain: Chain, count: int) -> int:
-        """How many of the first ``count`` chunks are there, each looked at: a put or pin must not build on a hole."""
-        deadline = Deadline(self._clock, self.limits.match_deadline_s)
+        """Looks at each of the first ``count`` chunks; returns how many leading ones are there.
+
+        A put or pin must not build on a hole.
+        """
+        deadline = Deadline(self._clock, self._limits.now.match_deadline_s)
         return self._leading(
             chain, count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline
         )
@@ -194,7 +202,7 @@ class Puts:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
             return Write(self, keyed, 0, found, mode, hints, self._root_write(keyed, 0, hints, vouched))
-        # What memory has, or the root as far as it is remembered, is only used.
+        # Chunks that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self._chunks.known, self._chunks.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
             found[:] = [
@@ -206,7 +214,7 @@ class Puts:
     def _publish_blocks(
         self, wanted: Keyed, right: list[int], stop: int, slots: Slots, hints: Hints, deadline: Deadline
     ) -> int:
-        """Writes those that are right; returns how many leading blocks are there, or in memory no more."""
+        """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""
         assert self.tiers is not None
         memory = self.tiers.memory
         if not right:
@@ -216,11 +224,15 @@ class Puts:
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )
-        there = self._store(root, images, 0, len(part), deadline) & self.unswept(part)
-        return next((index for index, is_there in zip(right, there.tolist(), strict=True) if not is_there), stop)
+        there, unswept = self._store(root, images, 0, len(part), deadline), self.unswept(part)
+        # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
+        hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
+        entries = [slots.entries[index - slots.first] for index in hopeless]
+        memory.drop_entries([entry for entry in entries if entry is not None])
+        return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
     def _store(self, root: RootWrite, source: Sections, first: int, count: int, deadline: Deadline) -> Mask:
-        """Stores chunks that are all here; returns which are there."""
+        """Stores chunks that have all arrived; returns which are there."""
         try:
             if count > 0:
                 root.add(source, first, count, deadline)
@@ -234,7 +246,9 @@ class Puts:
     def _begin_root(
         self, chain: Chain, first: int, hints: Hints, deadline: Deadline, still_right: StillRight
     ) -> tuple[RootWrite | None, int]:
-        """A write to the root from chunk ``first`` on; None where one before it is missing, and how many are there."""
+        """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
+        many leading chunks are there.
+        """
         publication = self._publication(chain, first, hints, still_right)
         present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
         if present >= first:
@@ -254,7 +268,7 @@ class Puts:
         deadline: Deadline,
         still_right: StillRight,
     ) -> RootWrite | None:
-        """A write that begins with chunks which the root lost and memory has (rule W5); None where one is wrong."""
+        """Begins a write with chunks that the root lost and memory has (rule W5); None if one of them is wrong."""
         slots = memory.refer(chain, present, first - present)
         try:
             count = memory.verified(slots)
@@ -286,9 +300,9 @@ class Puts:
     def _leading(
         self, chain: Chain, count: int, look: Callable[[int], bool], deadline: Deadline, found: Found = _only_there
     ) -> int:
-        """How many of the first ``count`` chunks are there, each looked at.
+        """Looks at each of the first ``count`` chunks; returns how many leading ones are there.
 
-        Native code looks for many at once, and ``found`` hears of those that are there; ``look`` is for the others.
+        Native code looks for many at once, and ``found`` takes those that are there; ``look`` is for the others.
         """
         runs = self._chunks.runs
         run = runs.of(chain, 0, count)
@@ -312,4 +326,4 @@ class Puts:
         return min(missing)
 
     def _deadline(self, asked_s: float | None) -> Deadline:
-        return Deadline(self._clock, self.limits.write_deadline_s if asked_s is None else asked_s)
+        return Deadline(self._clock, self._limits.now.write_deadline_s if asked_s is None else asked_s)

@@ -1,4 +1,4 @@
-"""Looking for a prefix and reading it: bisection over the chain, and parallel verified reads."""
+"""Finds a prefix and reads it: bisection over the chain, and parallel verified reads."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from kvstore.node.wanted import Wanted, mean_bytes
 from kvstore.sections import Sections
 
 Above = Callable[[Wanted, int], int]
-"""How many consecutive chunks from an index on are nearer than the root."""
+"""``above(chain, index)`` returns how many consecutive chunks from ``index`` on are nearer than the root."""
 
 GROUP_BYTES_MIN = 1 << 20
 GROUP_BYTES_MAX = 32 << 20
-"""Some milliseconds of copying. Whoever takes its memory back waits for one chunk of those read from files."""
+"""Some milliseconds of copying. A caller that takes its memory back waits for one of the chunks read from files."""
 GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
-"""All files of a group are open at once: fewer where the process may have few, so that 16 lanes take half of them."""
+"""All files of a group are open at once: fewer if the process may open few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 2
 TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
-for ``stall_s`` is taken for one that hangs."""
+for ``stall_s`` counts as hung.
+"""
 
 
 def matched_count(
@@ -47,10 +48,10 @@ def matched_count(
     deadline: Deadline,
     above: Above | None = None,
 ) -> int:
-    """How many leading chunks are in the store: on the root, or in a tier above it, of which ``above(chain, first)``
-    says how many chunks from one on it has.
+    """Returns how many leading chunks are in the store: on the root, or in a tier above it.
 
-    Errors and a passed deadline end the match where what is remembered ends.
+    ``above(chain, i)`` returns how many consecutive chunks from ``i`` on the tiers above have. On an error or a passed
+    deadline the match ends where the remembered chunks end.
     """
     count = remembered(chunks, chain, 0, above)
     try:
@@ -69,7 +70,7 @@ def matched_count(
 
 
 def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
-    """How many leading chunks are there without a look at the root, given that the first ``count`` are."""
+    """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
     while count < len(wanted):
         rest = wanted.addresses[count:] if count else wanted.addresses
         known = count + chunks.known.leading_count(rest, chunks.quantum())
@@ -86,10 +87,10 @@ def _looked(chunks: Chunks, counters: Counters, chain: Chain, known: int) -> int
 
 
 def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
-    """The number of leading chunks present, given that the first ``known`` are.
+    """Returns the number of leading chunks present, given that the first ``known`` are.
 
-    An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks.  The chunk after the
-    known ones is looked at first: it decides alone for a prompt nobody has stored, and it is where damage would show.
+    An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at the
+    chunk after the known ones: it decides alone for a prompt nobody has stored, and it is where damage would show.
     """
     present, absent, epoch = known, len(chain), chunks.known.epoch
 
@@ -115,21 +116,21 @@ class Turns(Protocol):
     """Chunks that lanes read together: each takes the next ones until none is left (``chunk_runs.SharedReads``)."""
 
     def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """One lane's turn: the chunks to be read one by one, and whether there may be more. Raises Withdrawn."""
+        """Takes one lane's turn; returns the chunks to read one by one, and whether more may come. Raises Withdrawn."""
         ...
 
     def stop(self) -> None:
-        """No chunk is begun any more."""
+        """Begins no more chunks."""
         ...
 
     def end(self) -> npt.NDArray[np.bool_]:
-        """Which were read. To be called once, when nobody writes into the memory any more."""
+        """Returns which chunks were read. Call it once, when nobody writes into the memory any more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Chunks that are done several at a time, by one call that does not need the GIL."""
+    """Chunks read several at a time, by one call that does not need the GIL."""
 
     size: int
     """Chunks in a group; the last may have fewer."""
@@ -137,24 +138,24 @@ class Groups:
     read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
     turns: Turns | None = None
-    """The same without bounds between the lanes, once."""
+    """Reads the same chunks once, without fixed bounds between the lanes."""
 
     @property
     def count(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return -(-self.chunks // self.size)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First chunk of a group, and the one after its last."""
+        """Returns the first chunk of a group, and the one after its last."""
         return number * self.size, min((number + 1) * self.size, self.chunks)
 
 
 def group_size(
     chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX, files_max: int | None = None
 ) -> int:
-    """Chunks to do in one call: so many that Python costs little beside, so few that all lanes have enough to do.
+    """Returns how many chunks one call does: enough that Python costs little, few enough that all lanes have work.
 
-    ``files_max`` is for those that have one file open at a time.
+    ``files_max`` is for calls that have one file open at a time.
     """
     if files_max is None:
         files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
@@ -163,7 +164,7 @@ def group_size(
 
 
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The runs of what is not done, each from its first index to the one after its last."""
+    """Returns the runs of chunks that are not done, each from its first index to the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
     starts: list[int] = edges[::2].tolist()
     ends: list[int] = edges[1::2].tolist()
@@ -171,13 +172,13 @@ def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def files_at_most(count: int, share: int) -> int:
-    """``count``, or that part of the files that the process may have open, if it is less; at least 1."""
+    """Returns ``count``, or that share of the files that the process may open if it is less; at least 1."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return count if limit < 0 else max(1, min(limit // share, count))
 
 
 class Reading:
-    """Chunks on their way into the caller's memory: begun, and waited for by whoever does more meanwhile."""
+    """Chunks on their way into the caller's memory; the caller can work between beginning it and waiting."""
 
     def __init__(
         self,
@@ -191,9 +192,9 @@ class Reading:
         *,
         helps: bool = False,
     ) -> None:
-        """``ended`` is called once nobody reads into the memory any more; it may be more than once.
+        """``ended`` is called once nobody reads into the memory any more; it may be called more than once.
 
-        With ``helps`` whoever waits does a share of it meanwhile: for what never waits for a device.
+        With ``helps`` the thread that waits does a share of the work: for work that never waits for a device.
         """
         self._ended = ended
         self._helps = helps
@@ -217,11 +218,11 @@ class Reading:
             counters.add(NodeCount.MISS_SHED)
 
     def wait(self, deadline: Deadline) -> bytearray:
-        """One byte per index, 1 where it was read.
+        """Waits; returns one byte per index, 1 if it was read.
 
         Past the deadline the memory is withdrawn: what was read until then counts.
         """
-        batch, self._batch = self._batch, None  # it knows our work, and so us and the caller's memory
+        batch, self._batch = self._batch, None  # it refers to our work, and so to us and the caller's memory
         try:
             if batch is not None:
                 if self._helps:
@@ -241,21 +242,21 @@ class Reading:
         return self._done
 
     def withdraw(self) -> None:
-        """Gives it up: returns when nobody writes into the memory any more. Idempotent."""
+        """Gives the read up: returns when nobody writes into the memory any more. Idempotent."""
         self._borrowed.withdraw()
         if self._batch is not None:
             self._batch.stop()
         self._end()
 
     def _end(self) -> None:
-        """Nobody writes into the memory any more."""
+        """Ends the read: nobody writes into the memory any more."""
         turns, self._turns = self._turns, None
         if turns is not None:
             np.frombuffer(self._done, np.bool_)[:] |= turns.end()
         self._ended()
 
     def _work_on_turns(self, turns: Turns, _: int) -> bool:
-        """As ``_work_on_group``, of what no other lane took."""
+        """Reads what no other lane took, as ``_work_on_group`` does."""
         more = True
         while more:
             try:
@@ -269,7 +270,7 @@ class Reading:
         return True
 
     def _work_on_group(self, number: int) -> bool:
-        """All that can be read at once is; the others one by one, as if nothing had been."""
+        """Reads the group at once as far as that goes, then the rest one by one from scratch."""
         assert self._groups is not None
         start, stop = self._groups.bounds(number)
         try:
@@ -301,15 +302,15 @@ def read_chunks(
     stop_at_miss: bool = True,
     groups: Groups | None = None,
 ) -> bytearray:
-    """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; one byte per index, 1 where it succeeded.
+    """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; returns one byte per index, 1 if it succeeded.
 
-    Begins no more after a miss, unless told otherwise.
+    Begins no more after a miss, unless ``stop_at_miss`` is False.
     """
     return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
 
 
 def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:
-    """Chunks ``first`` and following on the root in groups, counted from 0; None where they are read one by one."""
+    """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
     run = chunks.runs.of(wanted, first, count, into, fills=True)
     if run is None:
         return None

@@ -1,7 +1,7 @@
-"""Recoding: a chunk that is stored is written again, compressed, decompressed or with another key (FORMAT.md, W5).
+"""Recoding: writes a stored chunk again, compressed, decompressed or with another key (FORMAT.md, W5).
 
-Apart from puts, which never replace a file.  Nobody is asked to wait: readers that have the old file open go on with
-it, and it stays where it can be read until every hold that may know of it has ended.
+Separate from puts, which never replace a file. Nobody waits for it: readers that have the old file open go on with it,
+and it stays where it can be read until every hold that may know of it has ended.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvstore.address import NO_PARENT
+from kvstore.address import NO_PARENT, Address
 from kvstore.buffers import Borrowed, byte_length
 from kvstore.counts import NodeCount
 from kvstore.encodings import squeezing
@@ -39,7 +38,7 @@ from kvstore.format.header import (
 )
 from kvstore.format.places import Name
 from kvstore.layout import CHUNK_BYTES_MAX
-from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.namespace import Namespace, NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable, read_header
 from kvstore.node.incarnations import Incarnations
@@ -48,15 +47,12 @@ from kvstore.node.view import View
 from kvstore.root.interface import Reader, Root, Seen
 from kvstore.sources import Clock
 
-if TYPE_CHECKING:
-    from kvstore.node.node import Node
-
 ASIDE_SHARE = 1 / 4
-"""Of the free space of the root, so much may be taken by files that were replaced and must not go yet."""
+"""Share of the root's free space that replaced files may take while they must not go yet."""
 
 
 class Recoding(enum.Enum):
-    """What is wanted; whichever it is, what is written is encrypted as the key file says now."""
+    """The wanted change; in each case the new file is encrypted as the key file says now."""
 
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
@@ -64,7 +60,7 @@ class Recoding(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What became of one chunk."""
+    """The outcome for one chunk."""
 
     REWRITTEN = "rewritten"
     KEPT = "kept"
@@ -73,33 +69,24 @@ class Outcome(enum.Enum):
     CONDEMNED = "condemned"
     """A collector is taking it."""
     NO_KEY = "no_key"
-    """It is encrypted with a key that this node does not have, or it is not known whose it is."""
+    """It is encrypted with a key that this node lacks, or its tenant is unknown."""
     DAMAGED = "damaged"
-    """Left where it is, for the next read or ``fsck`` to set aside."""
+    """It stays where it is, for the next read or ``fsck`` to set aside."""
     CHANGED = "changed"
-    """Another file came under its name meanwhile."""
+    """Another file took its name meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recoded:
-    """Of one chunk; sizes are those of whole files, and equal where it was not rewritten."""
+    """The result for one chunk; sizes are those of whole files, and equal if it was not rewritten."""
 
     outcome: Outcome
     before_bytes: int = 0
     after_bytes: int = 0
 
 
-def recode(node: Node, name: Name, act: Recoding) -> Recoded:
-    """Writes one chunk file of the node's root again, as ``act`` and the key file want it.
-
-    Waits at most for a write's deadline. Raises InvalidRequest where the root cannot replace files, ``name`` is no
-    chunk's, or a library is missing; Overloaded (go on later), PermissionDenied, Unavailable.
-    """
-    return node.on_root(lambda: node.recoder.recode(name, act))
-
-
 class Recoder:
-    """Of one node. Thread-safe; called on lanes."""
+    """Recodes chunks for one node. Thread-safe; called on lanes."""
 
     def __init__(
         self,
@@ -133,47 +120,53 @@ class Recoder:
 
     @property
     def has_asides(self) -> bool:
-        """Whether ``sweep`` may have something to do."""
+        """True if ``sweep`` may have something to do."""
         return bool(self._asides)
 
     def recode(self, name: Name, act: Recoding) -> Recoded:
         """See ``recode``."""
-        parsed = places.parse_chunk(name.rpartition("/")[2])
-        if parsed is None or not name.startswith(f"{places.CHUNKS}/"):
-            raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+        identity = _identity_of(name)
         if act is Recoding.COMPRESS:
             squeezing.check_available()
         elif self._view.is_full or self._view.usage.is_spent:
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
-        if self._view.condemns(parsed[0]):
+        if self._view.condemns(identity[0]):
             return Recoded(Outcome.CONDEMNED)
         seen = self._root.look(name, FIXED_BYTES)
         reader = self._root.open(name) if seen is not None else None
         if seen is None or reader is None:
             return Recoded(Outcome.GONE)
-        before_bytes = seen.stat.size_bytes
         with reader:
-            try:
-                found = _Found.of(reader, self._encodings)
-                if incarnation_at(seen.prefix) != found.stored.incarnation:
-                    return Recoded(Outcome.CHANGED)
-                if (found.plain.address, found.plain.namespace[: len(parsed[1])]) != parsed:
-                    raise Damaged(Damage.IDENTITY)
-                wish = self._wish(found, act)
-                if wish is None:
-                    return Recoded(Outcome.KEPT, before_bytes, before_bytes)
-                pieces = self._pieces(found, wish)
-            except NotDecodable:
-                return Recoded(Outcome.NO_KEY, before_bytes, before_bytes)
-            except Damaged:
-                return Recoded(Outcome.DAMAGED, before_bytes, before_bytes)
-        if pieces is None:
-            return Recoded(Outcome.KEPT, before_bytes, before_bytes)
+            pieces = self._read_again(reader, identity, seen, act)
+        if isinstance(pieces, Recoded):
+            return pieces
         return self._replaced(name, seen, pieces)
 
+    def _read_again(
+        self, reader: Reader, identity: tuple[Address, NamespaceId], seen: Seen, act: Recoding
+    ) -> list[memoryview] | Recoded:
+        """The bytes of the new file, or the outcome where there is nothing to write."""
+        before_bytes = seen.stat.size_bytes
+        try:
+            found = _Found.of(reader, self._encodings)
+            if incarnation_at(seen.prefix) != found.stored.incarnation:
+                return Recoded(Outcome.CHANGED)
+            if (found.plain.address, found.plain.namespace[: len(identity[1])]) != identity:
+                raise Damaged(Damage.IDENTITY)
+            wish = self._wish(found, act)
+            pieces = None if wish is None else self._pieces(found, wish)
+        except NotDecodable:
+            return Recoded(Outcome.NO_KEY, before_bytes, before_bytes)
+        except Damaged:
+            return Recoded(Outcome.DAMAGED, before_bytes, before_bytes)
+        return Recoded(Outcome.KEPT, before_bytes, before_bytes) if pieces is None else pieces
+
     def sweep(self, *, even_held: bool = False) -> bool:
-        """Removes the replaced files that nobody can be reading any more, or all. True. Never raises KVStoreError."""
+        """Removes the replaced files that nobody can be reading any more, or, with ``even_held``, all. Always True.
+
+        Never raises KVStoreError.
+        """
         while True:
             with self._lock:
                 if not self._asides or (self._asides[0][0] > self._clock.monotonic_s() and not even_held):
@@ -184,13 +177,13 @@ class Recoder:
                 if self._root.remove(name):
                     self._view.usage.removed(size_bytes)
             except KVStoreError:
-                with self._lock:  # the next one tries again: else it would stay as long as the session lives
+                with self._lock:  # the next sweep tries again: else it would stay as long as the session lives
                     self._asides.appendleft((until_s, name, size_bytes))
                     self._aside_bytes += size_bytes
                 return True
 
     def _wish(self, found: _Found, act: Recoding) -> Wish | None:
-        """How a file is to be; None where it is so. Raises NotDecodable where nobody can say."""
+        """Returns the target encoding, or None if the file already has it. Raises NotDecodable without a tenant."""
         key, is_compressed = self._key(found.plain), Encoding.COMPRESSED in found.stored.encoding
         compress = is_compressed if act is Recoding.REENCRYPT else act is Recoding.COMPRESS
         wish = Wish(compress, key)
@@ -202,7 +195,7 @@ class Recoder:
             return None
         namespace = self._namespace_of(header)
         if namespace is None:
-            raise NotDecodable(NodeCount.MISS_KEY)  # rather than written as plain text
+            raise NotDecodable(NodeCount.MISS_KEY)  # rather than write it as plain text
         return self._encodings.key_of(namespace.tenant)
 
     def _namespace_of(self, header: Header) -> Namespace | None:
@@ -214,7 +207,7 @@ class Recoder:
         return known
 
     def _pieces(self, found: _Found, wish: Wish) -> list[memoryview] | None:
-        """The bytes of the new file; None where it is not worth its while. Raises Damaged."""
+        """Returns the bytes of the new file; None if nothing would be gained. Raises Damaged."""
         expected = found.expected(self._namespace_of(found.plain))
         sections = found.sections()
         moved_on()
@@ -225,7 +218,7 @@ class Recoder:
         payload_bytes = expected.payload_bytes + (TAG_BYTES * expected.section_count if wish.key else 0)
         if byte_length(pieces[1:]) + PAGE_BYTES <= payload_bytes:
             return pieces
-        # Nothing to gain: as it would be uncompressed, which it may be already.
+        # Compression gains nothing: write it uncompressed, unless it already is.
         plain = Wish(key=wish.key)
         if (plain.encoding, wish.key.id if wish.key else b"") == (found.stored.encoding, found.stored.key_id):
             return None
@@ -240,7 +233,7 @@ class Recoder:
         staged = places.staged(session, next(self._numbers))
         aside = places.replaced(session, next(self._numbers), until_s)
         try:
-            # With the time of the old one: it was used no later and no more than that.
+            # Keep the old file's time, so that the new one seems used neither later nor more often.
             self._root.stage(staged, pieces, stamp_ns=seen.stat.mtime_ns, durable=self._durable)
             replaced = self._root.replace(staged, name, seen, aside, durable=self._durable)
         except BaseException:
@@ -250,7 +243,7 @@ class Recoder:
         if not replaced:
             self._discard(staged)
             return Recoded(Outcome.CHANGED, before_bytes, before_bytes)
-        self._view.usage.wrote(after_bytes)  # the old file takes its room until ``sweep`` removes it
+        self._view.usage.wrote(after_bytes)  # the old file keeps its room until ``sweep`` removes it
         with self._lock:
             self._asides.append((self._clock.monotonic_s() + self._hold_max_s, aside, before_bytes))
             self._aside_bytes += before_bytes
@@ -260,16 +253,16 @@ class Recoder:
         return Recoded(Outcome.REWRITTEN, before_bytes, after_bytes)
 
     def _keep_time(self, name: Name, seen: Seen, aside: Name) -> None:
-        """Where the old file was used since we looked at it, the new one was."""
+        """Renews the new file's time if the old file was used since we looked at it."""
         try:
             old = self._root.stat(aside)
             if old is not None and old.mtime_ns > seen.stat.mtime_ns:
                 self._root.touch(name, old.mtime_ns)
         except KVStoreError:
-            return  # one renewal is lost, as where a node ends
+            return  # one renewal is lost, as when a node ends
 
     def _check_room(self, size_bytes: int) -> None:
-        """Raises Overloaded where what was replaced lately takes too much of the root."""
+        """Raises Overloaded if files replaced lately take too much of the root."""
         free_bytes = self._root.space().free_bytes
         with self._lock:
             aside_bytes = self._aside_bytes
@@ -286,9 +279,17 @@ class Recoder:
             self._counters.add(NodeCount.QUARANTINE_FAILED)
 
 
+def _identity_of(name: Name) -> tuple[Address, NamespaceId]:
+    """The address and namespace that a chunk's name says. Raises InvalidRequest for any other name."""
+    identity = places.parse_chunk(name.rpartition("/")[2])
+    if identity is None or not name.startswith(f"{places.CHUNKS}/"):
+        raise InvalidRequest(f"{name!r} is no chunk: expected {places.CHUNKS}/SHARD/ADDRESS.NAMESPACE")
+    return identity
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A stored chunk: its header as it is stored and as it is of version 1, and where its plain bytes are read."""
+    """A stored chunk: its header as stored and as of version 1, and the reader of its plain bytes."""
 
     stored: Header
     plain: Header
@@ -296,7 +297,7 @@ class _Found:
 
     @classmethod
     def of(cls, reader: Reader, encodings: Encodings) -> _Found:
-        """Raises Damaged, NotDecodable."""
+        """Reads the headers of a file. Raises Damaged, NotDecodable."""
         opened = encodings.header_of(reader)
         if opened is not None:
             plain, decoding = opened
@@ -308,13 +309,13 @@ class _Found:
             found = cls(header, header, reader)
         if not is_self_consistent(found.plain):
             raise Damaged(Damage.IDENTITY)
-        # A compressed file may claim sections of any size, and nothing else says here how large they should be.
+        # A compressed file may claim sections of any size, and nothing else limits them here.
         if len(found.plain.checksums) * found.plain.section_bytes > CHUNK_BYTES_MAX:
             raise Damaged(Damage.GEOMETRY)
         return found
 
     def expected(self, namespace: Namespace | None) -> Expected:
-        """What the new file must hold."""
+        """Returns what the new file must hold."""
         plain = self.plain
         return Expected(
             plain.kind,
@@ -330,7 +331,7 @@ class _Found:
         )
 
     def sections(self) -> list[memoryview]:
-        """All of them, verified. Raises Damaged."""
+        """Returns all sections, verified. Raises Damaged."""
         plain, size = self.plain, self.plain.section_bytes
         payload = memoryview(bytearray(len(plain.checksums) * size))
         sections = [payload[at * size : (at + 1) * size] for at in range(len(plain.checksums))]

@@ -1,8 +1,8 @@
-"""Renewing recency behind the reads: parents before children, once per quantum, on a thread of its own.
+"""Renews recency after reads: parents before children, once per quantum, on a thread of its own.
 
-A thread of its own because renewal is advice to garbage collection: it must cost a reader nothing, and a root that
-hangs must stop nothing else.  A renewal costs two system calls, a look and a touch, and the look alone where another
-node has renewed in this quantum; what this node knows to be renewed costs none.
+It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root that
+hangs must stop nothing else. A renewal costs two system calls, a look and a touch, or only the look if another node has
+renewed in this quantum. Chunks that this node knows to be renewed cost none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Renewal:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The stamp that one chunk of a renewal gets; None where it stays as it is."""
+    """The new stamp of one chunk of a renewal; None if its stamp stays."""
 
     index: int
     name: Name
@@ -42,7 +42,7 @@ class _Plan:
 
 
 class Refresher:
-    """A bounded queue of what was used."""
+    """A bounded queue of used chunks."""
 
     def __init__(self, chunks: Chunks, counters: Counters, queue_max: int) -> None:
         self._chunks = chunks
@@ -66,9 +66,11 @@ class Refresher:
         hints: Hints = LEAST,
         lacking: frozenset[int] = frozenset(),
     ) -> None:
-        """These were read, or found by a put: a chain from its first chunk on, or single blocks. Never blocks.
+        """Notes that these were read, or found by a put: a chain from its first chunk on, or single blocks. Never
+        blocks.
 
-        A put raises what it found to its ``hints``: ``lacking`` are the places of those that it saw to have lower ones.
+        A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
+        lower.
         """
         if not self._enabled or not addresses or self._closed:
             return
@@ -97,7 +99,7 @@ class Refresher:
             self._changed.wait_for(lambda: not self._pending)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Finishes what is queued, as far as it gets within ``timeout_s``."""
+        """Finishes what is queued, as far as ``timeout_s`` allows."""
         if self._closed:
             return
         self._closed = True
@@ -119,7 +121,7 @@ class Refresher:
                     self._changed.notify_all()
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
-        """Which of the chunks have to be looked at."""
+        """Returns the positions of the chunks that need a look."""
         places = self._chunks.known.unrenewed(renewal.addresses, quantum)
         if not renewal.lacking or self._keeps_hints is False:
             return places
@@ -133,21 +135,21 @@ class Refresher:
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
                     if renewal.chained:
-                        return  # as in _look
+                        return  # the chunk is gone: stop, as in _look
                     continue
                 self._counters.add(NodeCount.REFRESHED)
                 if self._keeps_hints is None and plan.index in renewal.lacking:
                     self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
             address = renewal.addresses[plan.index]
-            # A file of this name is there. Whether this node can read it, whoever looked into it has remembered.
+            # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
 
     def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
-        """The stamps, parents first.
+        """Returns the stamps, parents first.
 
-        No chunk gets hints or uses below those of one behind it: so what another host's renewal at the same moment
-        took away, or a put that knew no better when it repaired a chunk, is mended by the next.
+        No chunk gets lower hints or fewer uses than the chunk behind it. So the next renewal mends what another host's
+        renewal at the same moment took away, or what a put set too low when it repaired a chunk.
         """
         plans: list[_Plan] = []
         quantum_s = self._chunks.quantum_s
@@ -163,7 +165,7 @@ class Refresher:
         return plans
 
     def _look(self, renewal: _Renewal, quantum: int) -> list[tuple[int, Name, int]]:
-        """Place, name and mtime of each chunk that may have to be renewed."""
+        """Returns position, name and mtime of each chunk that may have to be renewed."""
         looked: list[tuple[int, Name, int]] = []
         for index in self._places(renewal, quantum):
             name = self._chunks.name(renewal.addresses[index], renewal.namespace)
@@ -171,14 +173,13 @@ class Refresher:
             if stat is not None:
                 looked.append((index, name, stat.mtime_ns))
                 continue
-            # Gone. The children of a chunk keep their older stamps then, because a chunk is never staler than its
-            # child.
+            # The chunk is gone. Its children keep their older stamps, because a chunk is never staler than its child.
             self._counters.add(NodeCount.REFRESH_DROPPED)
             if renewal.chained:
                 break
         return looked
 
     def _is_kept(self, name: Name, stamp_ns: int) -> bool:
-        """Whether this root keeps times as exactly as hints need it. If not, each put would raise them again."""
+        """True if this root keeps times as exactly as hints need; if not, each put would raise the hints again."""
         stat = self._chunks.root.stat(name)
         return stat is None or not is_coarse(stat.mtime_ns) or is_coarse(stamp_ns)

@@ -1,6 +1,6 @@
 """The part of a write that goes to the root: runs of chunks on lanes, a bounded number of them at once.
 
-Apart from the write, which decides what goes where, and from the publication, which decides the order.
+Separate from the write, which decides what goes where, and from the publication, which decides the order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
 
 DISCARD_S = 1.0
-"""How long a write that failed waits for its staged files to be removed, so that a full disk is not full of them."""
+"""How long a failed write waits for its staged files to be removed, so that they do not keep a full disk full."""
 
 
 class RootWrite:
@@ -38,7 +38,7 @@ class RootWrite:
         counters: Counters,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``ended`` is called when nothing of it is on its way any more; it may be more than once."""
+        """``ended`` is called when nothing of it is on its way any more; it may be called more than once."""
         self.publication = publication
         self._chunks = chunks
         self._lanes = lanes
@@ -50,16 +50,16 @@ class RootWrite:
     def add(
         self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = lambda: None
     ) -> None:
-        """Begins to store ``count`` chunks from index ``first`` on; ``release`` is called when their memory is free.
+        """Begins to store ``count`` chunks from index ``first`` on; calls ``release`` when their memory is free.
 
-        Waits until fewer than RUNS_MAX runs are on their way, and releases them in order. Raises what the root raised.
+        Waits until fewer than RUNS_MAX runs are on their way, and releases them in order. Raises the root's errors.
         """
         while len(self._pending) >= RUNS_MAX:
             self._wait(deadline)
         self._pending.append((self._begin(source, first, count), release))
 
     def finish(self, deadline: Deadline) -> Mask:
-        """Waits for what is on its way: which chunks are in the store. Raises what the root raised, or Unavailable."""
+        """Waits for what is on its way; returns which chunks are stored. Raises Unavailable and the root's errors."""
         try:
             while self._pending:
                 self._wait(deadline)
@@ -72,15 +72,23 @@ class RootWrite:
         self._ended()
         return self.publication.there()
 
-    def abandon(self, wait_s: float = DISCARD_S) -> None:
-        """Publishes nothing more, and removes what is staged; waits for that at most ``wait_s``. Idempotent.
+    def abandon(self, wait_s: float = DISCARD_S) -> bool:
+        """Publishes nothing more, and removes what is staged; waits at most ``wait_s`` for that. Idempotent.
 
-        Memory of what is on its way is not released: a lane may still read it.
+        Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
         """
+        is_read = False
         if not self.publication.is_abandoned:
             self._counters.add(NodeCount.PUT_FAILED)
-        self._pending.clear()
         staged = self.publication.abandon()
+        while self._pending:
+            run, release = self._pending.popleft()
+            run.stop()
+            if not run.join(wait_s):
+                self._pending.clear()  # in order: those behind it are not released either
+                is_read = True
+                break
+            release()
         try:
             batch = self._lanes.start(len(staged), lambda at: self.publication.discard(staged[at]))
             if wait_s:
@@ -88,9 +96,10 @@ class RootWrite:
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
         self._ended()
+        return not is_read
 
     def _wait(self, deadline: Deadline) -> None:
-        """For the oldest run."""
+        """Waits for the oldest run."""
         batch, release = self._pending[0]
         batch.wait(deadline)
         self._pending.popleft()
@@ -118,7 +127,7 @@ class RootWrite:
         return self._lanes.start(min(count, self._lanes.width), store)
 
     def _store_left(self, source: Sections, left: Sequence[int]) -> None:
-        """Stores one by one what could not be stored at once."""
+        """Stores one by one the chunks that could not be stored at once."""
         full: Overloaded | None = None
         for index in left:
             try:
@@ -129,7 +138,7 @@ class RootWrite:
                 full = error
                 self._store(source, index)
         if full is not None:
-            raise full  # what made room is not stored
+            raise full  # chunks discarded to make room are not stored
 
     def _store(self, source: Sections, index: int) -> bool:
         self.publication.add(index, source(index), source.origin(index) if isinstance(source, Images) else None)
@@ -137,5 +146,5 @@ class RootWrite:
 
 
 def leading(there: Mask) -> int:
-    """How many leading chunks are there."""
+    """Returns how many leading chunks are there."""
     return len(there) if there.all() else int(np.argmin(there))

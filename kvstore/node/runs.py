@@ -1,7 +1,7 @@
 """Runs of chunks for the native library: the chunks of one request as the structures that it takes.
 
-Separate from ``chunks.py`` because nothing here decides anything: what is not done after a call is done by
-``Chunks``, chunk by chunk, from scratch.  Called on lanes only; each lane has its own part of a run.
+Separate from ``chunks.py`` because nothing here decides anything: ``Chunks`` redoes from scratch, chunk by chunk,
+whatever is not done after a call. Called on lanes only; each lane has its own part of a run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvstore.root.interface import LocalFiles
 from kvstore.sections import Laid
 
 COLD_BYTES = 4 << 20
-"""One blocking read of what is not cached; a multiple of what devices and O_DIRECT want."""
+"""Bytes of one blocking read of uncached data; a multiple of what devices and O_DIRECT want."""
 COLD_POOL_MAX = 4
-"""Memory for such reads that is kept for the next ones."""
+"""Limit on buffers for such reads that are kept for the next ones."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -40,7 +40,7 @@ _cold_pool: list[npt.NDArray[np.uint8]] = []
 class Run(Items):
     """Chunks ``first`` to ``first + count - 1`` of what is wanted, in files. Indexes are those of the request.
 
-    ``sections`` is where they are read into or written from; None for those that are only looked at, or mapped.
+    ``sections`` is where they are read into or written from; None for a run that is only looked at, or mapped.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Run(Items):
         self.common.direct = files.direct
         self.alive.append(wanted)
         self.origins: dict[int, Incarnation] = {}
-        """By index, the incarnations of the images that the sections are in; empty where they are the caller's."""
+        """By index, the incarnations of the images that hold the sections; empty if the sections are the caller's."""
         if sections is not None:
             self.lay(sections)
         if isinstance(sections, Images):
@@ -69,7 +69,7 @@ class Run(Items):
         return self.read_open(start, stop, borrowed)
 
     def read_open(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
-        """The same of files that are open: their descriptors are in the items, and are closed."""
+        """Reads open files, as ``read`` does: their descriptors are in the items, and are closed."""
         at, count = self.part(start, stop)
         library, open_count = native.library, count
         try:
@@ -84,18 +84,18 @@ class Run(Items):
         return done
 
     def read_blocked(self, places: npt.NDArray[Any], borrowed: Borrowed) -> None:
-        """Reads those of some chunks, counted from the first, that are open and not cached, and closes them.
+        """Reads chunks, counted from the first, whose files are open and not cached, and closes the files.
 
         Raises Withdrawn.
         """
         blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
         try:
-            if not self.common.direct:  # the device is to begin with all of it at once
+            if not self.common.direct:  # lets the device begin with all of it at once
                 for place in blocked:
                     with suppress(OSError):
                         os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)
             for place in blocked:
-                # OSError: no memory to read into.
+                # An OSError means that there was no memory to read into.
                 with suppress(OSError):
                     self._read_cold(self.first + place, borrowed)
         finally:
@@ -103,36 +103,36 @@ class Run(Items):
                 native.library.kv_close(*self.part(self.first + place, self.first + place + 1))
 
     def look(self, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
-        """Which chunks have a file of the right size, and the mtimes of those."""
+        """Returns which chunks have a file of the right size, and the mtimes of those."""
         native.library.kv_look(self.common, *self.part(start, stop))
         part = self.items[start - self.first : stop - self.first]
         found: Mask = part["status"] == native.FOUND
         return found, part["mtime_ns"][found]
 
     def map(self, start: int, stop: int) -> list[memoryview | None]:
-        """Verifies chunks and maps their sections, read-only; None for what is not right, or cannot be mapped."""
+        """Verifies chunks and maps their sections, read-only; None for one that is wrong, or cannot be mapped."""
         at, count = self.part(start, stop)
         addresses = np.zeros(count, np.uint64)
         native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
         return [mapped(address) if address else None for address in addresses.tolist()]
 
     def file_bytes(self, index: int) -> int:
-        """Bytes that the file of a chunk must have."""
+        """Returns how many bytes the file of a chunk must have."""
         item = self.items[index - self.first]
         return int(item["header_bytes"]) + self.payload_bytes(index - self.first)
 
     def payload_bytes(self, place: int) -> int:
-        """Bytes of the sections of a chunk, counted from the first."""
+        """Returns the bytes of the sections of a chunk, counted from the first."""
         item = self.items[place]
         return int(item["section_count"]) * int(item["section_bytes"])
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """The address of the structures of some chunks, and how many they are."""
+        """Returns the address of the structures of some chunks, and how many they are."""
         assert self.first <= start <= stop <= self.first + self.count
         return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
 
     def _read_cold(self, index: int, borrowed: Borrowed) -> None:
-        """Reads what has to come from a device: into memory of ours, and on from there while it is in the cache."""
+        """Reads from a device into memory of ours, and from there into the sections while the bytes are cached."""
         item, (at, _) = self.items[index - self.first], self.part(index, index + 1)
         item["status"] = native.OTHER
         library, fd, size = native.library, int(item["fd"]), self.file_bytes(index)
@@ -160,9 +160,9 @@ class Run(Items):
 
 @contextmanager
 def _cold_memory() -> Iterator[int]:
-    """The address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
+    """Yields the address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
 
-    From a pool, because a lane that needs it keeps it only for a moment; one that hangs in a dead mount keeps it.
+    It comes from a pool, because a lane needs it only for a moment; a lane that hangs in a dead mount keeps it.
     """
     try:
         memory = _cold_pool.pop()

@@ -1,4 +1,4 @@
-"""What a node has between its callers and the root: how much memory, which local disk, when puts are acknowledged."""
+"""The tiers between a node's callers and the root: memory size, local disk, write mode."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from os import PathLike
 
+from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
 from kvstore.writes import WriteMode
@@ -16,19 +17,19 @@ DISK_BYTES_MIN = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Checked where it is made. Raises InvalidRequest."""
+    """Checked when it is made. Raises InvalidRequest."""
 
     memory_bytes: int = 0
-    """Shared memory for hot chunks; 0: none, and then nothing else here means anything."""
+    """Shared memory for hot chunks, in bytes; 0 means none, and then the other settings have no meaning."""
     disk_folder: str = ""
-    """A folder of this node alone, on a local disk; empty: none."""
+    """A folder of this node alone, on a local disk; empty for none."""
     disk_bytes: int = 0
     write: WriteMode = WriteMode.BEHIND
-    """For puts that do not say."""
+    """The write mode of puts that name none."""
     root_priority_min: int = 0
     """Chunks of a lower priority (``Hints``) never reach the root (rule W4)."""
     sync_interval_s: float = 1.0
-    """How often at most this node tells its peers what its memory holds."""
+    """Shortest time between two reports of this node's memory to its peers."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes and self.memory_bytes < MEMORY_BYTES_MIN:
@@ -37,7 +38,7 @@ class TierSettings:
             )
         if self.root_priority_min and not self.memory_bytes:
             raise InvalidRequest(
-                f"root_priority_min={self.root_priority_min} without memory: there is nothing but the root for chunks "
+                f"root_priority_min={self.root_priority_min} without memory: the root is the only place for chunks "
                 "of a lower priority; give memory as well"
             )
         if self.disk_folder and not self.memory_bytes:
@@ -58,7 +59,7 @@ class TierSettings:
         root_priority_min: int = 0,
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
-        """From what callers give, whatever its type. Raises InvalidRequest."""
+        """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
         for name, value in (("memory", memory), ("root_priority_min", root_priority_min)):
             if not _is_whole(value):
                 raise InvalidRequest(f"{name}={value!r}: expected a whole number{' of bytes' * (name == 'memory')}")
@@ -77,3 +78,20 @@ def _is_whole(value: object) -> bool:
 
 
 NO_TIERS = TierSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What an operator chooses for one node."""
+
+    durable: bool = False
+    """Whether a put waits until the root has its chunks even if the host crashes."""
+    tiers: TierSettings = NO_TIERS
+    label: str = ""
+    """The name of the roll-out that this node belongs to."""
+    keys: KeyFile | None = None
+    """Says whose chunks are encrypted; loaded."""
+
+
+AS_SHIPPED = NodeOptions()
+"""A node of which its operator said nothing."""

@@ -1,7 +1,8 @@
-"""Runs of chunks that several lanes read or put together: each takes the next few again and again, in one call.
+"""Runs of chunks that several lanes read or put together: each lane takes the next few again and again, in one call.
 
-So all end at about the same time, with few calls.  That matters because what Python needs for each has left the cache
-of the processor by the time it is needed again (benchmarks/NOTES.md).  Called on lanes, but for the constructors.
+So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
+processor's cache by the time the next call needs it (benchmarks/NOTES.md). Called on lanes, except for the
+constructors.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from kvstore.node.runs import Mask, Run
 from kvstore.root.interface import Stat
 
 Places = npt.NDArray[np.int32]
-"""Of chunks in a run, counted from 0."""
+"""Offsets of chunks in a run, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of turns, in chunks."""
+    """Sizes of turns, in chunks."""
 
     step: int
-    """Taken at a time, so that lanes end together."""
+    """Chunks taken at a time, so that lanes end together."""
     most: int
-    """End a turn, at least ``step``."""
+    """Chunks that end a turn, at least ``step``."""
     files: int = 1
-    """That a reading lane may have open at once, as far as a step needs no more."""
+    """Files that a reading lane may have open at once; a step may need more."""
 
 
 class _SharedRun:
@@ -47,11 +48,11 @@ class _SharedRun:
         run.items["status"] = native.OTHER
 
     def stop(self) -> None:
-        """No chunk is begun any more."""
+        """Begins no more chunks."""
         self._next.value = self.run.count
 
     def _turn(self) -> tuple[Any, Places]:
-        """For native code, with the memory for the chunks that it tells of."""
+        """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
         sizes = self._sizes
         told = np.empty(sizes.most + sizes.step, np.int32)
         at = told.__array_interface__["data"][0]
@@ -64,8 +65,10 @@ class SharedRead(_SharedRun):
     """A run on its way into the caller's memory."""
 
     def read(self, borrowed: Borrowed) -> tuple[list[int], bool, int]:
-        """A turn: the places of chunks that it took and that are not right in their sections, whether there may be more
-        to read, and the bytes of those that are right. Raises Withdrawn.
+        """Takes a turn. Raises Withdrawn.
+
+        Returns the offsets of the chunks that it took and that are not right in their sections, whether there may be
+        more to read, and the bytes of those that are right.
         """
         run, (turn, told) = self.run, self._turn()
         outcome = native.library.kv_read_turn(run.common, self._start, run.count, turn, borrowed.natively)
@@ -80,7 +83,7 @@ class SharedRead(_SharedRun):
         return left.tolist(), bool(outcome), size_bytes
 
     def done(self) -> Mask:
-        """Which chunks are right in their sections."""
+        """Returns which chunks are right in their sections."""
         done: Mask = self.run.items["status"] == native.DONE
         return done
 
@@ -88,12 +91,12 @@ class SharedRead(_SharedRun):
 class SharedPut(_SharedRun):
     """A run on its way to the root, staged under names of a session.
 
-    By its status a chunk whose turn it was is there already (FOUND), staged (DONE), PUBLISHED, or for Python to do.
+    After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to Python.
     Numbers for the names, incarnations and stamps are in the items before the first turn.
     """
 
     def __init__(self, run: Run, sizes: Sizes, session: bytes, durable: bool, epoch: int) -> None:
-        """``epoch``: of what the node remembers, before anybody looks at the root."""
+        """``epoch`` is the epoch of what the node remembers, read before anybody looks at the root."""
         super().__init__(run, sizes)
         self.epoch = epoch
         self._session = session
@@ -102,31 +105,34 @@ class SharedPut(_SharedRun):
         self._common.durable = durable
 
     def stage(self) -> tuple[Places, bool, int]:
-        """A turn: the places of chunks that it looked for and staged where they are missing, whether there may be more,
-        and the bytes of those that it staged. Of what could not be staged nothing is left.
+        """Takes a turn. Of a chunk that could not be staged nothing is left.
+
+        Returns the offsets of the chunks that it looked for and staged if they were missing, whether there may be more,
+        and the bytes of those that it staged.
         """
         turn, told = self._turn()
         more = native.library.kv_stage_turn(self._common, self._start, self.run.count, turn)
         return told[: turn.told_count], bool(more), turn.bytes
 
     def publish(self, at: Places, *, ordered: bool) -> None:
-        """Gives chunks that are staged their final names: then PUBLISHED. The others are for Python, staged still.
+        """Gives staged chunks their final names: they become PUBLISHED. The others stay staged, for Python.
 
-        What is ``ordered`` ends with the first of them. Where puts are durable all are, as each waits for the device.
+        An ``ordered`` call ends with the first of the others. Durable puts are all left to Python, because each
+        waits for the device.
         """
         if not self._common.durable:
             listed = at.__array_interface__["data"][0]
             native.library.kv_publish(self._common, self._start, listed, len(at), ordered)
 
     def statuses(self, at: Places | Sequence[int]) -> list[int]:
-        """How it stands with chunks."""
+        """Returns the statuses of chunks."""
         found: list[int] = self.run.items["status"][at].tolist()
         return found
 
     def name(self, place: int) -> Name:
-        """Under which a chunk is staged."""
+        """Returns the name under which a chunk is staged."""
         return places.staged(self._session, int(self.run.items["number"][place]))
 
     def stat(self, place: int) -> Stat:
-        """Of a chunk that was FOUND."""
+        """Returns the stat of a chunk that was FOUND."""
         return Stat(self.run.file_bytes(self.run.first + place), int(self.run.items["mtime_ns"][place]))

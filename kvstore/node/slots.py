@@ -1,6 +1,6 @@
-"""What the memory tier gives out: room that is being filled, and chunks that stay where they are while they are used.
+"""The memory tier's slots and references: room being filled, and chunks that stay in place while they are used.
 
-Apart from the tier, which decides; these are what its callers have in hand meanwhile.
+Separate from the tier, which decides; its callers hold these meanwhile.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Slot:
     def __init__(self, entry: Entry, memory: memoryview) -> None:
         self.entry = entry
         self.memory = memory
-        """Writable, of the image's size; not to be touched once the slot was given to ``ready`` or ``drop``."""
+        """Writable, of the image's size; must not be touched once the slot was given to ``ready`` or ``drop``."""
 
 
 class References:
-    """References to entries, which keep their bytes where and as they are until ``release``. A context.
+    """References to entries, which keep their bytes in place and unchanged until ``release``. A context.
 
     ``memory`` is the arena, for reading; it stays readable as long as this object lives, whoever closes the tier.
     """
@@ -40,7 +40,7 @@ class References:
         self._let_go: Callable[[References], None] | None = let_go
 
     def release(self) -> None:
-        """They may be evicted from now on, unless somebody else refers to them; ends their lease. Idempotent.
+        """Lets the entries be evicted again, unless somebody else refers to them, and ends their lease. Idempotent.
 
         Never waits for a lock, so that a finalizer may call it, in any thread at any point.
         """
@@ -58,7 +58,7 @@ class References:
 
 
 class Slots(References):
-    """Of chunks ``first`` and following, those that are in memory."""
+    """The chunks from ``first`` on that are in memory."""
 
     __slots__ = ("entries", "first", "wanted")
 
@@ -74,45 +74,45 @@ class Slots(References):
         self.wanted = wanted
         self.first = first
         self.entries = entries
-        """One for each chunk; None for those that are not in memory."""
+        """One entry for each chunk; None for chunks that are not in memory."""
 
     @property
     def leading_count(self) -> int:
-        """How many of the first of these chunks are in memory without a gap."""
+        """Number of leading chunks that are in memory without a gap."""
         return next((at for at, entry in enumerate(self.entries) if entry is None), len(self.entries))
 
     def images(self, start: int, stop: int) -> Sequence[memoryview]:
-        """The images of chunks ``start`` to ``stop - 1``, all of which must be there; unverified (rule I1)."""
+        """Returns the images of chunks ``start`` to ``stop - 1``, all of which must be there; unverified (rule I1)."""
         entries = [entry for entry in self.entries[start - self.first : stop - self.first] if entry is not None]
         assert start >= self.first and len(entries) == stop - start
         return images_of(self.memory, entries)
 
     def present_images(self) -> Sequence[memoryview]:
-        """The images of those that are there, in order; unverified (rule I1)."""
+        """The images of chunks that are there, in order; unverified (rule I1)."""
         return images_of(self.memory, self.referred)
 
     def sections(self, start: int, stop: int) -> Images:
-        """The sections of chunks ``start`` to ``stop - 1``, as a put takes them; unverified too."""
+        """Returns the sections of chunks ``start`` to ``stop - 1``, as a put takes them; unverified too."""
         return Images(self.wanted, start, self.images(start, stop))
 
 
 class Victims(References):
-    """What would be evicted next, kept for whoever puts it elsewhere before."""
+    """The next entries to be evicted, kept for a caller that puts them elsewhere first."""
 
     __slots__ = ()
 
     @property
     def entries(self) -> list[Entry]:
-        """In the order of the policy, children before parents."""
+        """The entries in the order of the policy, children before parents."""
         return self.referred
 
     def images(self) -> list[tuple[Entry, memoryview]]:
-        """Each with its image; unverified."""
+        """Returns each entry with its image; unverified."""
         return list(zip(self.referred, images_of(self.memory, self.referred), strict=True))
 
 
 def images_of(memory: memoryview, entries: Sequence[Entry]) -> Sequence[memoryview]:
-    """The images of entries in the arena."""
+    """Returns the images of entries in the arena."""
     sizes = {entry.size_bytes for entry in entries}
     if len(sizes) == 1:
         return ImagesIn(memory, [entry.offset for entry in entries], sizes.pop())

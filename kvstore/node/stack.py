@@ -23,7 +23,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_puts import Kept, MemoryPuts
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.settings import TierSettings
@@ -51,9 +51,8 @@ class TierStack:
         self,
         arena: Arena,
         settings: TierSettings,
-        publish: Publish,
         counters: Counters,
-        limits: Limits,
+        limits: CurrentLimits,
         clock: Clock,
         ids: Ids,
         *,
@@ -63,9 +62,12 @@ class TierStack:
         encodings: Encodings,
         lanes: Lanes | None = None,
     ) -> None:
-        """``incarnations`` gives those of the images made here; ``record`` has it said on the root whose they are,
-        soon, whether or not a put brings them there.
+        """``start`` it before anything comes in.
+
+        ``incarnations`` gives those of the images made here; ``record`` has it said on the root whose they are, soon,
+        whether or not a put brings them there.
         """
+        now = limits.now
         self.settings = settings
         self.memory = MemoryTier(arena, counters, clock)
         self.disk: DiskTier | None = None
@@ -75,22 +77,19 @@ class TierStack:
         self._clock = clock
         self._ids = ids
         self._counters = counters
-        self.copiers = lanes or Lanes(limits.width, limits.width, limits.queue_max, limits.stall_s, clock)
+        self.copiers = lanes or Lanes(now.width, now.width, now.queue_max, now.stall_s, clock)
         """Lanes that never wait for a device: so memory is read while the root hangs."""
         self._record = record
         self.encodings = encodings
         self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
-        self.behind = WriteBehind(
-            self.memory,
-            publish,
-            counters,
-            clock,
-            bytes_max=int(arena.size_bytes * limits.behind_share),
-            give_up_s=limits.behind_give_up_s,
-        )
+        self.behind = WriteBehind(self.memory, counters, limits, clock)
         self._stopping = Flag()
         self._filled = Flag()
         self._demoting: threading.Thread | None = None
+
+    def start(self, publish: Publish) -> None:
+        """Has ``publish`` write to the root what is put behind."""
+        self.behind.start(publish)
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
         """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""

@@ -1,6 +1,6 @@
-"""The staging folders of one node: that of its session, and those of the sessions that it had before.
+"""The staging folders of one node: that of its session, and those of its earlier sessions.
 
-Apart from what is staged there, which puts and recoding look after: here is only what a node leaves behind at its end.
+Separate from the staged files, which puts and recoding look after: this module clears what a node leaves at its end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore.node.recoding import Recoder
 from kvstore.root.interface import Root
 
 BEFORE_MAX = 64
-"""Ids remembered; what was staged under older ones is a collector's to clear."""
+"""Limit on remembered session ids; a collector clears what was staged under older ones."""
 WAITS_MAX = 10
-"""A root that goes on removing files is waited for so many times as long as one that does not."""
+"""A root that goes on removing files gets this multiple of the normal wait."""
 
 
 class Staging:
-    """The folders of one node. ``session`` gives the id under which it stages now."""
+    """The folders of one node. ``session`` returns the id under which it stages now."""
 
     def __init__(self, root: Root, recoder: Recoder, session: Callable[[], bytes]) -> None:
         self._root = root
@@ -35,11 +35,11 @@ class Staging:
         self._before.append(session)
 
     def clear(self, lanes: Lanes, timeout_s: float, *, keep_replaced: bool) -> None:
-        """At the node's end removes what it will not publish any more, and its folders where they are empty.
+        """Removes, at the node's end, staged files that it will not publish, and its folders if they are empty.
 
-        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them.  Waits for
-        ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: what stays on a root that
-        hangs or refuses a collector clears later, or ``fsck``.
+        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them. Waits for
+        ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: a collector or ``fsck``
+        later clears what stays on a root that hangs or refuses.
         """
         try:
             batch = lanes.start(1, lambda _: self._clear(keep_replaced))
@@ -56,7 +56,8 @@ class Staging:
         for session in {*self._before, self._session()}:
             folder = places.staging_folder(session)
             for entry in list(self._root.list(folder)):
-                # Of puts that were cut off. One that goes on all the same finds its file gone, and fails.
+                # It belongs to a put that was cut off. If that put goes on all the same, it finds its file gone and
+                # fails.
                 if places.parse_replaced(entry.name) is None:
                     self._root.discard(places.Name(f"{folder}/{entry.name}"))
                 self._looked_at_count += 1

@@ -1,8 +1,9 @@
-"""Reading chunks from wherever they are: memory, the tiers below it, the root.
+"""Reads chunks from wherever they are: memory, the tiers below it, the root.
 
-Apart from reading, which does one root, because here is decided what goes where (kvstore/memory/MEMORY.md, R1 to R4):
-what a tier gives comes into memory as an image and is verified on its way out of there; what nobody else has, and is
-not worth keeping, goes from the root straight into the caller's memory, as it does where there is no memory.
+Separate from reading, which reads one root: this module decides where chunks come from and where they go
+(kvstore/memory/MEMORY.md, R1 to R4). A chunk from a tier comes into memory as an image and is verified when it is
+copied out. A chunk that only the root has, and that is not worth keeping, goes straight into the caller's memory, as
+all do on a node without memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class TieredReads:
-    """The chunks of one node, in order of their distance. Thread-safe."""
+    """The chunks of one node, from the nearest place that has them. Thread-safe."""
 
     def __init__(self, chunks: Chunks, lanes: Lanes, counters: Counters, tiers: TierStack | None) -> None:
         self._chunks = chunks
@@ -43,13 +44,11 @@ class TieredReads:
 
     @property
     def above(self) -> Above | None:
-        """How many consecutive chunks from an index on are in memory or, as it is said, in a tier below it; None where
-        there is neither.
-        """
+        """Returns how many consecutive chunks from an index on are in memory or a tier below it; None without tiers."""
         return self._leading if self._tiers is not None else None
 
     def has(self, wanted: Wanted) -> list[bool]:
-        """Which chunks are there, each looked for by itself."""
+        """Returns for each chunk whether it is there, looked for by itself."""
         there = [False] * len(wanted)
         at = 0
         while self._tiers is not None and at < len(wanted):
@@ -59,11 +58,11 @@ class TieredReads:
         return there
 
     def matched_count(self, chain: Chain, deadline: Deadline) -> int:
-        """How many leading chunks are anywhere (rule R1)."""
+        """Returns how many leading chunks are anywhere (rule R1)."""
         return matched_count(self._chunks, self._lanes, self._counters, chain, deadline, self.above)
 
     def used(self, wanted: Wanted, count: int) -> None:
-        """Notes a use of the first ``count`` chunks, as far as they are in memory."""
+        """Notes a use of those of the first ``count`` chunks that are in memory."""
         if self._tiers is not None:
             self._tiers.memory.used(wanted, count)
 
@@ -87,7 +86,7 @@ class TieredReads:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
         memory = tiers.memory
         slots = memory.refer(wanted, first, count)
-        # All of it in memory: that works even where every lane waits for a root that hangs.
+        # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
         lanes = tiers.copiers if None not in slots.entries else self._lanes
 
         def read_group(start: int, stop: int, borrowed: Borrowed) -> Mask:
@@ -95,13 +94,13 @@ class TieredReads:
             if not done.all():
                 self._read_fetched(tiers, wanted, first + start, done, into, borrowed, deadline)
             if from_root is not None:
-                # By native code as far as it goes; what is left after it is done one by one.
+                # Native code reads what it can; the rest is then done one by one.
                 for at, end in gaps(done):
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
         groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
-        # The caller does no share: what proves wrong in memory is fetched from devices, which may hang.
+        # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
         return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
 
     def _leading(self, wanted: Wanted, first: int) -> int:
@@ -121,7 +120,8 @@ class TieredReads:
     ) -> None:
         """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a lane.
 
-        ``even_root``: also those that only the root has; ``even_once``: also of them those not asked for before.
+        ``even_root`` includes chunks that only the root has; ``even_once`` includes those of them that were never asked
+        for.
         """
         tiers = self._tiers
         assert tiers is not None
@@ -137,9 +137,10 @@ class TieredReads:
                         tier.damaged(wanted, index)
 
     def read_image(self, wanted: Wanted, index: int, image: memoryview, deadline: Deadline) -> bool:
-        """Reads the whole image of one chunk from wherever it is, past memory. Called on a lane.
+        """Reads the whole image of one chunk from wherever it is, past memory; True if it came and is right. Called on
+        a lane.
 
-        Whether it came and is right; ``image`` is undefined otherwise.
+        If False, ``image`` is undefined.
         """
         tiers = self._tiers
         assert tiers is not None
@@ -165,7 +166,7 @@ class TieredReads:
         borrowed: Borrowed,
         deadline: Deadline,
     ) -> None:
-        """Fetches what is not ``done`` into memory where that is worth it, and reads it there; updates ``done``."""
+        """Fetches what is not ``done`` into memory if that is worth it, and reads it there; updates ``done``."""
         memory = tiers.memory
         missing = [first + at for at in np.flatnonzero(~done).tolist()]
         tiers.filling(wanted)
@@ -175,18 +176,18 @@ class TieredReads:
                 with memory.refer(wanted, index, 1) as slots:
                     right = bool(memory.read(slots, index, index + 1, into, borrowed, fetched=True)[0])
                 done[index - first] = right
-                # Where it is gone again (others needed the room at once), nothing was wrong with it.
+                # If it is gone again, others needed the room at once, and nothing was wrong with it.
                 if not right and tier is not None and slots.entries[0] is not None:
                     tier.damaged(wanted, index)
 
     def _sources(
         self, tiers: TierStack, wanted: Wanted, indexes: Sequence[int], *, even_once: bool
     ) -> list[tuple[Tier | None, list[int]]]:
-        """Where each chunk comes from into memory, those of one tier together; None is the root."""
+        """Returns where each chunk comes from into memory, grouped by tier; None is the root."""
         left, found = list(indexes), list[tuple[Tier | None, list[int]]]()
         for tier in tiers.below:
             has: list[int] = []
-            sure = -1  # asked once for each run: what it has from one chunk on, it says at once
+            sure = -1  # asks a tier once per run: one answer covers consecutive chunks
             for index in left:
                 if index >= sure:
                     sure = index + tier.leading(wanted, index)
@@ -210,7 +211,7 @@ class TieredReads:
                 slots.append(slot)
                 claimed.append(index)
             elif isinstance(wanted, Chain) and not memory.is_taken(wanted, index):
-                break  # no room: what comes behind would only take that of those before it
+                break  # no room: the next chunks would only take the room of those before them
         came = [False] * len(slots)
         try:
             images = [slot.memory for slot in slots]
@@ -241,4 +242,4 @@ class TieredReads:
                     timed.size_bytes = reader.read([image], 0, Borrowed())
                 return timed.size_bytes == len(image)
         except (KVStoreError, Damaged):
-            return False  # whoever reads the chunk itself finds out, and counts it
+            return False  # a reader of the chunk itself finds out, and counts it

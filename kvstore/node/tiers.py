@@ -1,6 +1,6 @@
-"""The tiers between a node's memory and the root, in order: where an image is fetched from.
+"""The tiers between a node's memory and the root, in order: the sources of images.
 
-Apart from memory, which every image passes through on its way, and from the root, which is read as without tiers.
+Separate from memory, which every image passes through, and from the root, which is read as on a node without tiers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from kvstore.node.wanted import Wanted
 
 
 class Tier(Protocol):
-    """Somewhere that may have chunks and gives whole images (header and payload, as in the chunk file). Thread-safe."""
+    """A place that may have chunks and gives whole images (header and payload, as in the chunk file). Thread-safe."""
 
     @property
     def name(self) -> TierName:
-        """What counters and reports call it."""
+        """Its name in counters and reports."""
         ...
 
     def leading(self, wanted: Wanted, first: int) -> int:
-        """How many consecutive chunks from index ``first`` on it has, or says it has.
+        """Returns how many consecutive chunks from index ``first`` on it has, or says it has.
 
-        From what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
+        Answers from what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
         """
         ...
 
     def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
-        """Who of this tier has one chunk, or is said to have it, for people who ask where it lies; as ``leading``."""
+        """Returns who in this tier has one chunk, or is said to have it, for reports; answers as ``leading`` does."""
         ...
 
     def fetch(
@@ -38,13 +38,13 @@ class Tier(Protocol):
     ) -> list[bool]:
         """Fills ``images``, each of exactly the size of its chunk's file, with the chunks at ``indexes``.
 
-        True for each that came whole; nothing of it is verified (rule I1). Never raises KVStoreError, and touches the
-        memory no more after it returned.  Called on lanes: it may block until ``deadline``.
+        True for each that came whole; verifies nothing (rule I1). Never raises KVStoreError, and does not touch the
+        memory after it returned. Called on lanes: it may block until ``deadline``.
         """
         ...
 
     def damaged(self, wanted: Wanted, index: int) -> None:
-        """What it gave for a chunk was not right: it does not give it again."""
+        """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
     def drop_namespace(self, digest: NamespaceDigest) -> None:
@@ -52,7 +52,7 @@ class Tier(Protocol):
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges, named with the tier's name in front."""
+        """Returns its gauges, whose names begin with the tier's name."""
         ...
 
     def close(self, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
-"""How long steps take, as histograms: of calls by method, of reads and writes by tier. The numbers behind p99s.
+"""Histograms of how long steps take: calls by method, reads and writes by tier. The numbers behind p99s.
 
-Apart from the counters because a step has a beginning: where tracing is on, each is a span of its request as well.
+Separate from the counters because a step has a beginning: with tracing on, each step is also a span of its request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from kvstore import tracing
 K = TypeVar("K", bound=Hashable)
 
 LATENCY_BUCKETS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-)  # fmt: skip
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
 
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
@@ -28,7 +30,7 @@ Operation = Literal["look", "read", "write"]
 
 @dataclass(slots=True)
 class Latency:
-    """How long steps of one kind took: a count per bucket (the last: longer than all), their sum, and their bytes."""
+    """Durations of one kind of step: a count per bucket (the last: longer than all), their sum, and their bytes."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_S) + 1))
     sum_s: float = 0.0
@@ -36,7 +38,7 @@ class Latency:
 
 
 class Latencies(Generic[K]):
-    """One for each key; thread-safe."""
+    """One ``Latency`` per key; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,28 +55,28 @@ class Latencies(Generic[K]):
             latency.size_bytes += size_bytes
 
     def snapshot(self) -> dict[K, Latency]:
-        """All of them at one moment."""
+        """Returns all of them at one moment."""
         with self._lock:
             return {key: Latency(list(one.buckets), one.sum_s, one.size_bytes) for key, one in self._found.items()}
 
 
 class TierTimings:
-    """What a node's tiers did: how often, how long, how many bytes."""
+    """Operations of a node's tiers: how often, how long, how many bytes."""
 
     def __init__(self) -> None:
         self._latencies: Latencies[tuple[TierName, Operation]] = Latencies()
 
     def timed(self, tier: TierName, operation: Operation) -> Timed:
-        """Around one step; set ``size_bytes`` of it to what was moved."""
+        """Times one step; set its ``size_bytes`` to the bytes that were moved."""
         return Timed(self._latencies, (tier, operation))
 
     def snapshot(self) -> dict[tuple[TierName, Operation], Latency]:
-        """All of them at one moment."""
+        """Returns all of them at one moment."""
         return self._latencies.snapshot()
 
 
 class Timed:
-    """One step of a tier. No generator: it is entered for every group of chunks."""
+    """One step of a tier. A class, not a generator, because it is entered for every group of chunks."""
 
     __slots__ = ("_began_s", "_key", "_latencies", "_span", "size_bytes")
 

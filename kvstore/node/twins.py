@@ -1,4 +1,4 @@
-"""Pin twins as a node writes them: on lanes, because a mount may hang, and under the node's ids and clock."""
+"""Pin twins as a node writes them: on lanes, because a mount may hang, and with the node's ids and clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NodeTwins:
         return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
 
     def unexpired(self) -> list[PinRecord]:
-        """The twins of pins that have not ended. Raises RootMismatch where one cannot be understood."""
+        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
         now_s = self._node.clock.now_s()
         return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
 

@@ -1,9 +1,9 @@
-"""Chunk files that could not be read: tried again, and taken from their names, so that the next put can repair them.
+"""Chunk files that could not be read: retried, then set aside, so that the next put can repair them.
 
-Separate from damage, which one look proves.  A file that cannot be read (an I/O error, no permission) may be whole, and
-it may be the root that fails, not the file.  But one that nobody can read for ever is a miss for ever, while its size
-says to every put that it is there.  So from its first failed read on a file is a *suspect*: nobody believes its size,
-each look reads it.  When it has failed often enough, while other files can be read, it is set aside like a damaged one.
+Separate from damage, which one look proves. A file that cannot be read (an I/O error, no permission) may be whole, and
+the root may fail rather than the file. But a file that stays unreadable is a miss for ever, while its size tells every
+put that the chunk is there. So from its first failed read on, a file is a *suspect*: nobody trusts its size, and each
+look reads it. When it has failed often enough, while other files can be read, it is set aside like a damaged one.
 Called on lanes only.
 """
 
@@ -24,17 +24,17 @@ from kvstore.root.interface import Root
 from kvstore.sources import Clock
 
 FAILED = (Unavailable, PermissionDenied)
-"""What a root raises for a file that is there and cannot be read."""
+"""The errors of a root for a file that is there and cannot be read."""
 FAILURES_MAX = 3
 """Failed reads of one file after which it is set aside."""
 SUSPECTS_MAX = 1024
-"""Files remembered; of more, the oldest are believed again until they fail once more."""
+"""Limit on remembered files; beyond it, the oldest are trusted again until their next failure."""
 PROBED_MAX = 8
-"""Other files that are looked at to tell whether it is the file or the root: more than half must be readable."""
+"""Other files read to tell whether the file or the root fails: more than half must be readable."""
 FOLDERS_MAX = 64
-"""Shards that are listed for them at most."""
+"""Limit on shards listed to find them."""
 UNWELL_S = 1.0
-"""A root that failed that look is not asked again for so long."""
+"""A root that failed this test is not tested again for so long."""
 READ_BYTES = 1 << 20
 
 
@@ -55,7 +55,7 @@ class Unreadable:
         return address in self._failures
 
     def failed(self, address: Address) -> int:
-        """Notes a failed read; how many there were."""
+        """Notes a failed read; returns how many there were."""
         with self._lock:
             count = self._failures[address] = self._failures.get(address, 0) + 1
             self._failures.move_to_end(address)
@@ -64,7 +64,7 @@ class Unreadable:
             return count
 
     def forget(self, address: Address) -> None:
-        """The file was read, or is gone."""
+        """Notes that the file was read, or is gone."""
         if address in self._failures:
             with self._lock:
                 self._failures.pop(address, None)
@@ -72,8 +72,8 @@ class Unreadable:
     def settle(self, address: Address, name: Name, set_aside: Callable[[], object]) -> None:
         """Returns when a suspect can be read after all, or is gone, or was ``set_aside``.
 
-        Otherwise it stays where it is, nobody can read it, and no put can repair it: raises what the root raised. That
-        is so where the root fails as a whole, and where the file cannot even be moved.
+        Otherwise raises the root's error: the root fails as a whole, or the file cannot even be moved. The file then
+        stays, nobody can read it, and no put can repair it.
         """
         while True:
             try:
@@ -87,14 +87,14 @@ class Unreadable:
                     set_aside()
                 except FAILED as why:
                     raise type(why)(
-                        f"{name} cannot be read ({error}), and not be set aside either ({why}): mend its permissions, "
+                        f"{name} cannot be read ({error}) and cannot be set aside ({why}): mend its permissions, "
                         "or delete it"
                     ) from error
             self.forget(address)
             return
 
     def read(self, name: Name) -> bool:
-        """Reads a whole file, without looking at its bytes; False where there is none. Raises the root's errors."""
+        """Reads a whole file, without looking at its bytes; False if there is none. Raises the root's errors."""
         reader = self._root.open(name)
         if reader is None:
             return False
@@ -105,7 +105,7 @@ class Unreadable:
         return True
 
     def _is_root_well(self, name: Name) -> bool:
-        """Whether other files can be read at this moment."""
+        """True if most other files can be read at this moment."""
         if self._clock.monotonic_s() < self._unwell_until_s:
             return False
         others = [*islice(self._others(name), PROBED_MAX)] or [places.FORMAT]
@@ -125,7 +125,7 @@ class Unreadable:
         return True
 
     def _others(self, name: Name) -> Iterator[Name]:
-        """Other chunk files: of the same shard, then of some more."""
+        """Yields other chunk files: of the same shard, then of some more."""
         own = Name(name.rpartition("/")[0])
         shards = (Name(f"{places.CHUNKS}/{each}") for each in self._listed(places.CHUNKS, folders=True))
         for folder in chain([own], islice((each for each in shards if each != own), FOLDERS_MAX)):
@@ -134,7 +134,7 @@ class Unreadable:
                     yield Name(f"{folder}/{file_name}")
 
     def _listed(self, folder: Name, *, folders: bool) -> Iterator[str]:
-        """Names in a folder, up to where it cannot be listed."""
+        """Yields the names in a folder, up to where listing fails."""
         try:
             for entry in self._root.list(folder):
                 if (entry.stat is None) is folders:

@@ -1,7 +1,8 @@
-"""The room that this node takes on the root: what it wrote and deleted, and how much more it may before it is heard.
+"""The room that this node takes on the root: what it wrote and deleted, and how much more it may write before its next
+report is heard.
 
 Separate from the view, which hears the collectors' word, and from the follower, which reports: lanes count here, and
-every put asks, under a lock of its own that is held for no I/O.
+every put asks, under a lock of its own that no I/O holds.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from kvstore.waiting import Monitor
 AGAIN_S = 1.0
 """A node that waits for the collectors' word reports again after this: a restored etcd may have lost its report."""
 KEPT_S = 60.0
-"""A limit whose collector died stays in force so long: another collector starts meanwhile."""
+"""A limit stays in force for so long after its collector died: another collector starts meanwhile."""
 COUNTED_S = 1.0
-"""A put waits so long until collectors have counted what was written before; they do so some times a second."""
+"""A put waits up to this long until collectors have counted earlier writes; they count several times a second."""
 
 
 class NodeUsage:
@@ -27,11 +28,11 @@ class NodeUsage:
         self._lock = Monitor()
         self._written = self._removed = 0
         self._written_before = self._removed_before = 0
-        """As the session began: its report counts from here."""
+        """Counts at the beginning of the session: its report counts from here."""
         self._written_told = 0
         self._in_session = False
         self._room: Room | None = None
-        """The collectors' word; None where no collector asks."""
+        """The collectors' word; None if no collector asks."""
         self._bound: Room | None = None
         """The last word with an allowance: it outlives its collector, and bounds this node until the next one."""
         self._unasked_s: float | None = None
@@ -42,41 +43,41 @@ class NodeUsage:
         self._told = Usage()
         self._told_s = 0.0
         self._reports: deque[tuple[int, int]] = deque()
-        """Revision and written bytes of reports: the last that the collectors' word counts, and those after it."""
+        """Revision and written bytes of reports: the last one that the collectors' word counts, and those after it."""
 
-    # By lanes
+    # Called by lanes
 
     def wrote(self, size_bytes: int) -> None:
-        """A file was published."""
+        """Counts a published file."""
         with self._lock:
             self._written += size_bytes
 
     def removed(self, size_bytes: int) -> None:
-        """A file was deleted."""
+        """Counts a deleted file."""
         with self._lock:
             self._removed += size_bytes
 
-    # By puts
+    # Called by puts
 
     @property
     def is_spent(self) -> bool:
-        """Whether this node wrote all that it may before collectors have heard of it."""
+        """True if this node wrote all that it may before collectors hear of it."""
         with self._lock:
             return self._is_spent()
 
     def wait_for_room(self) -> bool:
-        """Whether this node may write; where it may not yet, waits for the collectors' word, COUNTED_S at most."""
+        """True if this node may write; if it may not yet, waits at most COUNTED_S for the collectors' word."""
         with self._lock:
             self._lock.wait_for(lambda: not self._is_spent() or not self._may_hear(), COUNTED_S)
             return not self._is_spent()
 
-    # By the view, under its lock
+    # Called by the view, under its lock
 
     def begin(self) -> None:
-        """A session begins; ``hear`` follows.
+        """Begins a session; ``hear`` follows.
 
-        Writes that the last session did not report are this one's, if a collector asked for them.  Deletions are not:
-        a report whose reply was lost would count them twice, and so hide writes.
+        Unreported writes of the last session count for this one, if a collector asked for them. Deletions do not: a
+        report whose reply was lost would count them twice, and so hide writes.
         """
         with self._lock:
             self._written_before = self._written if self._bound is None else self._written_told
@@ -86,9 +87,9 @@ class NodeUsage:
             self._in_session = True
 
     def hear(self, room: Room | None, created: int = 0) -> None:
-        """The collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks.
+        """Notes that the collectors' word changed; ``created`` is the create_revision of its key. None: nobody asks.
 
-        A word without an allowance is that of a collector which has not listed the root yet: it counts nothing, so the
+        A word without an allowance comes from a collector that has not listed the root yet. It counts nothing, so the
         bound before it stays.
         """
         with self._lock:
@@ -100,15 +101,15 @@ class NodeUsage:
             self._lock.notify_all()
 
     def end(self) -> None:
-        """The session is over: nobody hears reports. The last word stays in force, so that the bound does as well."""
+        """Ends the session: nobody hears reports. The last word stays in force, and so does the bound."""
         with self._lock:
             self._in_session = False
             self._lock.notify_all()
 
-    # By the follower
+    # Called by the follower
 
     def due(self, now_s: float) -> Usage | None:
-        """What to report now; None where nothing is due. ``told`` follows when that was done."""
+        """Returns what to report now; None if nothing is due. Call ``told`` once it is reported."""
         with self._lock:
             room = self._room
             if room is None:
@@ -128,7 +129,7 @@ class NodeUsage:
             return now if is_changed or (self._is_spent() and since_s >= AGAIN_S) else None
 
     def told(self, usage: Usage, revision: int, answered: int, now_s: float) -> None:
-        """The report was written at ``revision``, when the word's create_revision was ``answered``."""
+        """Notes that the report was written at ``revision``, when the word's create_revision was ``answered``."""
         with self._lock:
             self._told, self._told_s, self._answered = usage, now_s, answered
             self._written_told = self._written_before + usage.written_bytes
@@ -136,7 +137,7 @@ class NodeUsage:
 
     @property
     def owes_s(self) -> float:
-        """How soon a report may be due; infinity where nothing was written that collectors ask for."""
+        """Seconds until a report may be due; infinity if nothing was written that collectors ask for."""
         with self._lock:
             room = self._room
             is_told = self._written - self._written_before == self._told.written_bytes
@@ -149,7 +150,7 @@ class NodeUsage:
             return self._room_created
 
     def _may_hear(self) -> bool:
-        """Whether a word that lets this node write may come soon: not without a session, nor on a full root."""
+        """True if a word that allows this node to write may come soon: not without a session, nor on a full root."""
         bound = self._bound
         return self._in_session and self._room is not None and (bound is None or bound.allowance_bytes != 0)
 
@@ -165,7 +166,7 @@ class NodeUsage:
         return self._written - self._written_before - counted >= bound.allowance_bytes
 
     def _lapse(self, now_s: float) -> None:
-        """Ends the bound of collectors that are gone for KEPT_S: without any, nothing limits writers."""
+        """Ends the bound of collectors that are gone for KEPT_S: without any collector, nothing limits writers."""
         if self._unasked_s is None:
             self._unasked_s = now_s
         elif now_s - self._unasked_s >= KEPT_S and self._bound is not None:

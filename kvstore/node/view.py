@@ -1,7 +1,7 @@
-"""What this node knows of garbage collection: the state after applying one watch, in order.
+"""This node's knowledge of garbage collection: the state after applying one watch, in order.
 
-Separate from following that watch, because matching, holding and publishing ask it, under one lock: what must be atomic
-against an event (rules H1 to H3) happens under ``lock``, and no I/O does.
+Separate from following that watch, because matching, holding and publishing ask it under one lock. Everything that must
+be atomic against an event (rules H1 to H3) happens under ``lock``, and no I/O does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class ChainBroken(Exception):
-    """An event does not continue what the view ends with: etcd was restored (rule C1), or tells nonsense."""
+    """An event does not continue the view's chain: etcd was restored (rule C1), or its content makes no sense."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A sweep in flight: at which revision it condemned, and whom."""
+    """A sweep in flight: at which revision it condemned, and which chunks."""
 
     stamp: int
     members: Members
@@ -61,20 +61,20 @@ class View:
 
     @property
     def protects(self) -> bool:
-        """Whether holds taken now keep collectors away: in a session that lives, with a view of it."""
+        """True if holds taken now keep collectors away: in a live session, with a view of it."""
         return self._is_alive is not None and self._is_alive()
 
     @property
     def seq_is_seen(self) -> Compare:
-        """Holds in etcd while the chain of sweeps ends where this view ends (rule A3)."""
+        """A condition for etcd: the chain of sweeps ends where this view ends (rule A3)."""
         return Absent(self._keys.gc_seq) if self._seq is None else ValueIs(self._keys.gc_seq, self._seq)
 
     def is_last(self, seq: bytes | None) -> bool:
-        """Whether the chain of sweeps, as read from etcd, ends where this view ends."""
+        """True if the chain of sweeps, as read from etcd, ends where this view ends."""
         return seq == self._seq
 
     def leading(self, addresses: Sequence[Address]) -> int:
-        """How many leading addresses are not condemned; take ``lock`` where it must stay true."""
+        """Returns how many leading addresses are not condemned; hold ``lock`` if that must stay true."""
         if not self._open or not addresses:
             return len(addresses)
         open_, shift = self._open, 16 - self._shard_bits
@@ -85,18 +85,18 @@ class View:
         return len(addresses)
 
     def condemns(self, address: Address) -> bool:
-        """Whether an address counts as absent (rule H1)."""
+        """True if an address counts as absent (rule H1)."""
         return not self.leading((address,))
 
     @property
     def is_full(self) -> bool:
-        """Whether a collector says that the root is full, so that puts are refused."""
+        """True if a collector says that the root is full, so that puts are refused."""
         return self._full
 
     def check_room(self) -> None:
-        """Raises Overloaded while a collector says that the root is full, or has not heard of what we wrote.
+        """Raises Overloaded while a collector says that the root is full, or has not counted this node's writes.
 
-        Waits for the latter, ``usage.COUNTED_S`` at most: collectors count some times a second.
+        Waits for the count for at most ``usage.COUNTED_S``: collectors count several times a second.
         """
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
@@ -109,23 +109,23 @@ class View:
             )
 
     def stamps(self, after: int) -> list[int]:
-        """Of the sweeps in flight, those that condemned after revision ``after``."""
+        """Returns the revisions after ``after`` at which sweeps in flight condemned."""
         return [sweep.stamp for sweep in list(self._open.values()) if sweep.stamp > after]
 
-    # Changing it: called under ``lock``, by whoever follows the watch and has seen there that it is still the one.
+    # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
 
     def begin(self, snapshot: Snapshot, is_alive: Callable[[], bool]) -> None:
-        """From here on the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
+        """Begins the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
         self.usage.begin()
         self._read(snapshot)
         self._is_alive = is_alive
 
     def reread(self, snapshot: Snapshot) -> None:
-        """After a lost watch (rule V3). Holds must be marked as older than everything, under the same lock."""
+        """Replaces the view after a lost watch (rule V3). Under the same lock the caller marks holds as oldest."""
         self._read(snapshot)
 
     def end(self) -> None:
-        """The session is over: nothing is protected any more, nothing remembered (rule V2)."""
+        """Ends the session: nothing is protected any more, nothing remembered (rule V2)."""
         self._is_alive = None
         self._open = {}
         self._full = False
@@ -133,14 +133,14 @@ class View:
         self._known.clear()
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Applies what the watch said, revision by revision. Raises ChainBroken, having applied what came before."""
+        """Applies events, revision by revision. Raises ChainBroken after it applied those before the break."""
         assert self.lock.locked()
         for revision, together in groupby(events, key=lambda event: event.revision):
             self._apply(list(together))
             self.revision = revision
 
     def _apply(self, events: list[Event]) -> None:
-        """The events of one revision."""
+        """Applies the events of one revision."""
         link = next((event for event in events if event.key == self._keys.gc_seq), None)
         if link is not None:
             self._follow(link)
@@ -153,14 +153,15 @@ class View:
                 self._hear(event.kv)
             elif shard is not None:
                 if link is None or shard >> self._shard_bits:
-                    raise ChainBroken(f"{event.key} changed without a link of the chain, or is no shard of this root")
+                    raise ChainBroken(f"{event.key} changed without a link of the chain, or is not a shard here")
                 changed.append(shard)
                 self._open.pop(shard, None)
                 if event.kv is not None:
                     self._open[shard] = _open(event.kv)
         if changed:
-            # All of their shards, not only the victims: the memory has no room for whole addresses (rule H3).  When a
-            # sweep ends too: a look that began during it may have found what it was about to take.
+            # Forget all of their shards, not only the victims: the memory has no room for whole addresses (rule H3).
+            # Also when a sweep ends: a look that began during it may have found a chunk that the sweep was about to
+            # take.
             self._known.forget_shards(changed, self._shard_bits)
 
     def _follow(self, link: Event) -> None:
@@ -168,7 +169,7 @@ class View:
             raise ChainBroken("the chain of sweeps was deleted")
         seq = _decoded(Seq.from_json, link.kv.value)
         if seq.prev != self._nonce:
-            raise ChainBroken(f"the chain of sweeps goes on from {seq.prev.hex()}, seen was {self._nonce.hex()}")
+            raise ChainBroken(f"the chain of sweeps goes on from {seq.prev.hex()}, expected {self._nonce.hex()}")
         self._seq, self._nonce, self.pace_s = link.kv.value, seq.nonce, seq.pace_s
 
     def _read(self, snapshot: Snapshot) -> None:
@@ -190,7 +191,7 @@ class View:
         self._known.clear()
 
     def _hear(self, kv: KeyValue | None) -> None:
-        """Of no link of the chain: it orders nothing, and what cannot be read counts as absent."""
+        """Reads the collectors' word, which orders nothing in the chain. An unreadable word counts as absent."""
         try:
             self.usage.hear(None if kv is None else Room.from_json(kv.value), kv.create_revision if kv else 0)
         except InvalidRequest:

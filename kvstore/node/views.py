@@ -1,7 +1,7 @@
-"""Held chunks as arrays that nothing was copied into: images in memory, or files mapped from the root, verified.
+"""Held chunks as arrays without a copy: verified images in memory, or files mapped from the root.
 
-Apart from reading, because what it gives outlives the call: an array keeps its chunk in memory, or its file mapped, for
-as long as the array or anything cut from it lives.
+Separate from reading, because its results outlive the call: an array keeps its chunk in memory, or its file mapped, for
+as long as the array or any slice of it lives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Views:
         self._open_files_max = open_files_max
 
     def of(self, chain: Chain, deadline: Deadline) -> list[npt.NDArray[Any]]:
-        """Read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer where one was lost."""
+        """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss."""
         found = self._in_memory(self._memory, chain, deadline) if self._memory is not None else {}
         mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
         layout = chain.namespace.layout
@@ -55,7 +55,7 @@ class Views:
         return arrays
 
     def _in_memory(self, memory: MemoryTier, chain: Chain, deadline: Deadline) -> dict[int, npt.NDArray[np.uint8]]:
-        """Payloads that lie in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
+        """Returns payloads in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
         leased: list[tuple[int, Slots]] = []
         for index in range(len(chain)):
             slots = memory.refer(chain, index, 1)
@@ -74,13 +74,13 @@ class Views:
             )
             return True
 
-        with suppress(KVStoreError):  # too late: what is verified by then is good
+        with suppress(KVStoreError):  # past the deadline, what is verified by then is good
             self._copiers.share(-(-len(leased) // size), verify, deadline)
         self._counters.add(NodeCount.MEMORY_HITS, int(right.sum()))
         found: dict[int, npt.NDArray[np.uint8]] = {}
         for (index, slots), is_right in zip(leased, right.copy().tolist(), strict=True):
-            # What is wrong is looked at once more by the tier itself, which drops it (rule I1). Not past the deadline:
-            # all that was not verified by then would be here, by one thread.
+            # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread
+            # would then verify everything that was not verified by then.
             if is_right or (not deadline.passed and memory.view(slots, index) is not None):
                 payload = payload_of(chain, index, slots.images(index, index + 1)[0])
                 found[index] = _leased(payload, slots.release)
@@ -91,12 +91,13 @@ class Views:
     def _mapped(
         self, chain: Chain, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
     ) -> dict[int, npt.NDArray[np.uint8]]:
-        """The others, mapped from the root where they can be; the rest are copies."""
+        """Returns the other payloads, mapped from the root if possible, copied otherwise."""
         layout, count = chain.namespace.layout, len(chain)
         payloads: list[memoryview | None] = [None] * count
         can_map = self._chunks.root.traits.mapped
         run = self._chunks.runs.of(chain, 0, count) if can_map else None
-        # A mapping of Python's keeps a file descriptor; beyond the limit they are copies, or the engine would run out.
+        # A mapping made by Python keeps a file descriptor. Beyond the limit, copy, or the engine would run out of
+        # descriptors.
         mapped_max = self._open_files_max if can_map and run is None else 0
 
         def read(index: int, borrowed: Borrowed) -> bool:
@@ -135,7 +136,7 @@ class Views:
         return arrays | found
 
     def _copied(self, chain: Chain, index: int) -> memoryview | None:
-        """A copy of one that memory has and may not lease any more (rule L1): the root may not have it yet."""
+        """Returns a copy of a chunk that memory has and may not lease (rule L1): the root may not have it yet."""
         if self._memory is None:
             return None
         with self._memory.refer(chain, index, 1) as slots:
@@ -144,8 +145,8 @@ class Views:
 
 
 def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:
-    """An array over ``payload``; ``release`` is called when neither it nor anything cut from it lives any more."""
+    """Returns an array over ``payload``; ``release`` is called when neither it nor any slice of it lives any more."""
     array = np.frombuffer(payload, np.uint8)
-    # Whatever is cut from it has this very array as its base: numpy follows bases up to the last one that is an array.
+    # Every slice of it has this very array as its base: numpy follows bases up to the last one that is an array.
     weakref.finalize(array, release).atexit = False
     return array

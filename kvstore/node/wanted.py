@@ -1,7 +1,7 @@
-"""What is asked for, chunk by chunk: the chunks of a chain, or engine-hashed blocks under their keys.
+"""The chunks that a call asks for: the chunks of a chain, or engine-hashed blocks under their keys.
 
-Separate because memory and images take either: here is what each of the two says of a chunk, to Python, to native code
-and to the inventory.
+Separate because memory and images take either: this module describes a chunk of each kind to Python, to native code and
+to the inventory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import NO_PARENT, Address, Chain
+from kvstore.address import NO_PARENT, Address, Chain, block_addresses
 from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
 from kvstore.memory.inventory import Place, place_of
 from kvstore.namespace import Namespace
@@ -27,17 +27,17 @@ class Keyed:
     keys: Sequence[bytes]
     addresses: Sequence[Address]
     sizes_bytes: Sequence[int]
-    """Of the blocks, without headers."""
+    """Sizes of the blocks, without headers."""
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def leading(self, count: int) -> Keyed:
-        """The first ``count`` of them."""
+        """Returns the first ``count`` of them."""
         return self.picked(range(count)) if count < len(self) else self
 
     def picked(self, indexes: Sequence[int]) -> Keyed:
-        """Some of them."""
+        """Returns the blocks at ``indexes``."""
         return Keyed(
             self.namespace,
             [self.keys[index] for index in indexes],
@@ -49,20 +49,25 @@ class Keyed:
 Wanted = Chain | Keyed
 
 
+def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:
+    """The blocks of a request, with their addresses."""
+    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes)
+
+
 def kind_of(wanted: Wanted) -> Kind:
-    """What identifies these chunks."""
+    """Returns the kind of identity of these chunks."""
     return Kind.TOKENS if isinstance(wanted, Chain) else Kind.BLOCK
 
 
 def expected_of(wanted: Wanted, index: int) -> Expected:
-    """What the image of one of them must hold."""
+    """Returns what the image of one of them must hold."""
     if isinstance(wanted, Chain):
         return expected_chunk(wanted, index)
     return expected_block(wanted.namespace, wanted.keys[index], wanted.sizes_bytes[index])
 
 
 def image_bytes(wanted: Wanted, index: int) -> int:
-    """Bytes of the whole image of one of them, header included."""
+    """Returns the bytes of the whole image of one of them, header included."""
     if isinstance(wanted, Chain):
         layout = wanted.namespace.layout
         return header_bytes(layout.chunk_tokens * 4, layout.section_count) + layout.chunk_bytes
@@ -70,40 +75,40 @@ def image_bytes(wanted: Wanted, index: int) -> int:
 
 
 def section_bytes(wanted: Wanted, index: int) -> int:
-    """Bytes of each section of one of them."""
+    """Returns the bytes of each section of one of them."""
     return wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else wanted.sizes_bytes[index]
 
 
 def sizes_of(wanted: Wanted) -> Sequence[int]:
-    """Bytes of each of them, without headers."""
+    """Returns the bytes of each of them, without headers."""
     if isinstance(wanted, Chain):
         return [wanted.namespace.layout.chunk_bytes] * len(wanted)
     return wanted.sizes_bytes
 
 
 def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
-    """Bytes of one of ``count`` chunks from ``first`` on, on average and without headers."""
+    """Returns the mean bytes of ``count`` chunks from ``first`` on, without headers."""
     if isinstance(wanted, Chain):
         return wanted.namespace.layout.chunk_bytes
     return sum(wanted.sizes_bytes[first : first + count]) // max(1, count)
 
 
 def payload_of(wanted: Wanted, index: int, image: memoryview) -> memoryview:
-    """All sections of one of them in its image, one after another."""
+    """Returns all sections of one of them in its image, one after another."""
     if isinstance(wanted, Chain):
         return image[len(image) - wanted.namespace.layout.chunk_bytes :]
     return image[len(image) - wanted.sizes_bytes[index] :]
 
 
 def place_at(wanted: Wanted, index: int) -> Place:
-    """Where it belongs in an inventory."""
+    """Returns its place in an inventory."""
     if isinstance(wanted, Chain):
         return place_of(wanted, index)
     return Place(wanted.namespace.digest, wanted.addresses[index], NO_PARENT, b"")
 
 
 def describe(wanted: Wanted, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    """Fills the structures of native code, but for where sections lie; returns what their pointers point into."""
+    """Fills native structures, except for where sections lie; returns the objects that their pointers point into."""
     return (
         _describe_chain(wanted, indexes, items)
         if isinstance(wanted, Chain)
@@ -117,7 +122,7 @@ def _describe_chain(chain: Chain, indexes: Sequence[int], items: npt.NDArray[Any
     assert tokens.flags.c_contiguous and tokens.itemsize == 4
     places = np.asarray(indexes, np.uint64)
     if isinstance(indexes, range) and indexes.step == 1:
-        # A run, which is most of the time: each is the next one's parent.
+        # The common case, a run: each is the next one's parent.
         both = np.frombuffer(b"".join((chain.parent(indexes.start), *addresses[indexes.start : indexes.stop])), "V16")
         items["parent"], items["address"] = both[:-1], both[1:]
     else:

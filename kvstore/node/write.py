@@ -1,13 +1,13 @@
-"""A write: what one put is between its first chunk and its result, whichever way the chunks come.
+"""A write: one put from its first chunk to its result, whichever way the chunks come.
 
-Calls in this process, gRPC and the bulk protocol all feed this one.  It knows the write mode; MEMORY.md, "Writing", has
-the table that it follows.
+Calls in this process, gRPC and the bulk protocol all feed it. It knows the write mode; MEMORY.md, "Writing", has the
+table that it follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,26 +39,26 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The end of a write."""
+    """The result of a write."""
 
     there: Mask
-    """For each chunk that was wanted whether it is in the store, or in memory and on its way there."""
+    """For each wanted chunk, True if it is in the store, or in memory and on its way there."""
     chunks: int
-    """Written by this put."""
+    """Number of chunks written by this put."""
     size_bytes: int
-    """Of their sections."""
+    """Bytes of their sections."""
     found: int
-    """From the put's first chunk on, those that were there."""
+    """Number of chunks, from the put's first chunk on, that were there already."""
 
     def of_prompt(self, chunk_tokens: int) -> PutResult:
-        """What a caller is told of a prompt."""
+        """Returns the result for the put of a prompt."""
         return PutResult(leading(self.there) * chunk_tokens, self.chunks, self.found, self.size_bytes)
 
 
 class Write:
-    """A put under way: ``add`` runs of chunks, then ``finish``, or ``abandon``. Used by one thread.
+    """A put under way: ``add`` runs of chunks, then ``finish`` or ``abandon``. Used by one thread.
 
-    A run's memory is the caller's again when its ``release`` is called, which happens in the order of the runs.
+    A run's memory belongs to the caller again when its ``release`` is called, which happens in the order of the runs.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Write:
     ) -> None:
         """``first`` is the put's first chunk; ``found`` are those in the store already, which need not be added.
 
-        ``root`` takes what goes there, where it has to wait for nothing else.  What memory has no room for is shed,
-        unless it does not ``sheds``: then it is put on the root.
+        ``root`` takes the chunks that go there without waiting for memory. Chunks that memory has no room for are shed,
+        or, without ``sheds``, put on the root.
         """
         self.mode = mode
         self.refused = refused
-        """Whether a chunk before the first is missing, so that nothing is stored."""
+        """True if a chunk before the first is missing, so that nothing is stored."""
         self._puts = puts
         self._wanted = wanted
         self._is_chain = isinstance(wanted, Chain)
@@ -120,21 +120,31 @@ class Write:
         if self._root is None:
             release()
             return
-        with self._root_may_refuse():
+        try:
             self._add_to_root(self._root, source, new, deadline, release)
+        except KVStoreError:
+            if self.mode is not WriteMode.BEHIND:
+                raise
+            # As much as memory took is put, whatever the root does with the rest.
+            if self._root.abandon():
+                release()
 
     def finish(self, deadline: Deadline) -> Written:
-        """Waits for what is on its way to the root. Raises what the root raised, or Unavailable."""
+        """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
         if self.refused:
             return Written(self._found, 0, 0, 0)
         there, chunks, size_bytes = self._there, self._absorbed, self._absorbed_bytes
         if self._root is not None:
-            with self._root_may_refuse():
+            try:
                 self._root.finish(deadline)
+            except KVStoreError:
+                if self.mode is not WriteMode.BEHIND:
+                    raise
             publication = self._root.publication
-            there = there | publication.there()
+            # Parents from memory were only on their way when this began.
+            there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
-        there = there & self._puts.unswept(self._wanted)  # what was condemned while it was being put counts as absent
+        there = there & self._puts.unswept(self._wanted)  # a chunk condemned during its put counts as absent
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)
@@ -146,29 +156,18 @@ class Write:
         return Written(there, chunks, size_bytes, found)
 
     def abandon(self) -> None:
-        """Puts nothing more on the root. What memory took stays there. Idempotent."""
+        """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
         if self._root is not None:
             self._root.abandon()
-
-    @contextmanager
-    def _root_may_refuse(self) -> Iterator[None]:
-        """Of what is put behind, as much as memory took is put, whatever the root does with the rest."""
-        try:
-            yield
-        except KVStoreError:
-            if self.mode is not WriteMode.BEHIND:
-                raise
-            self.abandon()
 
     @property
     def _tiers(self) -> TierStack:
         tiers = self._puts.tiers
-        assert tiers is not None, "without them every write goes around"
+        assert tiers is not None, "without tiers every write goes around"
         return tiers
 
     def _absorb(self, source: Sections, new: Indexes, deadline: Deadline) -> Indexes:
-        """Copies chunks into memory, from where they are written to the root later (rule W1); those that go to the root
-        now instead."""
+        """Copies chunks into memory, to be written to the root later (rule W1); returns those for the root now."""
         if not new.size or (self._is_chain and self._root is not None):
             return new
         if self._is_shed:
@@ -185,9 +184,10 @@ class Write:
         return goes_on
 
     def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
-        """Of what memory did not take, that which is put on the root instead."""
+        """Returns which of the chunks that memory did not take are put on the root instead."""
         if left.size and self._sheds:
-            # Not for want of room: another put is bringing it at this moment. So what is behind it is not shed.
+            # Shed only for want of room. Memory also refuses a chunk that another put is bringing at this moment; then
+            # the chunks behind it are not shed.
             memory = self._tiers.memory
             if self._is_chain:
                 left = left if memory.is_taken(self._wanted, int(left[0])) else left[:0]
@@ -201,7 +201,7 @@ class Write:
     def _add_to_root(
         self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline, release: Callable[[], None]
     ) -> None:
-        """Also without any chunk: ``release`` waits for the runs before it."""
+        """Adds chunks to the root's write, even if there are none: ``release`` waits for the runs before it."""
         *parts, last = np.split(new, np.flatnonzero(np.diff(new) != 1) + 1)
         for part in parts:
             root.add(source, int(part[0]), len(part), deadline)
@@ -215,13 +215,15 @@ class Write:
 
     def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
         """Copies chunks that are on the root now into memory as well."""
+        if root.publication.is_abandoned:
+            return
         if not self._is_chain:
             new = new[root.publication.there()[new]]  # another writer's block may have another size
         if new.size:
             self._tiers.keep(*self._part(source, new), self._hints, deadline)
 
     def _part(self, source: Sections, indexes: Indexes) -> tuple[Wanted, int, int, Sections]:
-        """Chunks as neighbours, and where their sections are."""
+        """Returns the chunks as neighbours, and where their sections are."""
         first, count = int(indexes[0]), len(indexes)
         if isinstance(self._wanted, Chain) or indexes[-1] - first == count - 1:
             return self._wanted, first, count, source

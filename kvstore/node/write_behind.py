@@ -1,7 +1,7 @@
-"""The queue of chunks that memory has and the root not yet: written soon, parents first, never waited for.
+"""The queue of chunks that memory has and the root lacks: written soon, parents first; no caller waits for it.
 
-Apart from memory, which keeps a dirty image until it is told that the root has it, and from puts, which do the writing.
-Rules W1 to W3 of kvstore/memory/MEMORY.md.
+Separate from memory, which keeps a dirty image until it is told that the root has it, and from puts, which do the
+writing. Rules W1 to W3 of kvstore/memory/MEMORY.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
+from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Wanted
@@ -29,9 +30,9 @@ WRITERS = 4
 AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 PAUSE_S = 0.5
-"""After the root refused or did not answer."""
+"""Pause after the root refused or did not answer."""
 REFUSED_S = 3.0
-"""At the end, a root that took nothing and refused for this long (it is full, for one) is not waited for any more."""
+"""At the end, the node stops waiting for a root that has taken nothing and refused for this long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,44 +45,37 @@ class Job:
     hints: Hints
     size_bytes: int
     ends_s: float
-    """Monotonic: when it is given up."""
+    """Time (monotonic) at which it is given up."""
     begins_s: float = 0.0
-    """Not before this time: its put is still going on, or the root refused it just now."""
+    """Earliest time to begin: its put is still going on, or the root refused it just now."""
 
     def continues(self, other: Job) -> bool:
-        """Whether some of its chunks have parents in ``other``, or are the same."""
-        # All chunks of the other descend from its first: a chain without that one has none of them.
+        """True if some of its chunks have parents in ``other``, or are the same."""
+        # All chunks of the other descend from its first, so a chain without that chunk has none of them.
         mine, theirs, at = self.wanted.addresses, other.wanted.addresses, other.first
         return at < len(mine) and mine[at] == theirs[at]
 
 
 Publish = Callable[[Job, Slots], int]
-"""Puts the chunks of a job on the root, from their images; returns up to which index they are there then.
+"""Puts the chunks of a job on the root, from their images; returns the index after the last leading chunk that is
+there.
 
-Raises what the root raised, after which some may be there.
+Raises the root's errors, after which some chunks may be there.
 """
 
 
 class WriteBehind:
-    """Bounded by ``bytes_max``; what cannot be written within ``give_up_s`` is lost, and counted. Thread-safe."""
+    """Bounded by ``bytes_max``; what cannot be written within ``behind_give_up_s`` is lost, and counted. Thread-safe.
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        publish: Publish,
-        counters: Counters,
-        clock: Clock,
-        *,
-        bytes_max: int,
-        give_up_s: float,
-    ) -> None:
+    ``start`` it before anything is added.
+    """
+
+    def __init__(self, memory: MemoryTier, counters: Counters, limits: CurrentLimits, clock: Clock) -> None:
         self._memory = memory
-        self._publish = publish
+        self._publish: Publish | None = None
         self._counters = counters
+        self._limits = limits
         self._clock = clock
-        self.bytes_max = bytes_max
-        """May change at any time: what waits stays."""
-        self._give_up_s = give_up_s
         self._changed = Monitor()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
@@ -89,11 +83,20 @@ class WriteBehind:
         self._jobs = 0
         self._closed = False
         self._refused_since_s: float | None = None
-        """Since when each write was refused; None while there was none, or the last one was not."""
+        """Since when the root has refused each write; None if it refused none, or took the last one."""
         self._lost_chunks = 0
         self._close_said = False
-        """Whether ``close`` has said how many; what a root that hangs loses later is said by itself."""
+        """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
         self._threads: list[threading.Thread] = []
+
+    def start(self, publish: Publish) -> None:
+        """Has ``publish`` write each job: it needs the memory that this queue belongs to, so it is made after both."""
+        self._publish = publish
+
+    @property
+    def bytes_max(self) -> int:
+        """Bytes that may wait; where that becomes less, what waits stays."""
+        return int(self._memory.size_bytes * self._limits.now.behind_share)
 
     @property
     def size_bytes(self) -> int:
@@ -101,7 +104,7 @@ class WriteBehind:
         return self._bytes
 
     def reserve(self, size_bytes: int) -> bool:
-        """Whether there is room for a chunk: the caller's until ``add`` or ``give_back``."""
+        """Reserves room for a chunk until ``add`` or ``give_back``; False if there is none."""
         with self._changed:
             if self._closed or self._bytes + size_bytes > self.bytes_max:
                 return False
@@ -116,8 +119,9 @@ class WriteBehind:
 
     def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
+        assert self._publish is not None
         now_s = self._clock.monotonic_s()
-        job = Job(wanted, first, count, hints, size_bytes, now_s + self._give_up_s, now_s + AFTER_S)
+        job = Job(wanted, first, count, hints, size_bytes, now_s + self._limits.now.behind_give_up_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
             if not self._closed:
@@ -128,11 +132,11 @@ class WriteBehind:
                     thread.start()
                 self._changed.notify_all()
                 return
-        self._lost(job, "the node was closed")  # after room was reserved for it
+        self._lost(job, "the node was closed")  # closed after room was reserved for it
         self._done(job)
 
     def forget(self, digest: NamespaceDigest, timeout_s: float) -> None:
-        """Gives up what waits of a namespace, and waits for what is being written of it."""
+        """Gives up the queued chunks of a namespace, and waits for those that are being written."""
         ends_s = self._clock.monotonic_s() + timeout_s
         with self._changed:
             given_up = [job for job in self._waiting if job.wanted.namespace.digest == digest]
@@ -146,13 +150,13 @@ class WriteBehind:
             )
 
     def pass_by(self, timeout_s: float) -> bool:
-        """Whether what is being written at this moment was written, or failed, within the time."""
+        """Waits for the writes of this moment; True if each was done, or failed, within the time."""
         with self._changed:
             now = [*self._writing]
             return self._changed.wait_for(lambda: not any(job in self._writing for job in now), timeout_s)
 
     def settle(self, wanted: Wanted, first: int, count: int, timeout_s: float) -> bool:
-        """Whether ``count`` chunks from index ``first`` on were written, or lost, within the time, if they waited."""
+        """Waits for ``count`` chunks from index ``first`` on; True if none is dirty any more within the time."""
 
         def is_settled() -> bool:
             with self._memory.refer(wanted, first, count) as slots:
@@ -162,12 +166,13 @@ class WriteBehind:
             return self._changed.wait_for(is_settled, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all that is queued was written, or lost, within the time (rule W3)."""
+        """Waits for everything that is queued; True if all was written, or lost, within the time (rule W3)."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Writes what is there for at most so long, on a root that refuses for at most REFUSED_S; what is left is lost.
+        """Writes what is queued for at most ``timeout_s``, on a root that refuses for at most REFUSED_S; the rest is
+        lost.
 
         Idempotent.
         """
@@ -191,7 +196,7 @@ class WriteBehind:
             log.warning("behind.lost_at_close chunks=%d", lost_count)
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
-        """How long ``close``, which began then, may still wait before it looks again."""
+        """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
         now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
         if self._refused_since_s is not None:
             ends_s = min(ends_s, max(began_s, self._refused_since_s) + REFUSED_S)
@@ -217,7 +222,7 @@ class WriteBehind:
             self._done(job)
 
     def _take(self) -> Job | None:
-        """The oldest job that may begin, and continues none that is being written or waits; None at the end."""
+        """Returns the oldest job that may begin and continues no running or waiting job; None at the end."""
         with self._changed:
             while not self._closed:
                 now_s = self._clock.monotonic_s()
@@ -232,12 +237,13 @@ class WriteBehind:
         return None
 
     def _pause_s(self, now_s: float) -> float | None:
-        """Until the next job may begin; what waits for another one is told when that has ended."""
+        """Returns the seconds until the next job may begin; a job behind another one is woken when that ends."""
         later_s = [job.begins_s - now_s for job in self._waiting if job.begins_s > now_s]
         return min(later_s) if later_s else None
 
     def _write(self, job: Job) -> bool:
-        """Writes what it can; False where it should be tried again."""
+        """Writes what it can; False if the job should be tried again."""
+        assert self._publish is not None
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             if not any(slots.entries):
                 return True  # memory has none of it any more: cleared, or damaged
@@ -256,7 +262,7 @@ class WriteBehind:
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
-            # Of blocks those that proved wrong were left out, or are gone since the job was queued.
+            # Wrong blocks were left out, and some blocks may be gone since the job was queued.
             self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
             self._counters.add(NodeCount.BEHIND_LOST, gone)
             return True

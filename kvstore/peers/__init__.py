@@ -1,1 +1,1 @@
-"""Peers: other nodes whose memory may have a chunk, what they say that it holds, and reading it from them."""
+"""Peers: other nodes whose memory may have a chunk, their reports of what it holds, and reads from them."""

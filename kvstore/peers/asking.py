@@ -1,6 +1,6 @@
-"""Asking one peer for what its memory has: one GET of the bulk protocol, whole images straight into the given memory.
+"""Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
 
-The rim towards the peer: whatever goes wrong here is an answer with fewer images.
+The rim towards the peer: whatever goes wrong here becomes an answer with fewer images.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.wire.traces import traced
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How many leading images came whole, and why the peer is not to be asked again soon, where it is not."""
+    """The number of leading images that came whole, and, if the peer must be left alone for a while, the reason."""
 
     count: int
     trouble: str | None = None
     took_s: float = 0.0
-    """From the request on; how long a new connection took says nothing of the next time."""
+    """Seconds since the request was sent; excludes making a new connection, which says nothing about the next fetch."""
 
 
 def ask(
@@ -50,12 +50,12 @@ def ask(
                 pass
     except BulkRefused as refused:
         error = refused.failed.error
-        # Nobody has opened the namespace there, so it has nothing of it: nothing is wrong with the peer.
+        # Nobody has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
         return Answer(count, None if isinstance(error, UnknownNamespace) else str(error))
     except grpc.RpcError as error:
         return Answer(count, f"gRPC: {error.code().name}")
     except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
-        return Answer(count, str(error) or type(error).__name__)  # a ValueError: gRPC's of a channel that was closed
+        return Answer(count, str(error) or type(error).__name__)  # gRPC raises a ValueError for a closed channel
     return Answer(count, took_s=time.monotonic() - began_s)
 
 

@@ -1,4 +1,4 @@
-"""The thread that drops cleared namespaces here: it may wait for a disk, which whoever hears of them must not."""
+"""The thread that drops cleared namespaces here: dropping may wait for a disk, and the follower must not."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ log = logging.getLogger(__name__)
 
 
 class Clearing:
-    """Calls ``drop`` for each namespace that it is given, one at a time; once where it is given again meanwhile."""
+    """Calls ``drop`` for each namespace that it is given, one at a time; repeats are merged while they wait."""
 
     def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
         self._drop = drop
-        self._changed = threading.Condition()  # guards cleared namespaces that wait
+        self._changed = threading.Condition()  # guards the cleared namespaces that wait
         self._waiting: dict[NamespaceDigest, None] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, namespace: NamespaceDigest) -> None:
-        """Has it dropped soon."""
+        """Queues a namespace to be dropped soon."""
         with self._changed:
             if self._closed:
                 return
@@ -33,7 +33,7 @@ class Clearing:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """What waits is left; it is told again at the next start. Idempotent."""
+        """Ends the thread. Namespaces that wait are left; the next start hears of them again. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A digest: the sorted 32-bit prints of what a peer's memory holds in one shard of the addresses, as one key's value.
+"""A digest: the sorted 32-bit prints of a peer's chunks in memory, for one shard of the addresses, as one key's value.
 
     0   2  version: 1
     2   2  zero
@@ -25,7 +25,7 @@ from kvstore.errors import InvalidRequest
 VERSION = 1
 DIGEST_BYTES_MAX = 64 << 10
 PRINTS_MAX = 16_000
-"""In one digest: also random planes stay under DIGEST_BYTES_MAX. Of more chunks in a shard the rest is not told."""
+"""Prints in one digest: even random planes then stay under DIGEST_BYTES_MAX. Chunks beyond it are not reported."""
 _HEADER = struct.Struct("<HHII")
 _LEVEL = 1
 
@@ -35,7 +35,7 @@ Spots = npt.NDArray[np.uint64]
 
 
 def encode(prints: Prints) -> bytes:
-    """The digest of sorted prints, at most DIGEST_BYTES_MAX; empty for none."""
+    """Encodes sorted prints as a digest, at most DIGEST_BYTES_MAX; empty for none."""
     if not len(prints):
         return b""
     told = prints[:PRINTS_MAX].astype("<u4", copy=False)
@@ -45,7 +45,7 @@ def encode(prints: Prints) -> bytes:
 
 
 def decode(value: bytes) -> Prints:
-    """The inverse. Raises InvalidRequest for anything else, before it takes more memory than a digest may."""
+    """Decodes a digest. Raises InvalidRequest for anything else, before it takes more memory than a digest may."""
     if not _HEADER.size <= len(value) <= DIGEST_BYTES_MAX:
         raise InvalidRequest(f"a digest has {len(value)} bytes: expected {_HEADER.size} to {DIGEST_BYTES_MAX}")
     version, _, count, _ = _HEADER.unpack_from(value)
@@ -68,7 +68,7 @@ def decode(value: bytes) -> Prints:
 
 
 def spots_of(addresses: Sequence[Address]) -> Spots:
-    """Where each address is among shards and prints."""
+    """Returns shard and print of each address."""
     raw = np.frombuffer(b"".join(addresses), np.uint8).reshape(-1, ADDRESS_BYTES)
     shards: Spots = (raw[:, 0] >> 2).astype(np.uint64)
     prints: Spots = raw.view("<u4")[:, 1].astype(np.uint64)

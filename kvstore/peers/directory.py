@@ -1,4 +1,5 @@
-"""Who is said to hold what: a sorted array that is never changed, so that look-ups need no lock while others build one.
+"""The reports of all peers: a sorted array that never changes, so that look-ups need no lock while a thread
+builds the next.
 
 One number for each print of each peer: shard (6 bits), print (32 bits) and peer (16 bits), the most significant first.
 """
@@ -17,7 +18,7 @@ from kvstore.peers.digest import Spots, spots_of
 PEER_BITS = 16
 PEERS_MAX = (1 << PEER_BITS) - 1
 STEP_FIRST = 64
-"""Chunks that are looked up first: most prompts end there, and the rest need not be looked at."""
+"""Chunks that are looked up first: most prompts end there, and the rest need no look-up."""
 STEP = 4096
 _PEER_BITS = np.uint64(PEER_BITS)
 _PEER = np.uint64(PEERS_MAX)
@@ -27,14 +28,14 @@ Entries = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Immutable. ``addresses`` says where the peer of each number serves."""
+    """Immutable. ``addresses`` maps each peer's number to the address where it serves."""
 
     entries: Entries
     addresses: Mapping[int, str]
     numbers: Mapping[str, int]
 
     def leading(self, chunks: Sequence[Address], first: int, aside: Collection[str] = ()) -> int:
-        """How many consecutive chunks from ``first`` on some peer that is not ``aside`` is said to have."""
+        """Returns how many consecutive chunks from ``first`` on are reported by some peer that is not ``aside``."""
         if not len(self.entries):
             return 0
         without = np.array([self.numbers[each] for each in aside if each in self.numbers], np.uint64)
@@ -48,7 +49,7 @@ class Directory:
         return len(chunks) - first
 
     def coverage(self, chunks: Sequence[Address]) -> dict[str, int]:
-        """The peers that are said to have the first of ``chunks``, each with how many leading ones it has."""
+        """Returns the peers that report the first of ``chunks``, each with how many leading chunks it reports."""
         if not chunks or not self._any(spots_of(chunks[:1])).all():
             return {}
         starts, stops = self._spans(spots_of(chunks))
@@ -63,12 +64,12 @@ class Directory:
         return {self.addresses[number]: count for number, count in covered.items()}
 
     def _spans(self, spots: Spots) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """For each spot, where its entries begin and end."""
+        """Returns where the entries of each spot begin and end."""
         starts = np.searchsorted(self.entries, spots << _PEER_BITS)
         return starts, np.searchsorted(self.entries, (spots << _PEER_BITS) + _PEER, "right")
 
     def _any(self, spots: Spots) -> npt.NDArray[np.bool_]:
-        """For each spot, whether it has a peer. Looked up in order, most of each search's way is in the cache."""
+        """Returns for each spot whether it has a peer. Looks them up in order, so that most entries are cached."""
         if not len(self.entries):
             return np.zeros(len(spots), np.bool_)
         order = np.argsort(spots)
@@ -81,7 +82,7 @@ class Directory:
     def _any_but(
         self, without: Entries, starts: npt.NDArray[np.intp], stops: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.bool_]:
-        """For each span, whether it has a peer that is not among ``without``."""
+        """Returns for each span whether it has a peer that is not among ``without``."""
         found = np.zeros(len(starts), np.bool_)
         for offset in range(int((stops - starts).max())):
             ats = starts + offset

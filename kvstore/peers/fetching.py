@@ -1,4 +1,4 @@
-"""One fetch: which peer is asked for which run of chunks, and what follows when it fails."""
+"""One fetch: chooses which peer to ask for which run of chunks, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Fetch:
 
     def __init__(self, directory: Directory, roster: Roster, limits: PeerLimits, chain: Chain, ends: Deadline) -> None:
         self.failures = 0
-        """Peers that failed."""
+        """Number of peers that failed."""
         self._directory = directory
         self._roster = roster
         self._limits = limits
@@ -27,16 +27,15 @@ class Fetch:
         self._passed: set[str] = set()
 
     def run(self, first: int, images: Sequence[memoryview]) -> Iterator[tuple[int, str]]:
-        """Fills ``images`` with the chunks from index ``first`` on; yields the position of each that came, and from
-        which peer.
-        """
+        """Fills ``images`` with the chunks from index ``first`` on; yields the position and the peer of each."""
         at = 0
         while at < len(images) and self._tries_left and not self._ends.passed:
             start = first + at
             covered = self._directory.coverage(self._chain.addresses[start : first + len(images)])
             peer = self._roster.choose(covered, self._passed)
             if peer is None:
-                # Nobody has this one, or nobody that answers: past what those are said to have, others may have more.
+                # No peer has this chunk, or none that answers: behind the chunks that those peers report, others may
+                # have more.
                 at += max(covered.values(), default=1)
                 continue
             wanted = images[at : at + covered[peer.address]]
@@ -51,7 +50,7 @@ class Fetch:
     def _ask(self, peer: Peer, first: int, images: Sequence[memoryview]) -> Answer:
         try:
             if not peer.turn.acquire(timeout=min(self._limits.answer_s, self._ends.left_s())):
-                return Answer(0)  # busy with fetches of ours
+                return Answer(0)  # busy with other fetches of this node
             try:
                 if peer.address in self._roster.aside:
                     return Answer(0)  # it failed while this one waited
@@ -73,7 +72,7 @@ class Fetch:
 
 
 def runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each run of consecutive indexes begins and ends in ``indexes``."""
+    """Yields where each run of consecutive indexes begins and ends in ``indexes``."""
     start = 0
     for at in range(1, len(indexes) + 1):
         if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:

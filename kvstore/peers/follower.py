@@ -1,7 +1,7 @@
-"""Following what peers tell: one watch that feeds the directory, and who is told when a namespace was cleared.
+"""Follows the peers' reports: one watch that feeds the directory, and hears of cleared namespaces.
 
-Hangs on this node's session: when that is lost, what etcd said is not known to be true any more, and is forgotten; the
-next session begins with reading it all afresh.  A lost watch alone is only a lag.
+Depends on this node's session. When the session is lost, what etcd said may be false, so it is forgotten; the next
+session begins by reading everything afresh. A lost watch alone is only a lag.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 BATCHES_MAX = 256
-"""Of news that are taken in before the directory is made: a flood must not keep it from being shown."""
+"""Batches of news taken in before the directory is built: a flood must not delay it for ever."""
 OWN_MARKS_MAX = 1024
-"""Clears that this node told of and may still hear of."""
+"""Limit on this node's own clears that it may still hear of."""
 REST = 4
-"""Times as long as making the directory took the next one waits: with many peers there is always news."""
+"""Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
 
 
 class Follower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
-    ``on_cleared`` is called for each namespace that was cleared since it was last called, at the start for all that
-    ever were; ``on_turn`` regularly. Both in the follower's thread: they must not raise, and while they last nothing
+    ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were;
+    ``on_turn`` is called regularly. Both run in the follower's thread: they must not raise, and while they run nothing
     else is heard.
     """
 
@@ -67,7 +67,7 @@ class Follower:
         self._watch: Watch | None = None
         self._marks: dict[NamespaceDigest, bytes] = {}
         self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
-        # What follows is the thread's alone.
+        # Only the thread uses the fields below.
         self._followed: Session | None = None
         self._told = Told(own, limits.prints_max)
         self._show_at_s = 0.0
@@ -78,13 +78,13 @@ class Follower:
         self._thread.start()
 
     def begin(self, session: Session) -> None:
-        """From now on follows, as long as ``session`` lives."""
+        """Follows from now on, as long as ``session`` lives."""
         with self._changed:
             self._session = session
             self._changed.notify_all()
 
     def end(self, session: Session) -> None:
-        """The session is over, and with it what was known because of it."""
+        """Notes that the session is over, and forgets what was known because of it."""
         with self._changed:
             if self._session is session:
                 self._session, self.directory = None, EMPTY
@@ -93,12 +93,12 @@ class Follower:
             watch.close()  # wakes the thread
 
     def expect_cleared(self, mark: bytes) -> None:
-        """This node is about to tell of a clear itself, and need not hear of it."""
+        """Notes that this node is about to report a clear itself, which it need not hear of."""
         with self._changed:
             self._own_marks.append(mark)
 
     def step(self, wait_s: float) -> bool:
-        """Takes in what was told, waiting up to ``wait_s`` for it; False where nothing can be heard at the moment."""
+        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
         session = self._session
         if session is None:
             self._followed = None
@@ -111,7 +111,7 @@ class Follower:
         except WatchLost as lost:
             log.info("peers.watch_lost %s", lost)
             self._drop_watch()
-            return True  # the next step reads afresh; until then the directory is as good as it was
+            return True  # the next step reads afresh; until then the old directory is good enough
         except KVStoreError as error:
             log.info("peers.not_followed %s", error)
             self._drop_watch()
@@ -195,6 +195,6 @@ class Follower:
                 self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
-        """Until there may be something to hear: a new session, or after a while the same one."""
+        """Waits until there may be something to hear: a new session, or after a while the same one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)

@@ -1,4 +1,4 @@
-"""Peers as a worker has them: over its memory, under its session, between its memory and its disk."""
+"""Adds the tier of peers to a worker: over its memory, under its session, between its memory and its disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.peers.roster import Roster
 
 
 def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None:
-    """The tier of peers, added to the member's; None for one without memory, which reads from nobody's.
+    """Adds a tier of peers to the member and returns it; None without memory, because such a node reads from no peer.
 
     Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
     """

@@ -1,4 +1,4 @@
-"""Every limit and timing between peers in one place, with the relations between them checked once."""
+"""Every limit and timing between peers in one place, with their relations checked once."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ STEP_BYTES_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """What a node allows itself among peers. Raises InvalidRequest where a value or a relation makes no sense."""
+    """The limits of a node among peers. Raises InvalidRequest if a value or a relation makes no sense."""
 
     sync_interval_s: float = 1.0
-    """A digest is rewritten at most once in this time: how stale others' knowledge of this node is, and more."""
+    """Shortest time between two writes of one digest; others' knowledge of this node is at least that stale."""
     bytes_per_s: int = 1 << 20
-    """Digests that this node writes to etcd; what is over waits."""
+    """Digests that this node may write to etcd per second; the rest waits."""
     all_bytes_per_s: int = 4 << 20
-    """The same of all nodes together, of which each takes its share: every one receives it, and an etcd that keeps five
-    minutes of history, in its 2 GiB, has to hold 300 times as much."""
+    """Limit for all nodes together, of which each takes its share. Every node receives these bytes, and an etcd that
+    keeps five minutes of history, in its 2 GiB, has to hold 300 times as much.
+    """
     meta_deadline_s: float = 2.0
-    """A call to etcd."""
+    """Deadline of a call to etcd."""
     follow_s: float = 0.5
-    """How long the follower waits for news before it looks after peers that were set aside."""
+    """How long the follower waits for news before it checks peers that were set aside."""
     prints_max: int = 1 << 23
-    """Prints of all peers that are remembered, 8 bytes each; of more, an equal share for each peer."""
+    """Remembered prints of all peers, 8 bytes each; beyond it, each peer gets an equal share."""
     answer_s: float = 2.0
-    """A peer that moves no byte for this long has failed; a fetch takes at most this long beside its bytes' time."""
+    """A peer that moves no byte for this long has failed; a fetch may take this long plus its bytes' time."""
     bytes_per_s_min: int = 64 << 20
     """A peer slower than this on the whole is given up: the disk or the root may be faster."""
     links_max: int = 4
     """Bulk connections to one peer, each for one fetch at a time; another fetch waits for one."""
     tries_max: int = 3
-    """Peers that may fail, or not have what they said, in one fetch."""
+    """Peers that may fail, or lack what they reported, in one fetch."""
     cleared_s: float = 30.0
-    """How long nothing is read from peers of a namespace that was cleared: until each has heard of it, or has lost its
-    session and with it its digests."""
+    """How long nothing of a cleared namespace is read from peers: until each has heard of the clear, or has lost its
+    session and with it its digests.
+    """
     aside_s_min: float = 1.0
     """How long a peer that failed is left alone; doubles with each failure in a row."""
     aside_s_max: float = 30.0
-    """What it doubles up to."""
+    """Limit of that doubling."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -53,5 +55,5 @@ class PeerLimits:
             raise InvalidRequest(f"aside_s_max={self.aside_s_max} is under aside_s_min={self.aside_s_min}")
 
     def rate_bytes_per_s(self, peers: int) -> float:
-        """What this node may write a second beside so many peers."""
+        """Returns what this node may write a second beside so many peers."""
         return min(self.bytes_per_s, self.all_bytes_per_s / (peers + 1))

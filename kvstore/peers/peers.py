@@ -1,4 +1,4 @@
-"""The tier of peers: chunks that others have in memory, as etcd says, read from there over bulk connections."""
+"""The tier of peers: chunks that other nodes have in memory, by their reports in etcd, read over bulk connections."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kvstore.peers.roster import Roster
 from kvstore.sources import Clock
 
 GIVEN_MAX = 4096
-"""Chunks of which it is remembered who gave them, for the case that they prove wrong."""
+"""Limit on chunks whose giver is remembered, in case they prove wrong."""
 
 
 class Peers:
-    """A ``kvstore.node.tiers.Tier``. Knows nothing, and tells nothing, before ``start``. Thread-safe.
+    """A ``kvstore.node.tiers.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
 
     ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
-    tier's own: drop it from memory and disk.  After ``start`` that is every namespace that ever was: a local disk that
-    was refilled may have chunks from before.
+    tier's own: drop the namespace from memory and disk. After ``start`` it is called for every namespace that was ever
+    cleared: a refilled local disk may have chunks from before.
     """
 
     name: TierName = "peers"
@@ -61,13 +61,13 @@ class Peers:
         self._roster = roster
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
-        self._lock = Lock()  # guards who gave which chunk, and what was cleared
+        self._lock = Lock()  # guards who gave which chunk, and the cleared namespaces
         self._given: OrderedDict[Address, str] = OrderedDict()
         self._cleared: dict[NamespaceDigest, float] = {}
         self._clearing = Clearing(self._hear_cleared)
 
     def start(self, address: str | None) -> None:
-        """Follows others from now on, and tells them where this node's memory is read from; None: nowhere."""
+        """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = Follower(
             self._digests, address, self.limits, self._counters, self._clock, self._clearing.add, self._turn
@@ -89,13 +89,13 @@ class Peers:
             self._presence.attach(publisher.begin, publisher.end)
 
     def leading(self, wanted: Wanted, first: int) -> int:
-        """See ``Tier``. Of peers that answer, as far as is known; engine-hashed blocks are not asked for."""
+        """See ``Tier``. Counts peers that answer, as far as is known; never has engine-hashed blocks."""
         if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
     def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
-        """See ``Tier``. The addresses of peers, those that are left alone for a while included."""
+        """See ``Tier``. Returns the addresses of peers, including those that are left alone for a while."""
         if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return ()
         return tuple(sorted(self._follower.directory.coverage(wanted.addresses[index : index + 1])))
@@ -103,7 +103,7 @@ class Peers:
     def fetch(
         self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
-        """See ``Tier``. Takes at most ``answer_s`` and the time that so many bytes take at the slowest allowed."""
+        """See ``Tier``. Takes at most ``answer_s`` plus the time for so many bytes at the slowest allowed rate."""
         came = [False] * len(indexes)
         if self._follower is None or not indexes or not isinstance(wanted, Chain) or self._is_cleared(wanted):
             return came
@@ -124,7 +124,7 @@ class Peers:
         return came
 
     def damaged(self, wanted: Wanted, index: int) -> None:
-        """See ``Tier``. Whoever gave it is left alone for a while."""
+        """See ``Tier``. Leaves the peer that gave it alone for a while."""
         with self._lock:
             address = self._given.pop(wanted.addresses[index], None)
         self._counters.add(NodeCount.PEERS_DAMAGED)
@@ -132,12 +132,12 @@ class Peers:
             self._roster.blame(address, "a chunk from it was not right")
 
     def drop_namespace(self, digest: bytes) -> None:
-        """See ``Tier``. Prints do not say of which namespace they are: the peers' own digests will."""
+        """See ``Tier``. Does nothing: prints do not name their namespace, so the peers' own digests have to change."""
 
     def tell_cleared(self, namespace: NamespaceDigest) -> None:
-        """Tells all nodes that a namespace was cleared here, and drops here what came from them meanwhile.
+        """Tells all nodes that a namespace was cleared here, and drops the chunks that came from them meanwhile.
 
-        Raises Unavailable, where they have not heard it perhaps.
+        Raises Unavailable if they may not have heard it.
         """
         mark = os.urandom(16)
         if self._follower is not None:
@@ -157,7 +157,7 @@ class Peers:
         }
 
     def close(self, timeout_s: float) -> None:
-        """See ``Tier``. Fetches in progress end with what they have."""
+        """See ``Tier``. Running fetches end with what they have."""
         if self._publisher is not None:
             self._publisher.close(timeout_s)
         if self._follower is not None:
@@ -166,9 +166,7 @@ class Peers:
         self._roster.close()
 
     def _hear_cleared(self, namespace: NamespaceDigest) -> None:
-        """First no more is read, then what was read is dropped: a peer that has not heard of it yet must not give it
-        back to us.
-        """
+        """Stops reads of a namespace, then drops it: a peer that has not heard of the clear must not give it back."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:

@@ -1,7 +1,7 @@
-"""Publishing what this node's memory holds: changed digests, seldom enough and small enough for etcd.
+"""Publishes what this node's memory holds: changed digests, seldom enough and small enough for etcd.
 
-Hangs on the session: a new one publishes everything again, because the keys of the old one go with its lease.  A thread
-of its own, so that no call waits for etcd (rule P1); its every step is a method, for tests with a clock of their own.
+Depends on the session: a new one publishes everything again, because the old keys go with their lease. It has a thread
+of its own, so that no call waits for etcd (rule P1). Every step is a method, for tests with a clock of their own.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from kvstore.sources import Clock
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 128
-"""What a key and its envelope add to a digest, about."""
+"""Bytes that a key and its envelope add to a digest, about."""
 BURST_BYTES_MIN = DIGEST_BYTES_MAX + KEY_BYTES
-"""What may be written at once after a quiet time is what one second allows, and never less than one digest."""
+"""After a quiet time, one second's share may be written at once, and never less than one digest."""
 NOTHING = checksum(b"")
 WITHDRAW_S = 1.0
 
 
 class Source(Protocol):
-    """What there is to tell: the memory of this node."""
+    """The content to report: the memory of this node."""
 
     def changes(self) -> set[int]:
-        """The shards in which chunks came or went since this was last asked."""
+        """Returns the shards in which chunks came or went since the last call."""
         ...
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
-        """The sorted prints of what a shard has now."""
+        """Returns the sorted prints of a shard's chunks."""
         ...
 
 
 class Publisher:
     """Keeps etcd in step with ``source``, under the session that ``begin`` names, for the worker of ``record``.
 
-    ``peers`` says how many others there are, to share what etcd bears.
+    ``peers`` returns how many others there are, to share what etcd bears.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Publisher:
         self._session: Session | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        # What follows is the thread's alone.
+        # Only the thread uses the fields below.
         self._told_in: Session | None = None
         self._is_listed = False
         self._sums: dict[int, int] = {}
@@ -88,19 +88,19 @@ class Publisher:
         self._thread.start()
 
     def begin(self, session: Session) -> None:
-        """From now on publishes under ``session``."""
+        """Publishes under ``session`` from now on."""
         with self._changed:
             self._session = session
             self._changed.notify_all()
 
     def end(self, session: Session) -> None:
-        """The session is over, and all that was published with it."""
+        """Notes that the session is over, and with it all that was published."""
         with self._changed:
             if self._session is session:
                 self._session = None
 
     def step(self) -> float:
-        """Publishes what is due, as far as the rate allows; returns after how many seconds to step again."""
+        """Publishes what is due, as far as the rate allows; returns the seconds until the next step."""
         self._due |= dict.fromkeys(sorted(self._source.changes()))
         session = self._session
         if session is None:
@@ -133,7 +133,7 @@ class Publisher:
             pass  # it goes with the session
 
     def _chosen(self) -> tuple[dict[int, bytes], dict[int, int]]:
-        """The digests to write now, oldest change first, and their sums; those without a change are due no more."""
+        """Returns the digests to write now, oldest change first, and their sums; unchanged ones are no longer due."""
         now_s, rate = self._clock.monotonic_s(), self._limits.rate_bytes_per_s(self._peers())
         room = self._room_bytes + (now_s - self._filled_s) * rate
         room, self._filled_s = min(room, max(rate, BURST_BYTES_MIN)), now_s
@@ -154,12 +154,12 @@ class Publisher:
         return values, sums
 
     def _publish(self, session: Session, values: dict[int, bytes]) -> bool:
-        """Writes digests; False where they have to be written again."""
+        """Writes digests; False if they have to be written again."""
         try:
             record = None if self._is_listed else self._record
             self._digests.publish(session, values, record, self._limits.meta_deadline_s)
         except KVStoreError as error:
-            # If they were written all the same, whoever reads them twice learns nothing new.
+            # The write may have been done all the same: reading the same digest twice does no harm.
             log.debug("peers.not_published %s", error)
             return False
         self._is_listed = True
@@ -175,7 +175,7 @@ class Publisher:
             self._wait(session, pause_s)
 
     def _wait(self, session: Session | None, pause_s: float) -> None:
-        """A session that has begun meanwhile ends the pause: its peers know nothing yet."""
+        """Waits for the pause, or until a session begins, whose peers know nothing yet."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._session not in (None, session), timeout=max(0.0, pause_s)

@@ -1,6 +1,6 @@
-"""Peers as this node has found them: how fast each is, which ones are left alone, and which one is asked next (P3).
+"""This node's experience with its peers: how fast each is, which are left alone, and which one is asked next (P3).
 
-Separate from what they say that they hold, because it is about this node's own experience, and changes with each fetch.
+Separate from the peers' reports, because it changes with each fetch of this node.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvstore.sources import Clock
 log = logging.getLogger(__name__)
 
 LATEST = 0.3
-"""How much the latest fetch counts in a peer's time per byte, beside all before."""
+"""Weight of the latest fetch in a peer's time per byte."""
 S_PER_BYTE_FIRST = 1 / (4 << 30)
-"""Of a peer that was never asked: as if it were fast, so that it is."""
+"""Starting value for a peer that was never asked: fast, so that it is asked."""
 S_PER_BYTE_MIN = 1 / (64 << 30)
 
 
 class Peer:
-    """One peer. Its fields are the roster's, under its lock; ``endpoint`` and ``turn`` are for whoever asks it."""
+    """One peer. Its fields belong to the roster, under its lock; its callers use ``endpoint`` and ``turn``."""
 
     def __init__(self, address: str, limits: PeerLimits, credentials: Credentials = PLAIN) -> None:
         self.address = address
         self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits), credentials)
         self.turn = threading.BoundedSemaphore(limits.links_max)
-        """One for each connection there may be."""
+        """One turn for each possible connection."""
         self.s_per_byte = S_PER_BYTE_FIRST
         self.asked = 0
         """Fetches in progress or waiting."""
         self.failures = 0
-        """In a row."""
+        """Failures in a row."""
         self.until_s: float | None = None
-        """Set aside: until it is asked how it is. None: it may be read from."""
+        """Until when it is set aside; then it is asked for its health. None: it may be read from."""
         self.probe: Any = None
 
 
@@ -50,19 +50,20 @@ class Roster:
 
     def __init__(self, limits: PeerLimits, clock: Clock, chance: Random, credentials: Credentials = PLAIN) -> None:
         self.aside: frozenset[str] = frozenset()
-        """Addresses of those that are left alone at the moment."""
+        """Addresses of the peers that are left alone at the moment."""
         self._limits = limits
         self._clock = clock
         self._chance = chance
         self._credentials = credentials
-        self._lock = threading.Lock()  # guards the peers and what is known of each
+        self._lock = threading.Lock()  # guards the peers and their records
         self._peers: dict[str, Peer] = {}
         self._closed = False
 
     def choose(self, covered: Mapping[str, int], without: Collection[str]) -> Peer | None:
-        """One of those that cover most: of two that are drawn, with weights, the one that is asked less at the moment.
+        """Chooses among the peers that cover most: draws two, with weights, and takes the one that is asked less at the
+        moment.
 
-        ``covered`` says how many of the wanted chunks each address has. ``leave`` is owed for what is returned.
+        ``covered`` says how many of the wanted chunks each address has. The caller must ``leave`` the returned peer.
         """
         with self._lock:
             free = {each: n for each, n in covered.items() if each not in self.aside and each not in without}
@@ -77,13 +78,13 @@ class Roster:
             return chosen
 
     def leave(self, peer: Peer) -> None:
-        """The end of what ``choose`` began."""
+        """Ends what ``choose`` began."""
         with self._lock:
             peer.asked -= 1
         peer.endpoint.leave()
 
     def praise(self, peer: Peer, size_bytes: int, took_s: float) -> None:
-        """It gave what it was asked for."""
+        """Notes that it gave what it was asked for."""
         with self._lock:
             peer.failures = 0
             if size_bytes:
@@ -91,7 +92,7 @@ class Roster:
                 peer.s_per_byte += LATEST * (latest - peer.s_per_byte)
 
     def blame(self, address: str, why: str) -> None:
-        """It failed, or gave what was wrong: it is left alone for a while."""
+        """Leaves it alone for a while, because it failed or gave a wrong chunk."""
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
@@ -103,12 +104,13 @@ class Roster:
         log.info("peers.aside peer=%s why=%s", address, why)
 
     def look_after(self, listed: Collection[str]) -> None:
-        """Lets go of peers that are not ``listed`` any more, and asks those set aside for long enough how they are.
+        """Forgets peers that are not ``listed`` any more, and asks those that were set aside for long enough for their
+        health.
 
-        Waits for nobody: an answer is looked at the next time.
+        Waits for nobody: the next call looks at the answers.
         """
         with self._lock:
-            # Not of those that are being read from: ``close`` has to find them.
+            # Not those that are being read from: ``close`` has to find them.
             version = self._credentials.connection_version
             gone = [
                 peer
@@ -124,7 +126,7 @@ class Roster:
             peer.endpoint.retire()
 
     def close(self) -> None:
-        """Closes all connections; fetches in progress end. Idempotent."""
+        """Closes all connections; running fetches end. Idempotent."""
         with self._lock:
             self._closed = True
             peers, self._peers = list(self._peers.values()), {}
@@ -152,12 +154,12 @@ class Roster:
 
 
 def _cost(peer: Peer) -> float:
-    """How long a byte takes, and more for one that has failed since it last answered."""
+    """Returns the time per byte, and more for a peer that has failed since it last answered."""
     return peer.s_per_byte * (1 << min(peer.failures, 16))
 
 
 def _is_well(answer: Any) -> bool:
-    """Whether a worker says that it serves; one without the health service serves all the same."""
+    """True if a worker says that it serves; a worker without the health service counts as serving."""
     if answer.cancelled():
         return False
     error = answer.exception()

@@ -1,7 +1,7 @@
-"""All that peers have told so far, kept by session, from which a directory is made.
+"""The peers' reports so far, kept by session: the directory is made from them.
 
-Separate from following, because it is pure: which session speaks for an address, and whose prints fit.  Used by one
-thread.
+Separate from following, because it is pure: it decides which session speaks for an address, and whose prints fit. Used
+by one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Speaker:
 
 
 class Told:
-    """``own`` is this node's own address, which is left out: also what a process before this one said from there."""
+    """``own`` is this node's address. Reports from there are left out, also those of an earlier process."""
 
     def __init__(self, own: str | None, prints_max: int) -> None:
         self._own = own
@@ -45,11 +45,11 @@ class Told:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the last directory is out of date."""
+        """True if the last directory is out of date."""
         return self._moved or bool(self._changed)
 
     def hear(self, news: AddressTold | DigestTold) -> None:
-        """Takes in what a key says. A digest that cannot be read counts as empty."""
+        """Takes in the value of a key. A digest that cannot be read counts as empty."""
         speaker = self._speakers.setdefault(news.session, _Speaker())
         if isinstance(news, AddressTold):
             speaker.address, speaker.since = news.address, news.since
@@ -64,7 +64,7 @@ class Told:
             del self._speakers[news.session]
 
     def directory(self) -> Directory:
-        """Who holds what, as told so far."""
+        """Returns the directory of all reports so far."""
         if self._moved:
             self._elect()
         for shard in self._changed:
@@ -74,10 +74,10 @@ class Told:
         return Directory(np.concatenate(self._shards), addresses, dict(self._numbers))
 
     def _elect(self) -> None:
-        """Which session speaks for each address: the last, of the two that a worker has for a while after a restart."""
+        """Elects the session that speaks for each address: the later one, if a restarted worker has two."""
         heard: dict[str, _Speaker] = {}
         for speaker in sorted(self._speakers.values(), key=lambda each: each.since):
-            # Bulk connections to others go over TCP, which a worker on a unix socket alone does not offer.
+            # Bulk connections to others go over TCP, which a worker that listens only on a unix socket does not offer.
             if speaker.address is not None and speaker.address != self._own and not speaker.address.startswith("unix:"):
                 heard[speaker.address] = speaker
         for address in self._heard.keys() | heard.keys():
@@ -85,7 +85,7 @@ class Told:
             if before is not after:
                 self._changed |= {shard for each in (before, after) if each is not None for shard in each.digests}
                 if after is None:
-                    # Nobody is given the number before the shards it stands in are made anew, which is at once.
+                    # The number is not used again before its shards are rebuilt, which happens at once.
                     self._free.append(self._numbers.pop(address))
                 elif before is None and self._free:
                     self._numbers[address] = self._free.pop()
@@ -93,7 +93,7 @@ class Told:
         self._moved = False
 
     def _gathered(self, shard: int) -> Entries:
-        """The entries of one shard; where they are too many, an equal share of each peer's."""
+        """Returns the entries of one shard; if there are too many, an equal share of each peer's."""
         said = [
             (self._numbers[address], each.digests[shard])
             for address, each in self._heard.items()

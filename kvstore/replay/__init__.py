@@ -4,11 +4,12 @@
 ``lane`` one caller working through requests, ``run`` several of them at once, ``report`` what came out.
 """
 
+from kvstore.replay.callers import Plan
 from kvstore.replay.content import Content, replay_layout
 from kvstore.replay.generate import generate
 from kvstore.replay.oracle import Expectation, expect
 from kvstore.replay.report import Report
-from kvstore.replay.run import Plan, replay
+from kvstore.replay.run import replay
 from kvstore.replay.trace import Request, load_trace, write_trace
 
 __all__ = [

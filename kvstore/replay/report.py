@@ -59,7 +59,7 @@ class Report:
         return _rate(self.tally.bytes_got, self.tally.get_s / self.lanes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values, with stable keys."""
+        """The report as plain JSON values, with stable keys."""
         return {
             "ok": self.ok,
             **{key: value for key, value in asdict(self.tally).items() if key != "differences"},

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.replay.callers import OpenStore, Plan, Progress, run_threads
 from kvstore.replay.content import Content, replay_layout
 from kvstore.replay.lane import Lane, Tally
-from kvstore.replay.run import OpenStore, Plan, Progress, run_threads
 from kvstore.replay.trace import Request
 
 START_S = 120.0

@@ -1,7 +1,7 @@
 """Traces of requests in the form that Mooncake publishes: JSON lines, prompts as runs of hashed 512-token blocks.
 
 Each line has ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens) and ``hash_ids``: one id per block
-of 512 tokens of the prompt, the last of which may be a part block.  Equal ids mean equal tokens, and an equal prefix.
+of 512 tokens of the prompt; the last may be a part block.  Equal ids mean equal tokens, and an equal prefix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Request:
         return self.input_length // BLOCK_TOKENS
 
     def to_json(self) -> str:
-        """As one line of a trace."""
+        """The request as one line of a trace."""
         return json.dumps(
             {
                 "timestamp": self.timestamp_ms,
@@ -50,8 +50,8 @@ class Request:
 def load_trace(path: str | Path, requests_max: int | None = None) -> list[Request]:
     """The first ``requests_max`` requests of a trace (all where None).
 
-    Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is no request, or no line at
-    all.
+    Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, or an
+    empty file.
     """
     most = REQUESTS_MAX if requests_max is None else requests_max
     found: list[Request] = []

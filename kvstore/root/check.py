@@ -1,7 +1,7 @@
-"""Tries on the actual root what the store relies on, and says in plain words what follows where it does not hold.
+"""Tries on the actual root what the store relies on, and says plainly what follows if it does not hold.
 
-The probes here ask what any root must do; ``check_posix.py`` asks what only a mounted file system can answer.  All of
-it happens in a scratch folder under the root, which is removed afterwards.
+The probes here test what any root must do; ``check_posix.py`` tests what only a mounted file system can answer. All of
+them work in a scratch folder under the root, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def check_root(
     ids: Ids | None = None,
     progress: Callable[[Probe], object] = lambda probe: None,
 ) -> list[Probe]:
-    """Probes ``root``; ``second`` is where another mount of the same file system shows the root's folder.
+    """Probes ``root``; ``second`` is the root's folder as another mount of the same file system shows it.
 
-    Writes a few MiB. ``progress`` is called with each probe as it is done. Raises the root's errors where nothing can
-    be tried at all: not even a scratch folder can be made, or removed.
+    Writes a few MiB. Calls ``progress`` with each probe as it is done. Raises the root's errors if nothing can be tried
+    at all: not even a scratch folder can be made, or removed.
     """
     scratch = Name(f".check-{(ids or RandomIds()).fresh().hex()}")
     done: list[Probe] = []
@@ -55,13 +55,13 @@ def check_root(
 
 
 def is_sound(probes: list[Probe]) -> bool:
-    """Whether everything held that was tried."""
+    """True if every probe that was tried held."""
     return all(probe.ok is not False for probe in probes)
 
 
 def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
     try_it = _Tries(root, scratch)
-    # First without a net: where no file can be written at all, that is the error to show.
+    # The first write is not guarded: if no file can be written at all, that is the error to show.
     try_it.write("first", b"first")
     for attempt in (
         try_it.first_writer_wins,
@@ -71,7 +71,7 @@ def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
         try_it.durable,
         try_it.listing,
         try_it.deletion,
-        # Where a folder fences a sweep, nothing needs to be deleted conditionally.
+        # If a folder fences a sweep, no conditional deletion is needed.
         *([] if root.traits.fenced else [try_it.conditional_deletion]),
         try_it.open_while_deleted,
         try_it.mtime,
@@ -136,7 +136,7 @@ class _Tries:
         return Probe(
             "publishing refuses a name that is taken",
             ok,
-            "refused" if ok else f"second writer told {again}, the file holds {kept!r}",
+            "refused" if ok else f"the second writer got {again}, the file holds {kept!r}",
             "" if ok else "a chunk may change under its reader: reads that notice are misses. Do not use this root",
         )
 
@@ -295,10 +295,13 @@ class _Tries:
         space = self._root.space()
         if space.total_bytes is None or space.free_bytes is None:
             return Probe(
-                "free space is told", None, "it is not", "garbage collection needs --max-bytes or --ttl on this root"
+                "free space is reported",
+                None,
+                "it is not",
+                "garbage collection needs --max-bytes or --ttl on this root",
             )
         detail = f"{space.free_bytes / 2**30:.1f} of {space.total_bytes / 2**30:.1f} GiB free"
-        return Probe("free space is told", True, detail)
+        return Probe("free space is reported", True, detail)
 
     def speed(self) -> Probe:
         start_s = time.perf_counter()

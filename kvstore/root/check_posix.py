@@ -1,6 +1,6 @@
-"""What only a mounted file system can be asked: links, renames, folders as fences, and a second client.
+"""Probes that only a mounted file system can answer: links, renames, folders as fences, and a second client.
 
-With a second mount of the same file system the rival process works there, which is where caches show; without one it
+The rival process works on a second mount of the same file system, if there is one, where caches show. Without one it
 works on the same mount, and what another client would see stays unknown.
 """
 
@@ -30,7 +30,7 @@ _WEAK_FENCE = (
 
 
 def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]:
-    """The probes of a mounted root at ``path``, in its folder ``scratch``, which exists."""
+    """Yields the probes of a mounted root at ``path``, in its folder ``scratch``, which exists."""
     folder, other = f"{path}/{scratch}", f"{second or path}/{scratch}"
     if second is not None:
         if not _soon(lambda: os.path.isdir(other)):
@@ -38,13 +38,13 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
                 "the second mount",
                 False,
                 f"{other} is not there",
-                "it is no other mount of the same file system, or new folders stay unseen for more than 10 s",
+                "it is not another mount of the same file system, or new folders stay unseen for more than 10 s",
             )
             return
         yield Probe("the second mount", True, f"shows the same folder as {path}")
     rival = Contender(other)
     try:
-        tries = _PosixTries(folder, other, rival, second is not None)
+        tries = _PosixTries(folder, rival, second is not None)
         for attempt in (
             tries.exclusive_creation,
             tries.exclusive_link,
@@ -64,11 +64,10 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
 
 
 class _PosixTries:
-    """The probes of a mounted root; ``folder`` and ``other`` are one folder through one mount or two."""
+    """The probes of a mounted root in ``folder``; ``rival`` is another process, by a second mount if there is one."""
 
-    def __init__(self, folder: str, other: str, rival: Contender, has_two: bool) -> None:
+    def __init__(self, folder: str, rival: Contender, has_two: bool) -> None:
         self._folder = folder
-        self._other = other
         self._rival = rival
         self._has_two = has_two
         self._between = "two mounts" if has_two else "two processes on one mount"
@@ -118,7 +117,7 @@ class _PosixTries:
         )
 
     def fence(self) -> Iterator[Probe]:
-        """Once rmdir has returned, no rename into the folder may succeed, by path or through an open folder."""
+        """Checks that no rename into the folder succeeds once rmdir has returned, by path or through an open folder."""
         fence = f"{self._folder}/fence"
         self._rival.send("rename_into", fence="fence", stop="fence-stop", me="rival")
         fences = late = risen = 0
@@ -132,7 +131,7 @@ class _PosixTries:
         finally:
             _write(f"{self._folder}/fence-stop", b"")
             got_in = self._rival.receive()
-        # Where it is a matter of chance, two seconds may not show it: what was seen elsewhere counts too.
+        # If it depends on chance, two seconds may not show it: known failures of this file system count too.
         kind = file_system_type(self._folder)
         ok = not late and not risen and kind not in WEAK_FENCES
         seen = f"{fences} fences, {got_in} renames before them, {late} after, {risen} folders came back"
@@ -142,7 +141,7 @@ class _PosixTries:
         )
 
     def _one_fence(self, fence: str) -> tuple[int, int]:
-        """Raises and closes one fence; how many renames came late, and whether the folder had come back."""
+        """Raises and closes one fence; returns how many renames came late, and whether the folder had come back."""
         late = risen = 0
         try:
             os.mkdir(fence)
@@ -172,7 +171,7 @@ class _PosixTries:
                 "other hosts may see a new chunk late (a miss) or a deleted one for a while (a miss when it is read)",
             )
             return
-        # The rival looks, and misses, first: so that a cached absence would show.
+        # The rival looks first, and misses, so that a cached absence would show.
         self._rival.ask("wait_for", name="seen", present=False, limit_s=1.0)
         _write(f"{self._folder}/seen", b"seen")
         shown_s = self._rival.ask("wait_for", name="seen", present=True, limit_s=VISIBLE_MAX_S)

@@ -1,7 +1,7 @@
-"""Which conditions a store's server decides: tried on the store itself when it is opened, never assumed.
+"""The conditions that a store's server honours: tried on the store itself when it is opened, never assumed.
 
-Separate from ``objects.py``, which relies on the answers.  A server that ignores a condition answers as if it had been
-met, and so does a client library that does not know it and leaves it out: only a refusal proves anything.
+Separate from ``objects.py``, which relies on the answers. A server that ignores a condition answers as if it had been
+met. So does a client library that does not know the condition and omits it. Only a refusal proves anything.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from kvstore.sources import Ids
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the server decides, so that of several hosts one has its way."""
+    """The server's guarantees when several hosts act at once."""
 
     create: bool
-    """A file is created only if nobody has its name (rule W1)."""
+    """True if it creates a file only if the name is free (rule W1)."""
     delete: bool
-    """A file is deleted only if it is the version that was looked at (rule O1)."""
+    """True if it deletes a file only if it is the version that was looked at (rule O1)."""
 
 
 def try_conditions(remote: Remote, path: str, ids: Ids) -> Conditions:
     """Writes and deletes one small file under ``path``.
 
-    Raises InvalidRequest where the options are wrong, RootMismatch where there is no such bucket, Unavailable.
+    Raises InvalidRequest if the options are wrong, RootMismatch if there is no such bucket, Unavailable.
     """
     if not remote.conditional:
         return Conditions(create=False, delete=False)
-    # A staging name of a session that nobody has: if we die here, fsck clears it away as such.
+    # Use a staging name of a session that nobody has: if this process dies here, fsck clears the file away.
     key = f"{path}/{places.staged(ids.fresh(), 0)}"
     with translated("open", path):
         try:
             remote.stat(key)
         except (TypeError, ValueError) as cause:
-            # Libraries that connect on first use find wrong options, or an endpoint that is no URL, only now.
+            # Libraries that connect on first use find wrong options, or an endpoint that is not a URL, only now.
             raise InvalidRequest(f"root {path}: {cause}; check its options") from cause
         try:
             remote.create(key, b"1")
         except PermissionError:
-            return Conditions(create=False, delete=False)  # readable only: publishing will say so itself
+            return Conditions(create=False, delete=False)  # read-only: publishing reports that itself
         except FileNotFoundError as cause:
             raise RootMismatch(f"root {path}: no such bucket; make it, or check the name") from cause
         except (TypeError, ValueError, NotImplementedError):
-            return Conditions(create=False, delete=False)  # a library from before conditional writes
+            return Conditions(create=False, delete=False)  # a library that lacks conditional writes
         try:
             return Conditions(_creates(remote, key), _deletes(remote, key))
         finally:
@@ -56,7 +56,7 @@ def try_conditions(remote: Remote, path: str, ids: Ids) -> Conditions:
 
 
 def _creates(remote: Remote, key: str) -> bool:
-    """Whether a second creation of ``key``, which holds b"1", is refused. ``rclone serve s3`` writes all the same."""
+    """True if a second creation of ``key``, which holds b"1", is refused. ``rclone serve s3`` writes all the same."""
     try:
         remote.create(key, b"2")
     except OSError:
@@ -65,10 +65,10 @@ def _creates(remote: Remote, key: str) -> bool:
 
 
 def _deletes(remote: Remote, key: str) -> bool:
-    """Whether deleting a version of ``key`` that was replaced is refused, and the one that is there goes.
+    """True if deleting a replaced version of ``key`` is refused, and the current version is deleted.
 
-    AWS refuses. Ceph 16 and ``rclone serve s3`` delete all the same, and so does every server for a botocore before
-    1.35.67, through which s3fs leaves the condition out.
+    AWS refuses. Ceph 16 and ``rclone serve s3`` delete all the same. So does every server with a botocore before
+    1.35.67, through which s3fs omits the condition.
     """
     old = remote.look(key, 1)
     if old is None or old.tag is None:
@@ -82,5 +82,5 @@ def _deletes(remote: Remote, key: str) -> bool:
         kept = remote.look(key, 1) == new
         gone = remote.delete_if(key, new.tag) and remote.stat(key) is None
     except OSError:
-        return False  # not allowed, or not implemented: whoever needs it refuses to run, all others need not care
+        return False  # not allowed, or not implemented: only callers that need it refuse to run
     return refused and kept and gone

@@ -1,7 +1,7 @@
 """A second process on a mounted file system, for the probes of ``check-root`` that need a rival.
 
 Run as ``python -m kvstore.root.contender FOLDER``. Reads one JSON object per line, answers each with one, and ends when
-its input does, so that it never outlives whoever started it.
+its input does, so that it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TURN_S = 0.002
 
 
 class Contender:
-    """The rival, seen from the process that checks. ``folder`` is where it sees the scratch folder."""
+    """The rival, seen from the process that checks. ``folder`` is the scratch folder's path for the rival."""
 
     def __init__(self, folder: str) -> None:
         self._child = subprocess.Popen(
@@ -27,18 +27,18 @@ class Contender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # The package may be importable here only because of this process's own search path.
+            # Pass the search path on: the package may be importable here only because of it.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)},
         )
 
     def send(self, what: str, **parameters: Any) -> None:
-        """Starts something; ``receive`` gives its outcome."""
+        """Starts an action; ``receive`` returns its outcome."""
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps({"what": what, **parameters}) + "\n")
         self._child.stdin.flush()
 
     def receive(self) -> Any:
-        """The outcome of what was sent. Raises OSError where it failed, or the rival is gone."""
+        """Returns the outcome of the action that was sent. Raises OSError if it failed, or if the rival is gone."""
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
@@ -49,7 +49,7 @@ class Contender:
         return answer["outcome"]
 
     def ask(self, what: str, **parameters: Any) -> Any:
-        """``send`` and ``receive``."""
+        """Sends an action and returns its outcome."""
         self.send(what, **parameters)
         return self.receive()
 
@@ -66,7 +66,7 @@ class Contender:
 
 
 def create_names(folder: str, prefix: str, names_count: int, at_s: float, me: str) -> list[int]:
-    """Which of many names this process created with O_EXCL, starting at wall time ``at_s``."""
+    """Creates many names with O_EXCL, starting at wall time ``at_s``; returns those that this process created."""
     return _compete(at_s, names_count, lambda number: _create(f"{folder}/{prefix}{number}"))
 
 
@@ -80,14 +80,14 @@ def prepare_links(folder: str, prefix: str, names_count: int, me: str) -> None:
 
 
 def link_names(folder: str, prefix: str, names_count: int, at_s: float, me: str) -> list[int]:
-    """Which of many names this process linked a file of its own to."""
+    """Links files of its own to many names; returns the names that this process won."""
     return _compete(
         at_s, names_count, lambda number: os.link(f"{folder}/{prefix}{me}-{number}", f"{folder}/{prefix}{number}")
     )
 
 
 def rename_into(folder: str, fence: str, stop: str, me: str) -> int:
-    """Renames files into folder ``fence`` as fast as it can until ``stop`` exists; how many got in."""
+    """Renames files into folder ``fence`` as fast as it can until ``stop`` exists; returns how many got in."""
     count = 0
     source = f"{folder}/{fence}-source-{me}"
     while not os.path.exists(f"{folder}/{stop}"):
@@ -96,13 +96,13 @@ def rename_into(folder: str, fence: str, stop: str, me: str) -> int:
                 _create(source)
             os.rename(source, f"{folder}/{fence}/{me}{count}")
         except OSError:
-            continue  # the folder is not there at the moment: what the fence is for
+            continue  # the folder is gone at the moment: the fence holds
         count += 1
     return count
 
 
 def wait_for(folder: str, name: str, present: bool, limit_s: float) -> float:
-    """Seconds until a name is there (or is not); -1 if that took longer than ``limit_s``."""
+    """Returns the seconds until a name is there (or is not); -1 if that took longer than ``limit_s``."""
     start_s = time.monotonic()
     while os.path.exists(f"{folder}/{name}") != present:
         if time.monotonic() - start_s > limit_s:
@@ -112,7 +112,7 @@ def wait_for(folder: str, name: str, present: bool, limit_s: float) -> float:
 
 
 def read_hex(folder: str, name: str) -> str:
-    """A small file's content in hexadecimal digits."""
+    """Returns a small file's content in hexadecimal digits."""
     with open(f"{folder}/{name}", "rb") as file:
         return file.read().hex()
 
@@ -124,7 +124,8 @@ def _create(path: str) -> None:
 def _compete(at_s: float, names_count: int, take: Callable[[int], object]) -> list[int]:
     won = []
     for number in range(names_count):
-        # A start of its own for each name: otherwise whoever begins first takes them all before the other has looked.
+        # Each name has a start time of its own: otherwise the process that begins first takes all names before the
+        # other looks.
         while time.time() < at_s + number * TURN_S:
             pass
         try:

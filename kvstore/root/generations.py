@@ -1,6 +1,6 @@
-"""The root's side of generations: one small file for each, first writer wins, the highest number is the current one.
+"""The root's side of generations: one small file each, first writer wins, the highest number is the current one.
 
-Files and not a field of ``FORMAT``, which is never changed, so that nobody has to rewrite what others are reading.
+These are files, not a field of ``FORMAT``, which never changes, so that nobody rewrites a file that others are reading.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvstore.sources import Clock, Ids
 
 
 def newest_number(root: Root) -> int:
-    """The number of the newest generation, whether or not its file can be read; 0 where there is none."""
+    """Returns the number of the newest generation, whether or not its file can be read; 0 if there is none."""
     numbers = (places.parse_generation(entry.name) for entry in root.list(places.GENERATIONS) if entry.stat)
     return max((number for number in numbers if number is not None), default=0)
 
 
 def read_newest(root: Root) -> Generation | None:
-    """The newest generation; None where there is none. Raises RootMismatch where its file cannot be read."""
+    """Returns the newest generation; None if there is none. Raises RootMismatch if its file cannot be read."""
     number = newest_number(root)
     if not number:
         return None
@@ -33,9 +33,9 @@ def read_newest(root: Root) -> Generation | None:
 
 
 def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Generation:
-    """Publishes a generation unless its number is taken; the newest one afterwards, whoever's it is. Synced.
+    """Publishes a generation unless its number is taken, synced; returns the newest one, which may be another writer's.
 
-    Raises RootMismatch where that cannot be read, and the root's errors.
+    Raises RootMismatch if that cannot be read, and the root's errors.
     """
     publish_small(root, places.generation(generation.number), generation.to_json(), ids=ids, clock=clock)
     newest = read_newest(root)

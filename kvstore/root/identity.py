@@ -1,4 +1,4 @@
-"""Which root this is: the ``FORMAT`` file, made once and never changed.
+"""The identity of a root: the ``FORMAT`` file, made once and never changed.
 
 It guards against a file system that is not mounted, one mounted in another's place, and a version that this code does
 not know: each would otherwise look like an empty or a damaged cache.
@@ -26,7 +26,7 @@ RootId = NewType("RootId", bytes)
 FORMAT_NAME = "kvstore"
 VERSION = 1
 SHARD_BITS_DEFAULT = 8
-"""256 folders: good to some ten million chunks. Folders are made as they are needed, and each costs the first put."""
+"""256 folders, which suit about ten million chunks. Folders are made when needed; each costs the first put."""
 FORMAT_BYTES_MAX = 4096
 TOP = Name("")
 """The root's own folder, for listings."""
@@ -49,14 +49,14 @@ _OURS = frozenset(
     }
 )
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})
-"""What a file system itself keeps at its top."""
+"""Names that file systems keep at their top."""
 SCRATCH_FOLDER = re.compile(r"\.check-[0-9a-f]+")
-"""What ``check-root`` works in, and leaves behind if it is killed."""
+"""The folder in which ``check-root`` works; it stays behind if check-root is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RootIdentity:
-    """What ``FORMAT`` says: the root's id (16 bytes), its generation, the bits of an address that name its shard."""
+    """The content of ``FORMAT``: the root's id (16 bytes), its generation, and how many address bits name a shard."""
 
     root: RootId
     generation: int
@@ -64,7 +64,7 @@ class RootIdentity:
     version: int = VERSION
 
     def to_json(self) -> bytes:
-        """The content of ``FORMAT``."""
+        """Returns the content of ``FORMAT``."""
         fields = {
             "format": FORMAT_NAME,
             "version": self.version,
@@ -76,9 +76,9 @@ class RootIdentity:
 
     @classmethod
     def from_json(cls, content: bytes) -> RootIdentity:
-        """The inverse of to_json; keys that this version does not know are ignored.
+        """Parses what ``to_json`` returned; ignores keys that this version does not know.
 
-        Raises RootMismatch for another version, or anything that is not a ``FORMAT`` file.
+        Raises RootMismatch for another version, or a file that is not a ``FORMAT`` file.
         """
         try:
             fields = json.loads(content)
@@ -109,7 +109,7 @@ class RootIdentity:
 
 
 def read_identity(root: Root) -> RootIdentity | None:
-    """What ``FORMAT`` says; None where there is none. Raises RootMismatch as RootIdentity.from_json does."""
+    """Returns what ``FORMAT`` says; None if there is none. Raises RootMismatch as RootIdentity.from_json does."""
     content = read_small(root, places.FORMAT, FORMAT_BYTES_MAX)
     return None if content is None else RootIdentity.from_json(content)
 
@@ -124,13 +124,13 @@ def create_or_open(
     clock: Clock | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> RootIdentity:
-    """The identity of a root, which is made a root first if it is an empty folder and ``create`` allows it.
+    """Returns the identity of a root; makes the root first if the folder is empty and ``create`` allows it.
 
-    Of several hosts that make one at the same moment all get the winner's. ``shard_bits`` counts only for a new root.
+    If several hosts make one at the same moment, all get the winner's. ``shard_bits`` counts only for a new root.
     ``expect`` is the id that the root must have.
 
     Raises RootMismatch for another id, an unknown version, a folder that holds something else, or, without ``create``,
-    one that is no root; InvalidRequest for shard_bits outside 0 to 16.
+    a folder that is not a root; InvalidRequest for shard_bits outside 0 to 16.
     """
     if type(shard_bits) is not int or not 0 <= shard_bits <= places.SHARD_BITS_MAX:
         raise InvalidRequest(f"shard_bits={shard_bits}: expected 0 to {places.SHARD_BITS_MAX}")
@@ -138,7 +138,8 @@ def create_or_open(
     if found is None and not create:
         raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
     if found is None and expect is not None:
-        # Whoever expects an id has seen the root before: this is its empty mount point, not a place for a new one.
+        # A caller that expects an id has seen the root before: this is its empty mount point, not a place for a new
+        # root.
         raise RootMismatch(
             f"{root.url} has no FORMAT file, expected root {expect.hex()}: is the file system mounted?",
         )
@@ -152,7 +153,7 @@ def create_or_open(
 
 
 def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
-    """A small file as a whole; None where there is none. At most ``bytes_max`` + 1 bytes, so that more shows."""
+    """Returns a small file; None if there is none. Reads up to ``bytes_max`` + 1 bytes, so that excess shows."""
     reader = root.open(name)
     if reader is None:
         return None
@@ -160,12 +161,12 @@ def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
         content = bytearray(min(reader.stat.size_bytes, bytes_max + 1))
         count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
     if count < max(1, len(content)) and root.stat(name) is None:
-        return None  # removed while it was read, which GlusterFS shows as a file without bytes
+        return None  # removed while it was read, which GlusterFS shows as an empty file
     return bytes(content[:count])
 
 
 def publish_small(root: Root, name: Name, content: bytes, *, ids: Ids, clock: Clock) -> bool:
-    """Publishes a small file, synced, and leaves no staging folder behind; False where the name is taken.
+    """Publishes a small file, synced, and leaves no staging folder behind; False if the name is taken.
 
     Raises the root's errors.
     """
@@ -182,7 +183,8 @@ def publish_small(root: Root, name: Name, content: bytes, *, ids: Ids, clock: Cl
 def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable[[float], object]) -> RootIdentity:
     foreign = _foreign_entry(root)
     if foreign is not None:
-        # Looked at before FORMAT was there: another host may have made the root, and published chunks, meanwhile.
+        # Look again, because FORMAT was missing before: another host may have made the root, and published chunks,
+        # meanwhile.
         found = read_identity(root)
         if found is None:
             raise RootMismatch(
@@ -201,10 +203,11 @@ def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable
 
 
 def _settled(root: Root, pause: Callable[[float], object]) -> RootIdentity:
-    """The identity once it has stood still for SETTLE_S.
+    """Returns the identity once it has not changed for SETTLE_S.
 
-    Without an exclusive publish a rival that looked before we wrote may still replace ours. One that takes longer than
-    SETTLE_S between looking and writing is not noticed here; its etcd (other root id) and ours then disagree, loudly.
+    Without an exclusive publish, a rival that looked before we wrote may still replace our file. A rival that takes
+    longer than SETTLE_S between looking and writing is not noticed here; its etcd (with another root id) and ours then
+    disagree, and nodes report that.
     """
     last = read_identity(root)
     for _ in range(SETTLE_ATTEMPTS_MAX):
@@ -217,7 +220,7 @@ def _settled(root: Root, pause: Callable[[float], object]) -> RootIdentity:
 
 
 def _foreign_entry(root: Root) -> str | None:
-    """Something that keeps this folder from becoming a root: a thing not ours, or chunks of a root without FORMAT."""
+    """Returns an entry that keeps this folder from becoming a root: a foreign one, or chunks without FORMAT."""
     for entry in root.list(TOP):
         if entry.name in FILE_SYSTEMS_OWN or SCRATCH_FOLDER.fullmatch(entry.name):
             continue

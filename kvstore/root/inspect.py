@@ -1,7 +1,7 @@
-"""One chunk file looked at on its own: is it whole, and which chunk is it?
+"""Inspects one chunk file on its own: is it whole, and which chunk is it?
 
-A node verifies a file against the chunk that it asked for; here nothing is asked for, and the file has to show by
-itself that it is one of ours.  For ``fsck``, and for garbage collection, which both settle what lies in quarantine.
+A node verifies a file against the chunk that it asked for. Here no chunk is asked for, so the file alone has to show
+that it is one of ours. Used by ``fsck`` and by garbage collection, which both settle the files in quarantine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A file that is not, and why."""
+    """A file that is not a whole chunk, and why."""
 
     damage: Damage
 
@@ -63,7 +63,7 @@ class Inspector:
         self._buffer = bytearray(READ_BYTES)
 
     def look(self, name: Name, *, thorough: bool = False) -> Verdict:
-        """The verdict about one file; ``thorough`` looks at the payload in any case. Raises the root's errors.
+        """Returns the verdict about one file; ``thorough`` verifies the payload in any case. Raises the root's errors.
 
         A file that looks broken is read a second time: on a root without exclusive publish another writer may have
         replaced it between two reads.
@@ -94,7 +94,7 @@ class Inspector:
         try:
             return decode_any(page)
         except Damaged as damaged:
-            # A header of several pages looks like this after the first. Its size field is checked before it is used.
+            # A header of several pages looks like this after the first page. Check its size field before use.
             size = int.from_bytes(page[_SIZE_FIELD], "little") if len(page) >= PAGE_BYTES else 0
             if damaged.damage is not Damage.GEOMETRY or not PAGE_BYTES < size <= HEADER_BYTES_MAX:
                 raise
@@ -102,7 +102,7 @@ class Inspector:
 
     def _payload(self, reader: Reader, header: Header) -> None:
         offset = header.header_bytes
-        # Of an encoded file as it is stored: whole is what its writer wrote, which takes no key to tell.
+        # Verify an encoded file as it is stored: that shows what its writer wrote, and takes no key.
         plain = [Stored(each, header.section_bytes) for each in header.checksums]
         for expected in header.stored or plain:
             state, end = xxhash.xxh3_64(), offset + expected.size_bytes

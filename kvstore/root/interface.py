@@ -1,12 +1,11 @@
-"""What the store needs of a shared root: a few operations on names, the same for a mount, an object store and memory.
+"""The operations that the store needs of a shared root, the same for a mount, an object store and memory.
 
-The truth about which chunks exist is here.  Every implementation passes one conformance suite; retries, limits and
+The root is the truth about which chunks exist. Every implementation passes one conformance suite; retries, limits and
 faults are wrappers, never cases inside.
 
-Errors: a missing file is a value (None or False).  ENOENT, ESTALE and ENOTCONN count as missing, because on a
-distributed file system that is how a file that another host deleted looks.  Anything else is raised as one of
-``kvstore.errors``: Overloaded (no space, over quota), PermissionDenied (read-only, not allowed) or Unavailable (I/O
-error).
+Errors: a missing file is a value (None or False). ENOENT, ESTALE and ENOTCONN count as missing, because a file that
+another host deleted looks like that on a distributed file system. Anything else is raised as one of ``kvstore.errors``:
+Overloaded (no space, over quota), PermissionDenied (read-only, not allowed) or Unavailable (I/O error).
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from kvstore.format.places import Name
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a root can do; where it cannot, the store has a slower or weaker way and says so."""
+    """The abilities of a root; without one, the store uses a slower or weaker way and says so."""
 
     exclusive_publish: bool
-    """Of several writers of one name exactly one wins. Without it the last one wins, with equal content or a miss."""
+    """If several writers publish one name, exactly one wins. Without it the last wins: equal content or a miss."""
     ordered_publish: bool
     """Publishing is cheap next to staging, so chunks are published strictly parents first."""
     touch: bool
-    """The mtime of a file can be set."""
+    """The root can set the mtime of a file."""
     mapped: bool
-    """Files can be mapped into memory."""
+    """The root can map files into memory."""
     fenced: bool
-    """Once a folder is removed nothing can be moved into it any more: what sweeps are fenced by (rule F1)."""
+    """Once a folder is removed, nothing can be moved into it any more: sweeps rely on that as a fence (rule F1)."""
     conditional_remove: bool
-    """A file can be removed on the condition that it is still the one that was looked at (rule O1): ``remove_if``."""
+    """A file can be removed only if it is still the one that was looked at (rule O1): ``remove_if``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What the root knows of a file without opening it."""
+    """The root's facts about a file without opening it."""
 
     size_bytes: int
     mtime_ns: int
@@ -47,14 +46,15 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A file as one look found it, all of one version of it: only ``look`` makes one, and ``remove_if`` takes it."""
+    """A file as one look found it, all of one version: only ``look`` makes one, and ``remove_if`` takes it."""
 
     stat: Stat
     prefix: bytes
-    """Its first bytes, as many as were asked for; fewer where the file is shorter."""
+    """Its first bytes, as many as were asked for; fewer if the file is shorter."""
     tag: str | None
-    """What the store calls this version (an ETag). None where versions have no names; on an object store without them
-    a file that is replaced meanwhile may show the stat of one version and the prefix of another."""
+    """The store's name for this version (an ETag); None if versions have no names. On an object store without them, a
+    file that is replaced meanwhile may show the stat of one version and the prefix of another.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on what holds the root; None where nobody can tell (object stores)."""
+    """Total and free bytes of the storage that holds the root; None if unknown (object stores)."""
 
     total_bytes: int | None
     free_bytes: int | None
@@ -75,20 +75,20 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """How native code opens the files of a root by itself, in the way that this root would."""
+    """Everything native code needs to open the files of a root by itself, in the way that this root would."""
 
     path: str
-    """The root's folder, absolute."""
+    """Absolute path of the root's folder."""
     never_blocks: bool
-    """Reading never waits for a device: the files are in memory."""
+    """True if reads never wait for a device: the files are in memory."""
     stages: bool
-    """Files may be written there too."""
+    """True if native code may write files there too."""
     direct: bool
-    """What is not cached shall be read around the page cache."""
+    """True if uncached data should be read around the page cache."""
 
 
 def local_files(root: Root) -> LocalFiles | None:
-    """None where each file has to be asked of the root: wrappers, object stores, memory."""
+    """Returns how native code opens a root's files; None if the root must open each (wrappers, objects, memory)."""
     found = getattr(root, "local_files", None)
     return found if isinstance(found, LocalFiles) else None
 
@@ -106,11 +106,11 @@ class Reader(Protocol):
         ...
 
     def map(self) -> memoryview | None:
-        """The whole file as read-only memory that stays valid after close; None where it vanished."""
+        """Returns the whole file as read-only memory that stays valid after close; None if it vanished."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         ...
 
     def __enter__(self) -> Reader: ...
@@ -127,86 +127,87 @@ class Root(Protocol):
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         """Writes a new file that nobody else sees yet, with mtime ``stamp_ns``; ``durable`` syncs it.
 
-        Makes the folder. The name must not have been used before (rule W2). On an error nothing of it is left behind
-        that ``discard`` would not remove.
+        Makes the folder. The name must not have been used before (rule W2). After an error ``discard`` removes whatever
+        is left of it.
         """
         ...
 
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
-        """Gives a staged file its final name if nobody has it: first writer wins (rule W1). Never replaces.
+        """Gives a staged file its final name if the name is free: first writer wins (rule W1). Never replaces.
 
-        True if this one won, False if the name was taken. The staged name is gone afterwards.
+        True if this writer won, False if the name was taken. The staged name is gone afterwards.
         """
         ...
 
     def discard(self, staged: Name) -> None:
-        """Removes a staged file, as far as it exists."""
+        """Removes a staged file, if it exists."""
         ...
 
     def open(self, name: Name) -> Reader | None:
-        """Opens a file for reading; None where there is none."""
+        """Opens a file for reading; None if there is none."""
         ...
 
     def stat(self, name: Name) -> Stat | None:
-        """Size and mtime; None where there is none."""
+        """Returns size and mtime; None if there is none."""
         ...
 
     def look(self, name: Name, size_bytes: int) -> Seen | None:
-        """Size, mtime and first ``size_bytes`` of a file, of one moment; None where there is none."""
+        """Returns size, mtime and first ``size_bytes`` of a file, all of one moment; None if there is none."""
         ...
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
-        """Sets the mtime; False where the file is gone or the root cannot."""
+        """Sets the mtime; False if the file is gone or the root cannot."""
         ...
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
-        """Renames a file to a name that nobody else uses; False where the source is gone.
+        """Renames a file to a name that nobody else uses; False if the source is gone.
 
-        Makes the folder of ``name``, unless told not to: then False where the folder does not exist either (rule F1).
+        Makes the folder of ``name`` unless told not to; then it also returns False if the folder does not exist (rule
+        F1).
         """
         ...
 
     def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        """Gives a staged file a name that another has, if that is still the one that ``look`` found; False where it is
-        not, and then nothing was done. For rule W5 alone; the staged name is gone afterwards.
+        """Gives a staged file the name of another file, if that is still the one that ``look`` found. For rule W5
+        alone.
 
-        At every moment one of the two has the name. The one that was replaced has the name ``aside``, which nobody else
-        uses, in the folder of the staged file, until it is removed: it may be open or mapped elsewhere. Raises
-        InvalidRequest where the root cannot.
+        If it is not, returns False and changes nothing. The staged name is gone afterwards. At every moment one of the
+        two files has the name. The replaced file keeps the name ``aside``, which nobody else uses, in the staged file's
+        folder, until it is removed: it may be open or mapped elsewhere. Raises InvalidRequest if the root cannot.
         """
         ...
 
     def make_folder(self, name: Name) -> None:
-        """Makes a folder, and those above it; no error where it exists."""
+        """Makes a folder, and those above it; no error if it exists."""
         ...
 
     def remove(self, name: Name) -> bool:
-        """Deletes a file; False where there was none."""
+        """Deletes a file; False if there was none."""
         ...
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
-        """Deletes a file if it is still the one that ``look`` found there; False where another has its name by now.
+        """Deletes a file if it is still the one that ``look`` found there; False if another file has its name by now.
 
-        True says that ``seen`` is gone, whoever deleted it: object stores do not tell. Raises InvalidRequest where the
+        True says that ``seen`` is gone, whoever deleted it: object stores do not tell. Raises InvalidRequest if the
         root cannot (``conditional_remove``).
         """
         ...
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
-        """Deletes an empty folder; False where it is not empty. A folder that does not exist counts as deleted.
+        """Deletes an empty folder; False if it is not empty. A folder that does not exist counts as deleted.
 
-        ``durable`` syncs the folder above it, so that it does not rise again when a server crashes.
+        ``durable`` syncs the folder above it, so that it does not come back after a server crash.
         """
         ...
 
     def list(self, folder: Name) -> Iterator[Entry]:
-        """The entries of a folder in no order, streamed; nothing where there is no such folder."""
+        """Yields the entries of a folder in no order, streamed; none if there is no such folder."""
         ...
 
     def space(self) -> Space:
-        """Total and free room."""
+        """Returns total and free room."""
         ...
 
     def close(self) -> None:
-        """Releases connections; idempotent."""
+        """Releases connections. Idempotent."""
         ...

@@ -1,6 +1,6 @@
-"""The records of writers on a root: who each lineage is. Written once, like ``FORMAT``; never changed.
+"""The records of writers on a root: who wrote under each lineage. Written once, like ``FORMAT``; never changed.
 
-Apart from chunks, which carry only 8 bytes of it: a record says it once for all chunks of a session.
+Separate from chunks, which carry only 8 bytes of lineage: one record serves all chunks of a session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> Non
 
 
 def read_writers(root: Root) -> dict[LineageId, Writer]:
-    """All writers that the root knows; a record that cannot be read is left out. Raises the root's errors."""
+    """Returns all writers that the root knows, except unreadable records. Raises the root's errors."""
     found: dict[LineageId, Writer] = {}
     for entry in root.list(places.LINEAGE):
         writer = read_writer(root, Name(f"{places.LINEAGE}/{entry.name}")) if entry.stat is not None else None
@@ -30,7 +30,7 @@ def read_writers(root: Root) -> dict[LineageId, Writer]:
 
 
 def read_writer(root: Root, name: Name) -> Writer | None:
-    """The writer of one record; None where it is gone, no record, or another session's. Raises the root's errors."""
+    """Returns the writer of a record; None if it is gone, damaged, or another session's. Raises the root's errors."""
     content = read_small(root, name, RECORD_BYTES_MAX)
     if content is None:
         return None

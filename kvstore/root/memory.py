@@ -1,7 +1,7 @@
-"""A root in this process's memory: for tests, for trying the store out, and for engines that share one process.
+"""A root in this process's memory: for tests, for trials, and for engines that share one process.
 
-A real implementation, not a stand-in: it passes the conformance suite of every root.  Several roots over one
-``MemoryFiles`` are several hosts with one mount, or with one bucket of an object store.
+A real implementation: it passes the conformance suite of every root. Several roots over one ``MemoryFiles`` act as
+several hosts with one mount, or with one bucket of an object store.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class MemoryFile:
 
     @property
     def tag(self) -> str:
-        """What an object store calls it: a digest of the bytes, as S3's ETag is."""
+        """Its ETag on an object store: a digest of the bytes, as on S3."""
         return hashlib.blake2b(self.content, digest_size=16).hexdigest()
 
 
 class MemoryFiles:
-    """The files and folders that several MemoryRoots share. ``capacity_bytes`` is where it is full; None for never."""
+    """The files and folders that several MemoryRoots share; at most ``capacity_bytes``, or any number if None."""
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -44,15 +44,15 @@ class MemoryFiles:
         self.used_bytes = 0
         self._folders: dict[str, dict[str, MemoryFile | None]] = {"": {}}
 
-    # Everything below is called with the lock held.
+    # Call everything below with the lock held.
 
     def find(self, name: str) -> MemoryFile | None:
-        """The file of that name; None where there is none, or a folder."""
+        """Returns the file of that name; None if there is none, or a folder."""
         folder, last = _split(name)
         return self._folders.get(folder, {}).get(last)
 
     def write(self, name: str, file: MemoryFile) -> None:
-        """Sets a file, making its folders. Raises Unavailable where a folder has that name, or a file a folder's."""
+        """Sets a file, making its folders. Raises Unavailable if a folder has its name, or a file one of theirs."""
         folder, last = _split(name)
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")
@@ -61,7 +61,7 @@ class MemoryFiles:
         self._folders[folder][last] = file
 
     def delete(self, name: str) -> MemoryFile | None:
-        """Takes a file away and returns it; None where there was none."""
+        """Takes a file away and returns it; None if there was none."""
         folder, last = _split(name)
         file = self.find(name)
         if file is not None:
@@ -70,7 +70,7 @@ class MemoryFiles:
         return file
 
     def delete_folder(self, name: str) -> bool:
-        """False where the folder is not empty, or is a file."""
+        """Deletes a folder; False if it is not empty, or is a file."""
         if name not in self._folders:
             return self.find(name) is None
         if self._folders[name] or not name:
@@ -80,17 +80,17 @@ class MemoryFiles:
         return True
 
     def entries(self, folder: str) -> list[Entry]:
-        """A folder's entries at this moment."""
+        """Returns a folder's entries at this moment."""
         return [
             Entry(name, None if file is None else file.stat) for name, file in self._folders.get(folder, {}).items()
         ]
 
     def has_folder(self, name: str) -> bool:
-        """Whether there is a folder of that name."""
+        """True if there is a folder of that name."""
         return name in self._folders
 
     def make_folder(self, name: str) -> None:
-        """Makes a folder and those above it. Raises Unavailable where one of them is a file."""
+        """Makes a folder and those above it. Raises Unavailable if one of them is a file."""
         if name in self._folders:
             return
         parent, last = _split(name)
@@ -106,10 +106,10 @@ class MemoryFiles:
 
 
 class MemoryRoot:
-    """A root over ``files``; fresh ones where none are given. ``name`` is only for the URL.
+    """A root over ``files``; over fresh ones if none are given. ``name`` is only for the URL.
 
-    With ``objects`` it is as an object store with conditional writes and deletes: folders are only parts of names, the
-    mtime stays what it was staged with, nothing is mapped, and an open file reads what the name holds at that moment.
+    With ``objects`` it acts as an object store with conditional writes and deletes: folders are only parts of names,
+    the mtime stays as staged, nothing is mapped, and an open file reads what the name holds at that moment.
     """
 
     def __init__(self, files: MemoryFiles | None = None, *, name: str = "", objects: bool = False) -> None:
@@ -191,7 +191,7 @@ class MemoryRoot:
     def remove_if(self, name: Name, seen: Seen) -> bool:
         if not self._objects:
             raise InvalidRequest(
-                f"{self.url} removes no file conditionally: sweeps are fenced by folders there (rule F1)"
+                f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
             )
         with self.files.lock:
             file = self.files.find(name)
@@ -237,14 +237,14 @@ class MemoryRoot:
         return Space(total, None if total is None else max(0, total - self.files.used_bytes))
 
     def close(self) -> None:
-        """Nothing to release: the files belong to whoever made them."""
+        """Releases nothing: the files belong to the caller that made them."""
 
     def _find(self, name: Name) -> MemoryFile | None:
         with self.files.lock:
             return self.files.find(name)
 
     def _delete(self, name: str) -> bool:
-        """With the lock held. Where folders are only parts of names, those that held nothing else go with the file."""
+        """Deletes a file with the lock held. If folders are only parts of names, empty ones go with it."""
         found = self.files.delete(name) is not None
         while self._objects and name and found:
             name = _split(name)[0]
@@ -254,7 +254,7 @@ class MemoryRoot:
 
 
 class MemoryReader:
-    """An open file of a MemoryRoot: one and the same, as on a local disk, or what ``find`` gives at each read."""
+    """An open file of a MemoryRoot: always the same file, as on a local disk, or what ``find`` returns at each read."""
 
     __slots__ = ("_find", "_mapped", "stat")
 
@@ -280,7 +280,7 @@ class MemoryReader:
         return None if file is None else memoryview(file.content)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is held open."""
 
     def __enter__(self) -> MemoryReader:
         return self
@@ -290,6 +290,6 @@ class MemoryReader:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A name's folder and last part."""
+    """Returns a name's folder and last part."""
     folder, _, last = name.rpartition("/")
     return folder, last

@@ -1,16 +1,16 @@
 """A root that is not mounted: an object store, or anything else that fsspec reaches by URL.
 
-What differs from a mounted root, and what is done about it:
+It differs from a mounted root in these ways:
 
-* There is no link(2). Publishing is the PUT itself, conditional on the name being free where the server can
-  (``exclusive_publish``). Where it cannot, we look and then write: of two writers at the same moment the last wins,
-  and a reader in between may get sections of both. It verifies each, so that is a miss, never wrong bytes.
-* A staged file exists in this process only. Staged as an object it would have to be copied by the server to be
-  published, which doubles the writes and is not conditional everywhere. The bytes that wait are those of puts in
-  flight, which the node limits; ``staged_bytes_max`` is the second line.
+* There is no link(2). Publishing is the PUT itself, conditional on the name being free if the server can do that
+  (``exclusive_publish``). If it cannot, we look and then write: if two writers publish at the same moment the last
+  wins, and a reader in between may get sections of both. It verifies each, so that is a miss, never wrong bytes.
+* A staged file exists in this process only. A staged object would have to be copied by the server to be published,
+  which doubles the writes and is not conditional everywhere. The bytes that wait are those of puts in flight, which the
+  node limits; ``staged_bytes_max`` is the second line of defence.
 * The mtime is the time of the PUT and cannot be set: eviction is by age of publication, first in, first out.
 * No folder can fence a sweep. A collector deletes on the condition that the object is the one it looked at
-  (``remove_if``), where the server can; where it cannot, there is no garbage collection (rule O1).
+  (``remove_if``), if the server can do that; if it cannot, there is no garbage collection (rule O1).
 * Publishing costs as much as writing, so a prompt's chunks are published side by side (``ordered_publish`` is False).
 """
 
@@ -34,7 +34,7 @@ STAGED_BYTES_MAX = 4 << 30
 _CONDITIONAL = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 """Schemes whose servers decide whether a name is free."""
 RANGE_BYTES_MAX = 32 << 20
-"""One GET asks for no more, so that a read of a large chunk does not hold all of it twice."""
+"""The most that one GET asks for, so that a read of a large chunk does not hold all of it twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class _Staged:
 
 
 class ObjectRoot:
-    """A root at ``path`` of a Remote. ``exclusive_publish`` says whether the server decides who created a name,
+    """A root at ``path`` of a Remote.
 
-    ``conditional_remove`` whether it deletes a file on the condition that it is still a certain version.
+    ``exclusive_publish`` says whether the server decides who created a name, ``conditional_remove`` whether it can
+    delete a file only if it is still a certain version.
     """
 
     def __init__(
@@ -124,10 +125,10 @@ class ObjectRoot:
         return False
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
-        """Copies, then deletes: whoever fails in between leaves both, which ``fsck`` finds.
+        """Copies, then deletes: a failure in between leaves both, which ``fsck`` finds.
 
-        Deletes what it looked at before it copied, where the server can tell: not what was published since, after
-        another host had moved the same file.
+        Deletes the version that it looked at before it copied, if the server can do that. So it never deletes a file
+        published since, after another host had moved the same file.
         """
         with translated("move", self._at(source)):
             seen = self._remote.look(self._at(source), 1) if self.traits.conditional_remove else None
@@ -144,7 +145,7 @@ class ObjectRoot:
 
     def remove(self, name: Name) -> bool:
         with translated("remove", self._at(name)):
-            # S3 answers a deletion alike whether there was an object or not.
+            # S3 answers a deletion alike whether or not there was an object.
             if self._remote.stat(self._at(name)) is None:
                 return False
             try:
@@ -155,7 +156,7 @@ class ObjectRoot:
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
         if not self.traits.conditional_remove or seen.tag is None:
-            raise InvalidRequest(f"{self.url} removes no file conditionally (kvstore check-root says why)")
+            raise InvalidRequest(f"{self.url} cannot remove files conditionally (kvstore check-root says why)")
         with translated("remove", self._at(name)):
             return self._remote.delete_if(self._at(name), seen.tag)
 
@@ -165,7 +166,7 @@ class ObjectRoot:
         )
 
     def make_folder(self, name: Name) -> None:
-        """Object stores have names only; where folders are real, writing makes them."""
+        """Does nothing: object stores have names only, and where folders are real, writing makes them."""
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         with translated("remove", self._at(name)):
@@ -214,9 +215,9 @@ class ObjectRoot:
             except FileExistsError:
                 return False
             except OSError:
-                # Also a refusal: 409 or 500 while another host's PUT is under way (AWS, rclone), or an answer that was
-                # lost to a PUT of ours.
-                # Where folders are real (SFTP) it may be a torn file of ours, which has another size.
+                # An error may also be a refusal: 409 or 500 while another host's PUT is under way (AWS, rclone), or the
+                # lost answer to a PUT of ours. If folders are real (SFTP), it may be a torn file of ours, which has
+                # another size.
                 found = self._remote.stat(path)
                 if found is not None and found.size_bytes == len(content):
                     return False
@@ -228,7 +229,7 @@ class ObjectRoot:
 
 
 class ObjectReader:
-    """A file of an ObjectRoot. Each read is a GET of its own: the bytes are those of that moment."""
+    """A file of an ObjectRoot. Each read is a separate GET, which returns the bytes of that moment."""
 
     __slots__ = ("_path", "_remote", "stat")
 
@@ -245,7 +246,7 @@ class ObjectReader:
             stop = min(end, start + RANGE_BYTES_MAX)
             with translated("read", self._path):
                 try:
-                    # Into memory of its own: the network may take for ever, and the caller may leave meanwhile.
+                    # Read into memory of its own: the network may take for ever, and the caller may leave meanwhile.
                     content = memoryview(self._remote.read(self._path, start, stop))[: stop - start]
                 except OSError as cause:
                     if is_gone(cause):
@@ -262,7 +263,7 @@ class ObjectReader:
         return None
 
     def close(self) -> None:
-        """Nothing is held open between reads."""
+        """Does nothing: no file is held open between reads."""
 
     def __enter__(self) -> ObjectReader:
         return self
@@ -297,7 +298,7 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids:
     """Connects to the store of ``url`` and tries whether its writes and deletes can be conditional.
 
     ``options`` are those of fsspec for that scheme (``endpoint_url``, ``key``, ...). Raises InvalidRequest for a scheme
-    that no library serves, RootMismatch where the bucket does not exist, Unavailable, PermissionDenied.
+    that no library serves, RootMismatch if the bucket does not exist, Unavailable, PermissionDenied.
     """
     remote, path = connect(url, options or {})
     if not path.strip("/"):
@@ -311,11 +312,12 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids:
 
 
 def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
-    """The file system of a URL, and the path in it. ``options`` go to fsspec as they are.
+    """Returns the file system of a URL, and the path in it. ``options`` go to fsspec unchanged.
 
-    Raises InvalidRequest where no library serves the scheme, or the options are not its.
+    Raises InvalidRequest if no library serves the scheme, or if the options do not fit it.
     """
-    # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take.
+    # Imported here: most roots are mounted, and need neither fsspec nor the second that some of its libraries take to
+    # import.
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]

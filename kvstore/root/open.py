@@ -1,4 +1,4 @@
-"""From what a user types to a root: a path or a URL."""
+"""Opens a root from what a user types: a path or a URL."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ _memory_lock = threading.Lock()  # guards the roots of ``memory://`` by name
 
 
 def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: bool = True) -> Root:
-    """Opens the root at ``url``; connects and tries the store out where it is not a mounted file system.
+    """Opens the root at ``url``; connects and tries the store unless it is a mounted file system.
 
     A path or ``file:///path`` is a folder, which is made if its parent exists and ``create`` allows it. With the option
-    ``direct``, what is not cached is read around the page cache (O_DIRECT), where the file system can.
-    ``memory://name`` is one root for everybody in this process who opens that name; ``memory://`` a new one. Anything
-    else goes through fsspec, with ``options``; ``fsspec+SCHEME://`` sends it there even where we have a root of our
-    own.
+    ``direct``, uncached data is read around the page cache (O_DIRECT), if the file system can. ``memory://name`` is one
+    root for all callers in this process that open that name; ``memory://`` is a new one. Anything else goes through
+    fsspec, with ``options``; ``fsspec+SCHEME://`` sends it there even if kvstore has a root of its own for the scheme.
 
-    Raises InvalidRequest for what is no such URL, RootMismatch where the folder's parent does not exist,
-    PermissionDenied, Unavailable.
+    Raises InvalidRequest if it is not such a URL, RootMismatch if the folder's parent does not exist, PermissionDenied,
+    Unavailable.
     """
     if not isinstance(url, str) or not url or "\0" in unquote(url):
         raise InvalidRequest(f"root {url!r}: expected {_KNOWN}")
     found = _URL.fullmatch(url)
     if found is None:
         if "://" in url or re.match(r"(file|memory|s3):", url):
-            raise InvalidRequest(f"root {url!r} is no URL; expected {_KNOWN}")
+            raise InvalidRequest(f"root {url!r} is not a URL; expected {_KNOWN}")
         return _open_folder(os.path.abspath(os.path.expanduser(url)), create, options)
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
@@ -71,7 +70,7 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
     except NotADirectoryError as cause:
         raise InvalidRequest(f"root {path}: {os.path.dirname(path)} is not a folder") from cause
     except PermissionError as cause:
-        raise PermissionDenied(f"root {path}: may not make that folder; make it, owned by this user") from cause
+        raise PermissionDenied(f"root {path}: not allowed to make that folder; make it, owned by this user") from cause
     except OSError as cause:
         raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
     return PosixRoot(path, direct=bool((options or {}).get("direct")))
@@ -92,7 +91,7 @@ def _open_remote(url: str, scheme: str, rest: str, options: Mapping[str, Any] | 
     from kvstore.root.objects import open_object_root
 
     if scheme not in fsspec.available_protocols():
-        raise InvalidRequest(f"root {url!r}: nobody knows the scheme {scheme!r}; expected {_KNOWN}")
+        raise InvalidRequest(f"root {url!r}: unknown scheme {scheme!r}; expected {_KNOWN}")
     if "::" in rest:
         raise InvalidRequest(
             f"root {url!r}: chained file systems keep copies that other hosts do not see; give one URL"

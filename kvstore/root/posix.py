@@ -1,6 +1,6 @@
 """A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
 
-Bytes go with ``pwritev`` straight from the caller's arrays; ``posix_reader.py`` has the way back.
+``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PosixRoot:
     The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done,
     replace.before, replace.done.
 
-    ``direct``: native reads of what is not cached go around the page cache (O_DIRECT), where the file system can.
+    ``direct``: native reads of uncached data go around the page cache (O_DIRECT), if the file system can.
     """
 
     def __init__(self, path: str | Path, *, step: Callable[[str], None] | None = None, direct: bool = False) -> None:
@@ -47,7 +47,7 @@ class PosixRoot:
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
         self._never_blocks = file_system_type(self.path) in MEMORY_FILE_SYSTEMS
         self.local_files: LocalFiles | None = None
-        if type(self) is PosixRoot:  # a subclass that does something else with files has to be asked for each
+        if type(self) is PosixRoot:  # a subclass may treat files in its own way, so it must be asked for each
             self.local_files = LocalFiles(self.path, self._never_blocks, stages=step is None, direct=direct)
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
@@ -90,8 +90,8 @@ class PosixRoot:
     def open(self, name: Name) -> PosixReader | None:
         path, fd = self._at(name), -1
         try:
-            # O_NONBLOCK: something else than a file under a chunk's name must not stop us.
-            # O_NOFOLLOW: nothing of ours is a link, and what one leads to is not ours.
+            # O_NONBLOCK: a chunk's name that is not a file must not block us. O_NOFOLLOW: none of our files is a link,
+            # so a link leads to something foreign.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             status = os.fstat(fd)
         except OSError as cause:
@@ -122,14 +122,14 @@ class PosixRoot:
         with reader:
             prefix = bytearray(min(size_bytes, reader.stat.size_bytes))
             count = reader.read([memoryview(prefix)], 0, Borrowed()) if prefix else 0
-        # Fewer bytes than there were: it was deleted under us, on a file system where that ends reading.
+        # Too few bytes: the file was deleted under us, on a file system where that ends reading.
         return Seen(reader.stat, bytes(prefix), None) if count == len(prefix) else None
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
         try:
             os.utime(self._at(name), ns=(stamp_ns, stamp_ns))
         except OSError as cause:
-            # Renewal is advice to garbage collection; a read-only or foreign-owned root must not fail a read.
+            # Renewal only advises garbage collection; a read-only or foreign-owned root must not fail a read.
             if cause.errno in MISSING_ERRORS or cause.errno in REFUSED_ERRORS:
                 return False
             raise error_of("touch", self._at(name), cause) from cause
@@ -157,9 +157,9 @@ class PosixRoot:
                 os.link(path, kept, follow_symlinks=False)
             except OSError as cause:
                 if cause.errno in MISSING_ERRORS:
-                    return False  # the folder of ``aside`` is there: the staged file lies in it
+                    return False  # the folder of ``aside`` exists, because the staged file lies in it
                 raise
-            # Looked at under the name that nobody else uses: another may have got the first one meanwhile.
+            # Look under the name that nobody else uses: another file may have taken the first name meanwhile.
             found = self.look(aside, len(seen.prefix))
             if found is None or (found.prefix, found.stat.size_bytes) != (seen.prefix, seen.stat.size_bytes):
                 self.remove(aside)
@@ -188,7 +188,9 @@ class PosixRoot:
         return True
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
-        raise InvalidRequest(f"{self.url} removes no file conditionally: sweeps are fenced by folders there (rule F1)")
+        raise InvalidRequest(
+            f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
+        )
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         path = self._at(name)
@@ -228,7 +230,7 @@ class PosixRoot:
                             continue
                         if cause.errno not in MISSING_ERRORS:
                             raise
-                        # Listed, and not to be looked at for the moment: it is there all the same.
+                        # Listed, but the look fails for the moment: it is there all the same.
                         yield Entry(entry.name, Stat(0, 0))
                         continue
                     yield Entry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
@@ -239,11 +241,13 @@ class PosixRoot:
         return Space(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
     def close(self) -> None:
-        """Nothing is kept open between calls."""
+        """Does nothing: no file is kept open between calls."""
 
     def _create(self, path: str) -> int:
-        """Opens a new file, making its folder the first time. O_EXCL: a name used twice would be truncated while it is
-        the published inode (rule W2)."""
+        """Opens a new file, making its folder the first time.
+
+        O_EXCL: without it, a name used twice would truncate the inode that is already published (rule W2).
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             return os.open(path, flags, 0o666)
@@ -259,7 +263,7 @@ class PosixRoot:
             os.link(source, path)
 
     def _move_obstacle(self, source: str, path: str) -> bool:
-        """Where the name is taken by something that is no file (a folder, a dangling link), sets it aside and links."""
+        """Sets aside what takes the name if it is not a file (a folder, a dangling link), and links."""
         try:
             if S_ISREG(os.lstat(path).st_mode):
                 return False
@@ -268,13 +272,13 @@ class PosixRoot:
             os.rename(path, aside)
             os.link(source, path)
         except (FileNotFoundError, FileExistsError):
-            return False  # somebody else was quicker; the next put looks again
+            return False  # another process was quicker; the next put looks again
         return True
 
     def _make_folder(self, path: str) -> None:
-        """Makes the folder of a file, unless the root is not there any more.
+        """Makes the folder of a file, unless the root is no longer mounted.
 
-        On the bare mount point this is where a write would begin to fill it, and whoever mounts again would lose what
+        Otherwise a write would begin to fill the bare mount point. A later mount would hide those files, and lose what
         was acknowledged meanwhile.
         """
         self._check_mounted()
@@ -282,12 +286,15 @@ class PosixRoot:
         try:
             os.makedirs(folder, exist_ok=True)
         except FileExistsError:
-            # Not for callers that ask whether the file is there.
-            raise NotADirectoryError(errno.ENOTDIR, "what is there is no folder", folder) from None
+            # Not for callers that ask whether the file exists.
+            raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a folder", folder) from None
 
     def _check_mounted(self) -> None:
-        """Raises Unavailable where this is not the root that was opened: an unmounted one has none of our folders, and
-        what is missing there says nothing (a fence that seems lifted is not)."""
+        """Raises Unavailable if this is not the root that was opened.
+
+        An unmounted root has none of our folders, so a missing file there proves nothing (a fence that seems lifted is
+        not).
+        """
         found = _content(f"{self.path}/{FORMAT}")
         if self._format is None:
             self._format = found
@@ -303,7 +310,7 @@ def _no_step(point: str) -> None:
 
 
 def _content(path: str) -> bytes | None:
-    """A small file's content; None where there is none."""
+    """Returns a small file's content; None if there is none."""
     try:
         with open(path, "rb") as file:
             return file.read(1 << 16)
@@ -328,7 +335,7 @@ def _sync_folder(path: str) -> None:
 
 
 def file_system_type(path: str) -> str:
-    """The type of the file system that holds ``path``, as /proc/self/mountinfo names it; empty if unknown."""
+    """Returns the type of the file system that holds ``path``, as /proc/self/mountinfo names it; empty if unknown."""
     try:
         device = os.stat(path).st_dev
         wanted = f"{os.major(device)}:{os.minor(device)}"

@@ -1,4 +1,4 @@
-"""What the errors of a mounted file system mean: which say that a file is missing, and what a caller gets for each."""
+"""The errors of a mounted file system: which mean that a file is missing, and which error of ours each becomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 @contextmanager
 def translated(action: str, path: str) -> Iterator[None]:
-    """Turns what the kernel says within the block into what a caller can act on."""
+    """Translates the kernel's errors within the block into errors that a caller can act on."""
     try:
         yield
     except OSError as cause:
@@ -24,7 +24,7 @@ def translated(action: str, path: str) -> Iterator[None]:
 
 
 def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
-    """The error that a caller gets for one of the kernel's; ``action`` is a verb, such as "read"."""
+    """Returns the caller's error for one of the kernel's; ``action`` is a verb, such as "read"."""
     said = f"could not {action} {path}: {cause.strerror or cause}"
     if cause.errno in FULL_ERRORS:
         return Overloaded(f"{said}; free space on the root (kvstore-gc, or a larger quota)")

@@ -1,7 +1,7 @@
-"""An open file of a mounted root: read straight into the caller's memory where that cannot block.
+"""An open file of a mounted root: read straight into the caller's memory if that cannot block.
 
 A system call that hangs on a dead mount cannot be taken back: it would write into the caller's array long after the
-caller has given up (``Borrowed``).  So a read that may block fills memory of ours first.
+caller has given up (``Borrowed``). So a read that may block fills memory of ours first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.root.posix_errors import MISSING_ERRORS, error_of, translated
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 BOUNCE_BYTES = 1 << 20
-"""One blocking read; small enough to stay in the processor's cache until it is copied on."""
+"""Bytes of one blocking read; they stay in the processor's cache until they are copied on."""
 
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
@@ -56,7 +56,7 @@ class PosixReader:
         return done
 
     def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:
-        """Reads what needs no device, straight into ``pieces``; None where nothing is cached, 0 at the end."""
+        """Reads cached bytes straight into ``pieces``; None if nothing is cached, 0 at the end."""
         if not (self._never_blocks or RWF_NOWAIT):
             return None
         with borrowed.writing():
@@ -68,7 +68,7 @@ class PosixReader:
                     0 if self._never_blocks else RWF_NOWAIT,
                 )
             except OSError as cause:
-                # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): ask in a way that may block.
+                # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): read in a way that may block.
                 if cause.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                     return None
                 raise
@@ -99,18 +99,18 @@ class PosixReader:
             return memoryview(b"")
         with translated("map", self._path):
             try:
-                # Never MAP_POPULATE: it reads the file inside this call, which holds the GIL, for as long as the
+                # Never MAP_POPULATE: it reads the whole file inside this call, which holds the GIL for as long as the
                 # device takes.
                 return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
             except ValueError:
-                return None  # the file became shorter than it was: somebody damaged it meanwhile
+                return None  # the file became shorter: somebody damaged it meanwhile
             except OSError as cause:
                 if cause.errno in MISSING_ERRORS:
                     return None
                 raise
 
     def fileno(self) -> int:
-        """The file's descriptor, which stays this reader's."""
+        """Returns the file's descriptor, which stays this reader's."""
         return self._fd
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class PosixReader:
 
 
 def _scratch_buffer() -> bytearray:
-    """This thread's bounce buffer."""
+    """Returns this thread's bounce buffer."""
     buffer: bytearray | None = getattr(_scratch, "buffer", None)
     if buffer is None:
         buffer = _scratch.buffer = bytearray(BOUNCE_BYTES)

@@ -1,4 +1,4 @@
-"""The outcome of one probe of a root: what was tried, whether it held, and what follows where it did not."""
+"""The outcome of one probe of a root: what was tried, whether it held, and what follows if it did not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing tried. ``ok`` is None where it is only information, or could not be tried (the detail says why).
+    """One thing tried. ``ok`` is None if it is only information, or could not be tried (the detail says why).
 
-    ``consequence`` says what it means for the store; empty where all is well.
+    ``consequence`` says what it means for the store; empty if all is well.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""The few calls that ObjectRoot makes of fsspec, and what their errors mean to us.
+"""The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
 
-Separate from ``objects.py`` because file systems differ in them (``s3.py`` has the ways of S3), while the rules of the
-store do not.  fsspec keeps listings and instances for its callers; both are turned off, because another host's
-chunk that a listing does not show yet would be a miss, and one that it still shows a lie.
+Separate from ``objects.py`` because file systems differ in these calls (``s3.py`` has those of S3), while the rules of
+the store do not. fsspec caches listings and instances; both caches are turned off. A cached listing would miss another
+host's new chunk, and would still show a deleted one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionD
 from kvstore.root.interface import Entry, Seen, Stat
 
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What a file that is not there looks like."""
+"""The errors for a file that is not there."""
 
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.EMFILE, errno.ENFILE})
 _REFUSED_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -26,15 +26,15 @@ _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", 
 
 
 class Remote:
-    """Any fsspec file system. Paths are its own, without protocol; sizes in bytes. Raises what fsspec raises."""
+    """Any fsspec file system. Paths are its own, without protocol; sizes in bytes. Raises fsspec's errors."""
 
     def __init__(self, fs: Any, *, conditional: bool = False) -> None:
         self.fs = fs
         self.conditional = conditional
-        """Whether the server decides about ``create``. Elsewhere fsspec looks first and writes then."""
+        """True if the server decides about ``create``. Elsewhere fsspec looks first and writes then."""
 
     def stat(self, path: str) -> Stat | None:
-        """One file; None where there is none, or only a folder."""
+        """Returns the stat of one file; None if there is none, or only a folder."""
         try:
             found = self.fs.info(path)
         except OSError as cause:
@@ -44,12 +44,12 @@ class Remote:
         return None if found.get("type") == "directory" else stat_of(found)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Bytes from ``start`` up to ``end``."""
+        """Returns the bytes from ``start`` up to ``end``."""
         content: bytes = self.fs.cat_file(path, start=start, end=end)
         return content
 
     def look(self, path: str, size_bytes: int) -> Seen | None:
-        """Stat and first bytes of a file; None where there is none. Two requests, so without a tag."""
+        """Returns stat and first bytes of a file; None if there is none. Two requests, so without a tag."""
         stat = self.stat(path)
         if stat is None:
             return None
@@ -61,11 +61,11 @@ class Remote:
             raise
 
     def create(self, path: str, content: bytes) -> None:
-        """Writes a file that must not exist, where the file system can tell; FileExistsError where it does."""
+        """Writes a file that must not exist; raises FileExistsError if the file system can tell that it does."""
         self._write(path, content, "create")
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes a file, replacing one that is there."""
+        """Writes a file, replacing an existing one."""
         self._write(path, content, None)
 
     def copy(self, source: str, path: str) -> None:
@@ -83,11 +83,11 @@ class Remote:
         self.fs.rm_file(path)
 
     def delete_if(self, path: str, tag: str) -> bool:
-        """Deletes the version ``tag`` of a file; False where it has another by now. True where it is gone."""
+        """Deletes the version ``tag`` of a file; False if it has another version by now. True if it is gone."""
         raise NotImplementedError("fsspec has no conditional delete")
 
     def pages(self, folder: str) -> Iterator[list[Entry]]:
-        """The entries of a folder, as many at a time as the file system gives; nothing where there is no folder."""
+        """Yields the entries of a folder, as many at a time as the file system gives; none if there is no folder."""
         self.fs.invalidate_cache(folder)
         try:
             found = self.fs.ls(folder, detail=True, refresh=True)
@@ -96,7 +96,7 @@ class Remote:
         yield [entry_of(item) for item in found if item["name"].strip("/") != folder.strip("/")]
 
     def remove_folder(self, folder: str) -> bool:
-        """Deletes an empty folder, where the file system has such a thing; False where it is not empty."""
+        """Deletes an empty folder, if the file system has folders; False if it is not empty."""
         if any(self.pages(folder)):
             return False
         try:
@@ -108,11 +108,11 @@ class Remote:
         return True
 
     def make_folder(self, path: str) -> None:
-        """The folder of ``path``, for file systems that need one (SFTP, HDFS)."""
+        """Makes the folder of ``path``, for file systems that need one (SFTP, HDFS)."""
         self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def close(self) -> None:
-        """Most file systems of fsspec have nothing to close but what the garbage collector finds."""
+        """Does nothing: the garbage collector closes whatever fsspec's file systems hold."""
 
     def _write(self, path: str, content: bytes, mode: str | None) -> None:
         options = {} if mode is None else {"mode": mode}
@@ -124,12 +124,12 @@ class Remote:
 
 
 def stat_of(found: Mapping[str, Any]) -> Stat:
-    """Size and mtime from fsspec's description of a file; mtime 0 where it has none."""
+    """Returns size and mtime from fsspec's description of a file; mtime 0 if it has none."""
     return Stat(int(found.get("size") or 0), _mtime_ns(found))
 
 
 def entry_of(found: Mapping[str, Any]) -> Entry:
-    """A folder's entry from fsspec's description."""
+    """Returns a folder's entry from fsspec's description."""
     name = str(found["name"]).rstrip("/").rpartition("/")[2]
     return Entry(name, None if found.get("type") == "directory" else stat_of(found))
 
@@ -149,22 +149,22 @@ def _mtime_ns(found: Mapping[str, Any]) -> int:
 
 @contextmanager
 def translated(action: str, path: str) -> Iterator[None]:
-    """The rim: whatever a foreign library raises becomes what a caller can act on."""
+    """Translates at the rim: errors of a foreign library become errors that a caller can act on."""
     try:
         yield
     except KVStoreError:
         raise
-    except Exception as cause:  # the rim: fsspec's implementations raise errors of a dozen libraries
+    except Exception as cause:  # fsspec's implementations raise errors of a dozen libraries
         raise error_of(action, path, cause) from cause
 
 
 def is_gone(cause: OSError) -> bool:
-    """Whether an error means that the file is not there (any more)."""
+    """True if an error means that the file does not exist (any more)."""
     return isinstance(cause, GONE) or cause.errno in _GONE_ERRNOS
 
 
 def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
-    """The error that a caller gets for one of a foreign library; ``action`` is a verb, such as "read"."""
+    """Returns the caller's error for one of a foreign library; ``action`` is a verb, such as "read"."""
     said = f"could not {action} {path}: {type(cause).__name__}: {cause}"
     code = cause.errno if isinstance(cause, OSError) else None
     if code in _FULL_ERRNOS:

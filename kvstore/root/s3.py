@@ -1,4 +1,4 @@
-"""What S3 does in its own way: one request where fsspec makes two, listings page by page, and limits on waiting.
+"""S3's own calls: one request where fsspec makes two, listings page by page, and limits on waiting.
 
 Works on a file system of ``s3fs`` (``pip install kvstore[s3]``), which fsspec imports for a root in a bucket.
 """
@@ -16,9 +16,9 @@ RANGE_NOT_SATISFIABLE = 416
 CONNECT_TIMEOUT_S = 3
 READ_TIMEOUT_S = 10
 REQUEST_ATTEMPTS_MAX = 3
-"""botocore's, for one request: connection errors, 5xx, throttling."""
+"""Attempts of botocore for one request: connection errors, 5xx, throttling."""
 CALL_ATTEMPTS_MAX = 2
-"""s3fs's, for a call: also an answer that broke off. Its default times botocore's is 25, minutes on a dead network."""
+"""Attempts of s3fs for a call, also after a broken answer. Its default times botocore's is 25: minutes of waiting."""
 CONNECTIONS_MAX = 64
 SINGLE_PUT_BYTES = 1 << 31
 """s3fs writes up to twice this size with one PUT; a multipart upload is not conditional on every server."""
@@ -42,11 +42,11 @@ class S3Remote(Remote):
         return stat_of({"size": found["ContentLength"], "LastModified": found.get("LastModified")})
 
     def look(self, path: str, size_bytes: int) -> Seen | None:
-        """One GET, so that tag, stat and first bytes are of one version."""
+        """Makes one GET, so that tag, stat and first bytes are of one version."""
         from fsspec.asyn import sync
 
         bucket, key = self._split(path)
-        # A file without a byte has no range to give; asked for as a whole it answers.
+        # An empty file has no range to give; a GET without a range answers.
         for part in ({"Range": f"bytes=0-{max(size_bytes, 1) - 1}"}, {}):
             try:
                 found, content = sync(self.fs.loop, self._get, bucket, key, part)
@@ -66,7 +66,7 @@ class S3Remote(Remote):
         try:
             super().create(path, content)
         except OSError as cause:
-            # s3fs says so itself only where the server names the condition; Ceph does not.
+            # s3fs reports it only if the server names the condition; Ceph does not.
             if _status(cause) == PRECONDITION_FAILED:
                 raise FileExistsError(f"{path}: refused, the name is taken") from cause
             raise
@@ -74,14 +74,15 @@ class S3Remote(Remote):
     def delete_if(self, path: str, tag: str) -> bool:
         bucket, key = self._split(path)
         try:
-            # A botocore that does not know IfMatch never sees it: s3fs drops what the library has no name for.
+            # A botocore that does not know IfMatch never sees it: s3fs drops parameters that the library has no name
+            # for.
             self.fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=tag)
         except GONE:
             return True
         except OSError as cause:
             if _status(cause) != PRECONDITION_FAILED:
                 raise
-            # To RFC 9110 a missing file fails the condition too; S3 answers 404 or 204 there.
+            # By RFC 9110 a missing file fails the condition too; S3 answers 404 or 204 there.
             return self.stat(path) is None
         return True
 
@@ -116,7 +117,7 @@ class S3Remote(Remote):
             self.fs.close_session(self.fs.loop, self.fs._s3)
 
     async def _get(self, bucket: str, key: str, part: Mapping[str, str]) -> tuple[Mapping[str, Any], bytes]:
-        """The answer to a GET, and its body."""
+        """Returns the answer to a GET, and its body."""
         answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **part)
         try:
             return answer, await answer["Body"].read()
@@ -133,15 +134,15 @@ class S3Remote(Remote):
 
 
 def _status(cause: OSError) -> int | None:
-    """The HTTP status behind an error of s3fs; None where there was no answer."""
+    """Returns the HTTP status behind an error of s3fs; None if there was no answer."""
     answer = getattr(cause.__cause__, "response", None) or {}
     status: int | None = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status
 
 
 def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for s3fs: the caller's, with limits on waiting where the caller sets none."""
-    # Imported here, where somebody asked for a bucket.
+    """Returns options for s3fs: the caller's, with limits on waiting where the caller sets none."""
+    # Imported here, because only a root in a bucket needs it.
     from s3fs.core import AioConfig
 
     config: dict[str, Any] = {

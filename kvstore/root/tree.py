@@ -1,4 +1,4 @@
-"""Deleting a folder with all that is in it, for scratch folders of our own. Nothing else is ever deleted that way."""
+"""Deletes a folder with all its content, for scratch folders of our own. Nothing else is ever deleted that way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ DEPTH_MAX = 4
 
 
 def remove_tree(root: Root, folder: Name, depth_max: int = DEPTH_MAX) -> bool:
-    """Deletes a folder, whose folders may be ``depth_max`` deep; False where something was left.
+    """Deletes a folder, whose folders may be ``depth_max`` deep; False if something was left.
 
-    Raises the root's errors.
-    Follows no links: a link to a folder elsewhere is a file here.
+    Raises the root's errors. Follows no links: a link to a folder elsewhere is a file here.
     """
     if depth_max < 0:
         return False

@@ -1,7 +1,7 @@
 """Pin twins: each pin's record a second time, on the root, so that pins outlive the loss of etcd (rule C5).
 
-The content is opaque here: what is in a pin is the metadata's business, and roots know no metadata.  A twin is written
-before its key and removed after it, so one without a key protects for longer than asked, never shorter.
+The content is opaque here: it belongs to the metadata, which roots do not know. A twin is written before its key and
+removed after it, so a twin without a key protects for longer than asked, never shorter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
 
 TWIN_BYTES_MAX = 1_500_000
-"""As much as etcd takes of one pin."""
+"""The most that etcd takes of one pin."""
 
 
 def write_twin(root: Root, owner: str, pin: bytes, content: bytes, *, ids: Ids, clock: Clock) -> None:
@@ -25,7 +25,7 @@ def write_twin(root: Root, owner: str, pin: bytes, content: bytes, *, ids: Ids, 
 
 
 def remove_twin(root: Root, owner: str, pin: bytes) -> bool:
-    """Removes a twin; False where there was none. Raises the root's errors."""
+    """Removes a twin; False if there was none. Raises the root's errors."""
     name = places.twin(owner, pin)
     removed = root.remove(name)
     if removed:
@@ -35,9 +35,11 @@ def remove_twin(root: Root, owner: str, pin: bytes) -> bool:
 
 
 def list_twins(root: Root) -> Iterator[Name]:
-    """The names of all twins, in no order; a twin's content never changes under its name. Raises the root's errors.
+    """Yields the names of all twins, in no order; a twin's content never changes under its name. Raises the root's
+    errors.
 
-    What should be an owner's folder and is none counts as one: it may be a link to twins, which is not followed.
+    An entry in the place of an owner's folder that is not a folder counts as a twin: it may be a link to twins, which
+    is not followed.
     """
     for owner in root.list(places.PINS):
         folder = Name(f"{places.PINS}/{owner.name}")
@@ -50,5 +52,5 @@ def list_twins(root: Root) -> Iterator[Name]:
 
 
 def read_twin(root: Root, name: Name) -> bytes | None:
-    """A twin's content; None where it is gone. At most TWIN_BYTES_MAX + 1 bytes. Raises the root's errors."""
+    """Returns a twin's content; None if it is gone. At most TWIN_BYTES_MAX + 1 bytes. Raises the root's errors."""
     return read_small(root, name, TWIN_BYTES_MAX)

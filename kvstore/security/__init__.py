@@ -1,1 +1,1 @@
-"""Who calls, what they may do, and what is written down about it. Rules: SECURITY.md beside this file."""
+"""Authentication, authorisation and audit of callers. Rules: SECURITY.md beside this file."""

@@ -1,7 +1,7 @@
 """The audit log: one JSON line for each administrative act, each denial and each reload; rotated by size.
 
-Separate from the log of the worker, because it is evidence: it goes to a file of its own that nobody else may read, and
-holds no token, no prompt and no key.  A thread writes it, so that no call waits for a disk.
+Separate from the log of the worker, because it is evidence: it goes to a separate file that nobody else may read, and
+holds no token, no prompt and no key. A thread writes it, so that no call waits for a disk.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvstore.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 BYTES_MAX = 64 << 20
-"""After so many the file becomes ``NAME.1``, that one ``NAME.2``, and so on."""
+"""Size at which the file becomes ``NAME.1``, that one ``NAME.2``, and so on."""
 KEPT_MAX = 4
 QUEUE_MAX = 10_000
-"""Lines that wait for the disk; more are lost, and counted."""
+"""Lines that may wait for the disk; more are lost, and counted."""
 TEXT_MAX = 512
-"""Characters of one value: callers choose some of them."""
+"""Limit on the characters of one value: callers choose some values."""
 
 
 class AuditLog:
-    """Writes entries to ``path``, or, where it is None, to the log of this process. Thread-safe.
+    """Writes entries to ``path``, or, if it is None, to the log of this process. Thread-safe.
 
-    ``on_lost`` may be set: it is told of each line that could not be written.
+    ``on_lost`` may be set; it is called for each line that could not be written.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class AuditLog:
 
     @property
     def has_file(self) -> bool:
-        """Whether entries go to a file of their own."""
+        """True if entries go to a file of their own."""
         return self._path is not None
 
     def open(self) -> None:
-        """Opens the file. Raises InvalidRequest where it cannot be written."""
+        """Opens the file. Raises InvalidRequest if it cannot be written."""
         if self._path is None or self._thread is not None:
             return
         try:
@@ -72,7 +72,7 @@ class AuditLog:
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Adds one line, soon. ``fields`` that are None are left out; long text is cut."""
+        """Queues one line. Omits ``fields`` that are None, and cuts long text."""
         entry: Mapping[str, Any] = {"time": self._now().isoformat(timespec="milliseconds"), "event": event, **fields}
         line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
         if self._thread is None:
@@ -84,7 +84,7 @@ class AuditLog:
             self.on_lost()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all lines so far are in the file; whether that was in time."""
+        """Waits until all lines so far are in the file; True if that was in time."""
         if self._thread is None:
             return True
         written = threading.Event()
@@ -102,10 +102,10 @@ class AuditLog:
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            return  # the disk hangs, and its thread with it
+            return  # the disk hangs, and the thread with it
         thread.join(timeout_s)
 
-    # The writing thread
+    # On the writing thread
 
     def _run(self, path: Path) -> None:
         while (item := self._queue.get()) is not None:

@@ -1,6 +1,6 @@
-"""Who a caller is, by an access file that is read again when it changes.
+"""Identifies callers by an access file that is read again when it changes.
 
-A new file that is wrong changes nothing: the old rules stay, and it is counted and logged (rule X6).
+A wrong new file changes nothing: the old rules stay, and the failure is counted and logged (rule X6).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvstore.security.secret_files import LOOK_S, Watched, read_trusted
 log = logging.getLogger(__name__)
 
 REVOKED = "revoked.json"
-"""Beside the access file: the ids of tokens that are not valid any more, each with when it would have expired."""
+"""The file beside the access file with the ids of revoked tokens, each with the time at which it would have expired."""
 ACCESS_BYTES_MAX = 16 << 20
 TOKENS_MAX = 4096
-"""Tokens whose signature is remembered to be right."""
+"""Limit on tokens whose signature is remembered as right."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """All that the files said at one time."""
+    """The content of all files at one time."""
 
     rules: Rules
     keys: dict[str, PublicKey]
@@ -45,7 +45,7 @@ class _Loaded:
 class Authenticator:
     """Identifies callers. Thread-safe; reads nothing before ``load``, or the first question.
 
-    ``on_reload`` may be set: it is told of each reload, whether the new files were good.
+    ``on_reload`` may be set; it is called for each reload with True if the new files were good.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Authenticator:
         self.path = Path(access)
         self._now_s = now_s
         self.on_reload: Callable[[bool], None] = lambda good: None
-        self._lock = threading.Lock()  # guards the rules, and tokens verified lately
+        self._lock = threading.Lock()  # guards the rules, and the recently verified tokens
         self._loaded: _Loaded | None = None
         self._trouble = ""
         self._again_at_s = 0.0
@@ -69,13 +69,15 @@ class Authenticator:
 
     @property
     def rules(self) -> Rules:
-        """The rules in force. Raises InvalidRequest where none were ever good."""
+        """The rules in force. Raises InvalidRequest if no files were ever good."""
         return self._current().rules
 
     def identify(self, presented: Presented) -> Identity:
-        """Who shows this. Raises NotKnown (an Unauthenticated) or Denied (a PermissionDenied), with a reason.
+        """Returns the identity of a caller. Raises NotKnown (an Unauthenticated) or Denied (a PermissionDenied), with a
+        reason.
 
-        A token counts before a certificate: it says more exactly who calls, through a proxy perhaps that has one.
+        A token takes precedence over a certificate: it names the caller more exactly, perhaps through a proxy that has
+        a certificate.
         """
         loaded = self._current()
         if presented.token is not None:
@@ -106,9 +108,9 @@ class Authenticator:
                 while len(loaded.seen) > TOKENS_MAX:
                     loaded.seen.popitem(last=False)
         now_s = self._now_s()
-        # Also where it says that it is issued next year: no token counts for longer than they live.
+        # Also if it says that it is issued next year: no token counts for longer than the longest life.
         if claims.expires_s - now_s > TTL_S_MAX + SKEW_S:
-            raise NotKnown(Reason.TOKEN_INVALID, f"the token would count for over {TTL_S_MAX} s: issue another one")
+            raise NotKnown(Reason.TOKEN_INVALID, f"the token would be valid for over {TTL_S_MAX} s: issue another one")
         if claims.expires_s + SKEW_S <= now_s:
             raise NotKnown(Reason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)")
         if claims.id in loaded.revoked:
@@ -129,8 +131,9 @@ class Authenticator:
         return self._reloaded(loaded) if loaded.watched.changed() or is_due else loaded
 
     def _reloaded(self, loaded: _Loaded) -> _Loaded:
-        """What the files say now; the same as before where they are wrong, which is looked at again soon: what is
-        missing may come as a file that nobody watches yet.
+        """Returns the present content of the files, or ``loaded`` if they are wrong.
+
+        Wrong files are read again soon: a missing one may come under a path that is not watched yet.
         """
         with self._lock:
             before, self._again_at_s = self._trouble, time.monotonic() + LOOK_S
@@ -140,7 +143,7 @@ class Authenticator:
             except KVStoreError as error:
                 self._trouble = str(error)
         if self._trouble and self._trouble != before:
-            log.error("access.not_reloaded the rules before stay in force: %s", self._trouble)
+            log.error("access.not_reloaded the previous rules stay in force: %s", self._trouble)
             self.on_reload(False)
         elif not self._trouble:
             log.warning("access.reloaded identities=%d", len(loaded.rules.identities))
@@ -154,14 +157,14 @@ class Authenticator:
         files = [folder / name for name in rules.token_keys]
         watched = Watched([self.path, revoked, *files])
         watched.changed()
-        # Again, now that it is known which files to watch: a change from here on is seen.
+        # Parse again, now that the watched files are known: a later change is then seen.
         rules = Rules.parse(read_trusted(self.path, "access file", ACCESS_BYTES_MAX))
         keys = [PublicKey.of_pem(read_trusted(file, "token key"), str(file)) for file in files]
         return _Loaded(rules, {key.id: key for key in keys}, frozenset(read_revoked(revoked)), watched)
 
 
 def read_revoked(path: Path) -> dict[str, float]:
-    """The ids of revoked tokens, and when each would have expired; none where there is no such file."""
+    """Returns the ids of revoked tokens, and when each would have expired; empty if there is no such file."""
     if not path.exists():
         return {}
     try:

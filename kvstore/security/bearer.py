@@ -1,7 +1,7 @@
 """Bearer tokens: signed with Ed25519, expiring, with an id that can be revoked, and bound to a certificate if wanted.
 
-They are JSON web tokens (RFC 7519), bound as RFC 8705 section 3.1 says.  Workers have public keys only: one that is
-broken into cannot issue any.  Needs the ``security`` extra.
+They are JSON web tokens (RFC 7519), bound by RFC 8705 section 3.1. Workers have public keys only, so a compromised
+worker cannot issue tokens. Needs the ``security`` extra.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from kvstore.security.rules import NAME_BYTES_MAX
 ALGORITHM = "EdDSA"
 ISSUER = AUDIENCE = "kvstore"
 TTL_S_MAX = 7 * 86_400
-"""A token that lives longer is refused, whoever signed it: what is stolen must end."""
+"""A token that lives longer is refused, whoever signed it: a stolen token must expire."""
 TIME_S_MAX = 1 << 40
 """Beyond every time that makes sense."""
 SKEW_S = 60
-"""Between the clocks of who issues and who verifies."""
+"""Allowed difference between the clocks of issuer and verifier."""
 TOKEN_BYTES_MAX = 4096
 _BINDING = "x5t#S256"
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says whose signature was right."""
+    """The claims of a token whose signature was right."""
 
     id: str
     identity: str
     expires_s: float
     thumbprint: bytes
-    """Of the certificate that has to come with it; empty for any or none."""
+    """Thumbprint of the certificate that has to come with it; empty for any or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A key that tokens may be signed with; ``id`` finds it."""
+    """A public key for verifying tokens; ``id`` finds it."""
 
     id: str
     key: Any
 
     @classmethod
     def of_pem(cls, pem: bytes, where: str) -> PublicKey:
-        """From a PEM file. Raises InvalidRequest."""
+        """Parses a PEM file. Raises InvalidRequest."""
         serialization, ed25519 = _library("serialization"), _library("asymmetric.ed25519")
         try:
             key = serialization.load_pem_public_key(pem)
         except ValueError as cause:
-            raise InvalidRequest(f"the token key {where!r} is no public key in PEM format") from cause
+            raise InvalidRequest(f"the token key {where!r} is not a public key in PEM format") from cause
         if not isinstance(key, ed25519.Ed25519PublicKey):
             raise InvalidRequest(f"the token key {where!r} is of another kind: expected Ed25519 (kvstore token key)")
         return cls(_key_id(key), key)
 
 
 def issue(private_pem: bytes, identity: str, token_id: str, now_s: float, ttl_s: float, thumbprint: bytes = b"") -> str:
-    """A token for ``identity``. Raises InvalidRequest."""
+    """Issues a token for ``identity``. Raises InvalidRequest."""
     check_identity(identity)
     if not 1 <= ttl_s <= TTL_S_MAX:
         raise InvalidRequest(f"a token for {ttl_s:g} s: expected 1 s to {TTL_S_MAX} s (7 days)")
@@ -81,8 +81,9 @@ def issue(private_pem: bytes, identity: str, token_id: str, now_s: float, ttl_s:
 
 
 def verified(token: str, keys: dict[str, PublicKey]) -> Claims:
-    """What a token says. Raises NotKnown (TOKEN_INVALID); whether it is expired or revoked is for the caller to look
-    at.
+    """Verifies a token's signature and returns its claims. Raises NotKnown (TOKEN_INVALID).
+
+    The caller checks whether the token has expired or was revoked.
     """
     jwt = _jwt()
     if len(token) > TOKEN_BYTES_MAX:
@@ -105,7 +106,7 @@ def verified(token: str, keys: dict[str, PublicKey]) -> Claims:
 
 
 def new_key() -> tuple[bytes, bytes]:
-    """A private key and its public one, as PEM."""
+    """Makes a private key and its public one, as PEM."""
     serialization, ed25519 = _library("serialization"), _library("asymmetric.ed25519")
     key = ed25519.Ed25519PrivateKey.generate()
     private: bytes = key.private_bytes(
@@ -118,7 +119,7 @@ def new_key() -> tuple[bytes, bytes]:
 
 
 def check_identity(name: str) -> None:
-    """Raises InvalidRequest for what no token may say: also the name of a certificate's identity."""
+    """Raises InvalidRequest for a name that no token may carry, such as the name of a certificate's identity."""
     if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES_MAX or name.startswith(CERTIFICATE):
         raise InvalidRequest(
             f"identity {name!r}: expected 1 to {NAME_BYTES_MAX} bytes of printable text that does not begin with "
@@ -135,21 +136,21 @@ def _claims(claims: dict[str, Any]) -> Claims:
         raise _invalid(f"its subject begins with {CERTIFICATE!r}, which only a certificate proves")
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (issued_s, expires_s)):
         raise _invalid("its times must be numbers")
-    # JSON as Python reads it has NaN, which is never over any limit, and numbers that no float holds.
+    # Python's JSON accepts NaN, which is never over a limit, and numbers that do not fit a float.
     if not all(abs(each) <= TIME_S_MAX for each in (issued_s, expires_s)):
         raise _invalid("its times make no sense")
     if expires_s - issued_s > TTL_S_MAX:
         raise _invalid(f"it lives over {TTL_S_MAX} s: expected a shorter life")
-    # A kind of binding that is not understood must not be taken for none.
+    # An unknown kind of binding must not pass as no binding.
     if not isinstance(confirmation, dict) or not confirmation.keys() <= {_BINDING}:
-        raise _invalid("it is bound to something that is not understood here")
+        raise _invalid("its binding is of an unknown kind")
     try:
         text = confirmation.get(_BINDING, "")
         thumbprint = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except (ValueError, TypeError) as cause:
-        raise _invalid("what it is bound to is no SHA-256") from cause
+        raise _invalid("its binding is not a SHA-256") from cause
     if _BINDING in confirmation and len(thumbprint) != hashlib.sha256().digest_size:
-        raise _invalid("what it is bound to is no SHA-256")
+        raise _invalid("its binding is not a SHA-256")
     return Claims(token_id, identity, float(expires_s), thumbprint)
 
 
@@ -158,7 +159,7 @@ def _private_key(pem: bytes) -> Any:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as cause:
-        raise InvalidRequest("the token key is no private key in PEM format without a password") from cause
+        raise InvalidRequest("the token key is not a private key in PEM format without a password") from cause
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise InvalidRequest("the token key is of another kind: expected Ed25519 (kvstore token key)")
     return key

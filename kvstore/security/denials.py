@@ -1,4 +1,4 @@
-"""Why a call is denied: errors that carry the reason under which they are counted and written down."""
+"""Denials: errors with the reason under which they are counted and written to the audit log."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from kvstore.errors import PermissionDenied, Unauthenticated
 
 
 class Reason(enum.Enum):
-    """Each has a counter, ``denied_<value>``."""
+    """The reasons of denials; each has a counter, ``denied_<value>``."""
 
     UNAUTHENTICATED = "unauthenticated"
     """Neither a token nor a certificate that names anybody."""
     TOKEN_INVALID = "token_invalid"
-    """No token of ours: garbage, another key, another issuer, changed."""
+    """Not one of our tokens: garbage, another key, another issuer, or changed."""
     TOKEN_EXPIRED = "token_expired"
     TOKEN_REVOKED = "token_revoked"
     TOKEN_BINDING = "token_binding"
-    """A token bound to a certificate came without it."""
+    """A token that is bound to a certificate came without it."""
     UNKNOWN_IDENTITY = "unknown_identity"
-    """Proved, but not in the access file."""
+    """The caller's name is proved, but is not in the access file."""
     METHOD = "method"
     """The method is not in the table."""
     TENANT = "tenant"
     """The identity has no role at all in that tenant."""
     ROLE = "role"
-    """It has one, and the method needs a higher one."""
+    """The identity has a role there, and the method needs a higher one."""
 
 
 class NotKnown(Unauthenticated):
-    """It is not proved who calls."""
+    """The caller's identity is not proved."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class NotKnown(Unauthenticated):
 
 
 class Denied(PermissionDenied):
-    """It is known who calls, and that is not enough."""
+    """The caller's identity is proved, and may not do this."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)

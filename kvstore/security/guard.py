@@ -1,7 +1,6 @@
-"""The guard at a worker's door: lets each call in as somebody, and says for each tenant whether it may.
+"""Authenticates and authorises every call of a worker.
 
-The one place where that is decided (rules X3 to X9). Whatever it denies is counted, written into the audit log, and
-changes nothing.
+Only this module decides that (rules X3 to X9). A denied call is counted, written to the audit log, and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _OVER_QUOTA = {quota: WorkerCount[f"REFUSED_{quota.upper()}_QUOTA"] for quota in
 
 
 class Guard:
-    """Thread-safe. Without ``authenticator`` everybody may do everything, and only certificates name anybody."""
+    """Thread-safe. Without ``authenticator`` every caller may do everything, and only certificates name a caller."""
 
     def __init__(
         self,
@@ -42,23 +41,23 @@ class Guard:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may do everything."""
+        """True if every caller may do everything."""
         return self._authenticator is None
 
     @property
     def asks(self) -> bool:
-        """Whether it matters who calls: for what they may, or for the audit log."""
+        """True if the caller's identity matters: for its rights, or for the audit log."""
         return self._authenticator is not None or self.audit.has_file
 
     def knows(self, presented: Presented) -> bool:
-        """Whether that is somebody; where it is not, nothing is counted or written down."""
+        """True if that proves an identity; a failure is neither counted nor written down."""
         try:
             return self._authenticator is None or bool(self._authenticator.identify(presented).name)
         except (NotKnown, Denied):
             return False
 
     def identify(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Identity:
-        """Who that is. Raises NotKnown or Denied."""
+        """Returns the caller's identity. Raises NotKnown or Denied."""
         if self._authenticator is None:
             return Identity(CERTIFICATE + presented.names[0] if presented.names else ANYONE, _ALL)
         try:
@@ -69,13 +68,13 @@ class Guard:
             raise
 
     def admit(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Visit:
-        """Lets a call in. Raises NotKnown; or Denied where the caller may do that with no tenant at all."""
+        """Admits a call. Raises NotKnown; or Denied if the caller may do that with no tenant at all."""
         identity = self.identify(method, presented, peer, request_id)
         permission = PERMISSIONS.get(method)
         visit = Visit(self, method, permission or _NEVER, identity, peer, request_id)
         if self._authenticator is not None:
             if permission is None:
-                visit.deny(Reason.METHOD, f"method {method!r} is not one that anybody may call")
+                visit.deny(Reason.METHOD, f"method {method!r} is not open to any caller")
             if permission.scope is Scope.EVERY:
                 visit.allow_every()
             elif not identity.may_somewhere(permission.role):
@@ -87,18 +86,18 @@ class Guard:
         return visit
 
     def quota(self, tenant: str) -> Quota:
-        """The quota of a tenant."""
+        """Returns the quota of a tenant."""
         return quota_of(tenant, self._authenticator.rules.quotas if self._authenticator is not None else {})
 
     def usage(self, identity: Identity) -> dict[str, Usage]:
-        """What the tenants that it may read have done on this worker."""
+        """Returns what each tenant that the caller may read has used of this worker."""
         found = {
             tenant: self._meters.usage(tenant) for tenant in self._meters.tenants() if identity.may(Role.READ, tenant)
         }
         return {tenant: usage for tenant, usage in found.items() if usage is not None}
 
     def begin(self, tenant: str) -> Meter:
-        """A call of a tenant begins; ``end`` is owed. Raises OverQuota."""
+        """Begins a call of a tenant; the caller owes ``end``. Raises OverQuota."""
         try:
             return self._meters.begin(tenant, self._authenticator.rules.quotas if self._authenticator else {})
         except OverQuota as error:
@@ -111,15 +110,15 @@ class Guard:
         self.count(WorkerCount.QUOTA_REFUSED)
 
     def moved(self, meter: Meter, bytes_in: int, bytes_out: int) -> None:
-        """Bytes of a tenant moved."""
+        """Counts bytes of a tenant that moved."""
         self._meters.moved(meter, bytes_in, bytes_out)
 
     def end(self, tenant: str, meter: Meter) -> None:
-        """The end of ``begin``."""
+        """Ends a call that ``begin`` began."""
         self._meters.end(tenant, meter)
 
     def reloaded(self, good: bool) -> None:
-        """For ``Authenticator.on_reload``."""
+        """Logs and counts a reload; use as ``Authenticator.on_reload``."""
         self.count(WorkerCount.ACCESS_RELOADS if good else WorkerCount.ACCESS_RELOAD_FAILURES)
         self.audit.write("reload", what="access", outcome="ok" if good else "refused")
 
@@ -147,7 +146,7 @@ class Guard:
 
 
 class Visit:
-    """One call that was let in: whose it is, and what it may. Used by one thread at a time."""
+    """One admitted call: its caller and the caller's rights. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -176,17 +175,17 @@ class Visit:
 
     @property
     def sees_every(self) -> bool:
-        """Whether the caller may read every tenant."""
+        """True if the caller may read every tenant."""
         return self.identity.may(Role.READ, EVERY)
 
     def may_see(self, tenant: str) -> bool:
-        """Whether what belongs to a tenant may be shown to the caller."""
+        """True if the caller may see what belongs to a tenant."""
         return self.identity.may(Role.READ, tenant)
 
     def allow(self, tenant: str, namespace: str = "", *, role: Role | None = None, metered: bool = True) -> None:
-        """The call is about this tenant. Raises Denied, or OverQuota where the tenant uses as much as it may.
+        """Authorises a call about this tenant. Raises Denied, or OverQuota if the tenant has used up its quota.
 
-        ``role`` is what it needs where that is more than the table says.
+        ``role`` is the needed role if it is higher than that of the table.
         """
         self._namespace = namespace or self._namespace
         self._check(tenant, role or self._permission.role)
@@ -195,17 +194,17 @@ class Visit:
         self._tenant = tenant
 
     def allow_every(self, role: Role | None = None) -> None:
-        """The call is about all tenants. Raises Denied."""
+        """Authorises a call about all tenants. Raises Denied."""
         self._check(EVERY, role or self._permission.role)
         self._tenant = EVERY
 
     def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Payload of the call came in or went out."""
+        """Counts payload of the call that came in or went out."""
         if self._metered is not None:
             self._guard.moved(self._metered[1], bytes_in, bytes_out)
 
     def deny(self, reason: Reason, message: str, tenant: str | None = None) -> NoReturn:
-        """Raises Denied, counted and written down."""
+        """Raises Denied, counted and written to the audit log."""
         self._denied = True
         self._guard._note(
             reason, self._method, self.identity.name, self._peer, self._request_id, tenant, self._namespace
@@ -213,7 +212,7 @@ class Visit:
         raise Denied(reason, message)
 
     def end(self, outcome: str) -> None:
-        """The call has ended, with this status. To be called once."""
+        """Ends the call with this status. Call it once."""
         metered, self._metered = self._metered, None
         if metered is not None:
             self._guard.end(*metered)

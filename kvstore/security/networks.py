@@ -1,4 +1,4 @@
-"""Which addresses only this host can reach."""
+"""Tells addresses that only this host can reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach ``host:port`` or ``unix:path``."""
+    """True if only this host can reach ``host:port`` or ``unix:path``."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
@@ -15,4 +15,4 @@ def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # also 127.0.0.1.example.org, which is a name and may be anybody's
+        return False  # also 127.0.0.1.example.org, a name that may resolve to any host

@@ -1,6 +1,6 @@
-"""Which role each method needs: the one table of who may do what (rule X5).
+"""The one table of the role that each method needs (rule X5).
 
-Separate from whoever asks, because it is read by operators, by the worker and by the test that tries every cell of it.
+Separate from the guard, because operators, the worker, and the test that tries every cell of it all read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EVERY = "*"
 
 
 class Role(enum.IntEnum):
-    """What an identity may do with a tenant; each includes those before it."""
+    """A right of an identity in a tenant; each includes those before it."""
 
     READ = 1
     WRITE = 2
@@ -21,19 +21,19 @@ class Role(enum.IntEnum):
 
 
 class Scope(enum.Enum):
-    """Where the role is needed."""
+    """The tenants in which the role is needed."""
 
     TENANT = "tenant"
-    """In the tenant of the namespace, pin, hold or ticket that the call is about; in all where it is about all."""
+    """The tenant of the namespace, pin, hold or ticket that the call is about; all tenants if it is about all."""
     ANY = "any"
-    """In one tenant at least; what is answered is filtered by what the caller may read."""
+    """At least one tenant; the answer is filtered by what the caller may read."""
     EVERY = "every"
-    """In every tenant: the call is about the worker itself."""
+    """Every tenant: the call is about the worker itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What a method needs, and whether each call of it is written into the audit log."""
+    """The role that a method needs, and whether each call of it is written to the audit log."""
 
     role: Role
     scope: Scope
@@ -46,7 +46,7 @@ _STEER = Permission(Role.ADMIN, Scope.TENANT, audited=True)
 _LIST = Permission(Role.READ, Scope.ANY)
 
 PERMISSIONS: dict[str, Permission] = {
-    # OpenNamespace of one that is not there yet needs WRITE: it is made (``Call.allow(..., role=)``).
+    # Opening a namespace that does not exist needs WRITE, because it is made (``Call.allow(..., role=)``).
     "OpenNamespace": _READ,
     "ListNamespaces": _LIST,
     "Match": _READ,
@@ -66,7 +66,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Clear": _STEER,
     "Stats": _LIST,
     "OpenBulk": _LIST,
-    # All tenants' chunks lie in it, so it is for those who may read them all.
+    # All tenants' chunks lie in that memory, so only callers that may read them all may map it.
     "MapMemory": Permission(Role.READ, Scope.EVERY),
     "Reflection": _LIST,
     "Control.Lookup": _READ,
@@ -81,4 +81,4 @@ PERMISSIONS: dict[str, Permission] = {
     "Control.SetLimits": Permission(Role.ADMIN, Scope.EVERY, audited=True),
     "Control.Health": Permission(Role.READ, Scope.EVERY),
 }
-"""By the name that ``Calls.serving`` is given. A method that is not here is denied to everybody (rule X4)."""
+"""Permissions by the name given to ``Calls.serving``. A method that is not here is denied to every caller (rule X4)."""

@@ -1,7 +1,7 @@
-"""What each tenant may use of one worker: calls and bytes a second, calls at once, pins.
+"""Quotas: each tenant's limits on one worker: calls and bytes a second, concurrent calls, pins.
 
-Bytes are counted when they have moved, which nobody knows before; so a tenant may run into debt by the calls that it
-has in progress, and begins no other one before that is paid (rule X9).
+Bytes are counted when they have moved, because nobody knows their number before. So a tenant may run into debt by its
+running calls, and begins no other call before the debt is paid (rule X9).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.security.permissions import EVERY
 
 BURST_S = 1.0
-"""What was not used may be used later, as much as comes together in this time."""
+"""Unused tokens may be used later, up to what comes in this time."""
 TENANTS_MAX = 4096
-"""Tenants remembered; the one not heard of for longest is forgotten, and begins anew."""
+"""Limit on remembered tenants; the one not heard of for longest is forgotten, and starts again from zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of one tenant on one worker; of all workers together where it is about pins. None: no limit."""
+    """Limits of one tenant on one worker; for pins, on all workers together. None: no limit."""
 
     requests_per_s: float | None = None
     bytes_in_per_s: float | None = None
@@ -45,7 +45,7 @@ class Quota:
 
 
 class Bucket:
-    """Tokens that come at a rate, and of which more may be taken than there are: then it is in debt."""
+    """Tokens that come at a rate. More may be taken than there are: then the bucket is in debt."""
 
     __slots__ = ("_at_s", "_left", "_most", "rate")
 
@@ -56,19 +56,19 @@ class Bucket:
         self._at_s = now_s
 
     def left(self, now_s: float) -> float:
-        """How much there is; under 0 in debt."""
+        """Returns the tokens left; under 0 in debt."""
         self._left = min(self._most, self._left + max(0.0, now_s - self._at_s) * self.rate)
         self._at_s = now_s
         return self._left
 
     def take(self, amount: float, now_s: float) -> None:
-        """Takes it, be it there or not."""
+        """Takes tokens, even if that means debt."""
         self._left = self.left(now_s) - amount
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tenant has done on this worker since it was first heard of."""
+    """A tenant's use of this worker since it was first heard of."""
 
     calls: int
     bytes_in: int
@@ -77,7 +77,7 @@ class Usage:
 
 
 class Meter:
-    """One tenant's use. Its fields are those of ``Meters``, under its lock."""
+    """One tenant's use. Its fields belong to ``Meters``, under its lock."""
 
     def __init__(self, quota: Quota, now_s: float) -> None:
         self.quota = quota
@@ -90,7 +90,7 @@ class Meter:
         self._out = _bucket(quota.bytes_out_per_s, now_s)
 
     def refusal(self, now_s: float) -> tuple[str, str] | None:
-        """Why no call may begin now: the quota's name, and a sentence; None where one may."""
+        """Returns why no call may begin now, as the quota's name and a sentence; None if one may."""
         if self.quota.calls_max is not None and self.inside >= self.quota.calls_max:
             return "calls", f"has {self.inside} calls in progress, its limit here"
         if self._requests is not None and self._requests.left(now_s) < 1:
@@ -101,14 +101,14 @@ class Meter:
         return None
 
     def begin(self, now_s: float) -> None:
-        """A call of it began."""
+        """Counts a call that began."""
         self.inside += 1
         self.calls += 1
         if self._requests is not None:
             self._requests.take(1, now_s)
 
     def moved(self, bytes_in: int, bytes_out: int, now_s: float) -> None:
-        """Bytes of it came in or went out."""
+        """Counts bytes that came in or went out."""
         self.bytes_in += bytes_in
         self.bytes_out += bytes_out
         if self._in is not None and bytes_in:
@@ -118,7 +118,7 @@ class Meter:
 
 
 class OverQuota(Overloaded):
-    """A tenant uses as much as it may. ``quota`` names which."""
+    """A tenant has used up its quota. ``quota`` names which."""
 
     def __init__(self, quota: str, message: str) -> None:
         super().__init__(message)
@@ -134,7 +134,7 @@ class Meters:
         self._meters: OrderedDict[str, Meter] = OrderedDict()
 
     def begin(self, tenant: str, quotas: Mapping[str, Quota]) -> Meter:
-        """Lets one call of a tenant begin; ``end`` is owed for it. Raises OverQuota."""
+        """Begins one call of a tenant; the caller owes ``end``. Raises OverQuota."""
         quota = quota_of(tenant, quotas)
         with self._lock:
             now_s = self._now_s()
@@ -142,7 +142,7 @@ class Meters:
             if meter is None or meter.quota != quota:
                 inside = meter.inside if meter is not None else 0
                 meter = Meter(quota, now_s)
-                meter.inside = inside  # those that began under the quota before
+                meter.inside = inside  # counts calls that began under the quota before
             self._meters[tenant] = meter
             while len(self._meters) > TENANTS_MAX:
                 self._meters.popitem(last=False)
@@ -153,31 +153,31 @@ class Meters:
         raise OverQuota(why[0], f"tenant {tenant!r} {why[1]}: back off, or ask the operator for a higher quota")
 
     def moved(self, meter: Meter, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Bytes of a call came in or went out."""
+        """Counts bytes of a call that came in or went out."""
         with self._lock:
             meter.moved(bytes_in, bytes_out, self._now_s())
 
     def end(self, tenant: str, meter: Meter) -> None:
-        """The end of ``begin``."""
+        """Ends a call that ``begin`` began."""
         with self._lock:
-            # After a new quota the tenant's other calls are counted by another meter.
+            # After a quota change another meter counts the tenant's other calls.
             current = self._meters.get(tenant, meter)
             current.inside = max(0, current.inside - 1)
 
     def usage(self, tenant: str) -> Usage | None:
-        """What a tenant has done here; None for one that was never heard of."""
+        """Returns what a tenant has used here; None for one that was never heard of."""
         with self._lock:
             meter = self._meters.get(tenant)
             return Usage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
 
     def tenants(self) -> list[str]:
-        """Those heard of."""
+        """Returns the tenants heard of."""
         with self._lock:
             return list(self._meters)
 
 
 def quota_of(tenant: str, quotas: Mapping[str, Quota]) -> Quota:
-    """The quota of a tenant: its own, else the one for all others (EVERY), else none."""
+    """Returns the quota of a tenant: its own, else the one for all others (EVERY), else none."""
     return quotas.get(tenant) or quotas.get(EVERY) or NO_QUOTA
 
 

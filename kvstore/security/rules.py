@@ -1,6 +1,6 @@
-"""The access file as a value: which identities there are, what each may do, which keys sign tokens. Pure.
+"""The access file as a value: the identities, the rights of each, and the keys that sign tokens. Pure.
 
-Separate from reading and watching it, so that a file that is wrong is found before anything uses it.
+Separate from reading and watching it, so that a wrong file is found before anything uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUOTA = {each.name for each in fields(Quota)}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an access file says. Without identities nobody may do anything."""
+    """The content of an access file. Without identities nobody may do anything."""
 
     identities: Mapping[str, Mapping[str, Role]] = field(default_factory=dict)
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Rules:
 
     @classmethod
     def parse(cls, text: bytes) -> Rules:
-        """Reads an access file. Raises InvalidRequest with the place of the first thing that is wrong."""
+        """Parses an access file. Raises InvalidRequest with the place of the first mistake."""
         try:
             found = json.loads(text, object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as cause:
@@ -58,7 +58,7 @@ class Rules:
 def _object(what: str, value: Any, known: set[str] | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{what}: expected a JSON object, found {type(value).__name__}")
-    # A misspelt word would be a rule that is not there.
+    # A misspelt word would silently be a missing rule.
     unknown = sorted(value.keys() - known) if known is not None else []
     if unknown:
         raise InvalidRequest(f"{what}: {unknown[0]!r} is not known: expected {', '.join(sorted(known or ()))}")
@@ -76,7 +76,7 @@ def _roles(name: str, value: Any) -> dict[str, Role]:
 
 def _name(what: str, name: str) -> str:
     if not name or len(name.encode(errors="surrogatepass")) > NAME_BYTES_MAX or not name.isprintable():
-        raise InvalidRequest(f"{what}: {name!r} is no name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
+        raise InvalidRequest(f"{what}: {name!r} is not a name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
     return name
 
 
@@ -84,5 +84,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         repeated = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
-        raise ValueError(f"{repeated!r} is there twice")
+        raise ValueError(f"{repeated!r} occurs twice")
     return found

@@ -1,6 +1,6 @@
 """Files that hold secrets: who else may read them, and whether they have changed.
 
-Separate from what is in them, because keys, tokens, certificates and access files all follow the same rule (X2).
+Separate from their content, because keys, tokens, certificates and access files all follow the same rule (X2).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvstore.errors import InvalidRequest
 
 FILE_BYTES_MAX = 1 << 20
 LOOK_S = 1.0
-"""Between two looks at whether a file has changed."""
+"""Shortest time between two looks whether a file has changed."""
 
 
 def read_secret(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -> bytes:
-    """The content of a file that nobody else may read. Raises InvalidRequest, which never shows the content.
+    """Returns the content of a file that nobody else may read. Raises InvalidRequest, which never shows the content.
 
-    As PostgreSQL has it: a file of ours gives nothing to group and others; one of root's may be read by its group, as
-    Kubernetes and systemd hand secrets over to who is not root.
+    The rule is PostgreSQL's: a file of ours gives no rights to group and others; a file of root's may be readable by
+    its group, as Kubernetes and systemd hand secrets to processes that are not root.
     """
     return _read(path, what, bytes_max, _check_secret)
 
 
 def read_trusted(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -> bytes:
-    """The content of a file that everybody may read and nobody else may change: certificates, access files.
+    """Returns the content of a file that everybody may read and nobody else may change: certificates, access files.
 
     Raises InvalidRequest.
     """
@@ -42,12 +42,12 @@ class Watched:
     def __init__(self, paths: Iterable[str | Path], look_s: float = LOOK_S) -> None:
         self._paths = tuple(map(str, paths))
         self._look_s = look_s
-        self._lock = threading.Lock()  # guards what the files were when last looked at
+        self._lock = threading.Lock()  # guards the stats of the last look
         self._seen: tuple[tuple[int, ...], ...] | None = None
         self._look_at_s = 0.0
 
     def changed(self) -> bool:
-        """Whether one changed since this was asked before; the first time it says no. Looks at most once a second."""
+        """True if a file changed since the last call; False on the first call. Looks at most once a second."""
         now_s = time.monotonic()
         with self._lock:
             if now_s < self._look_at_s:
@@ -61,12 +61,12 @@ def _read(
     path: str | Path, what: str, bytes_max: int, check: Callable[[str | Path, str, os.stat_result], None]
 ) -> bytes:
     try:
-        # Looked at when it is open: what is at the path may be another file a moment later.
+        # Check the open file: a moment later the path may name another file.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidRequest(f"the {what} {str(path)!r} is no regular file")
+                raise InvalidRequest(f"the {what} {str(path)!r} is not a regular file")
             check(path, what, status)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(bytes_max + 1)

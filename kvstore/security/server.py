@@ -1,4 +1,4 @@
-"""What secures one worker, as it is given to it: TLS, the access file, the audit log."""
+"""The security settings of one worker: TLS, the access file, the audit log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvstore.security.tls import Certificate
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """Nothing of it is needed on loopback. The caller opens and closes what is in it."""
+    """All parts are optional on loopback. The caller opens and closes them."""
 
     tls: Certificate | None = None
     asks_certificates: bool = False
-    """Whether TLS is mutual."""
+    """True if TLS is mutual."""
     authenticator: Authenticator | None = None
     audit: AuditLog | None = None

@@ -1,6 +1,6 @@
-"""TLS: which files, what they hold now, and contexts for sockets of our own. gRPC has its own way to it (kvstore/wire).
+"""TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/wire.
 
-Certificates are read again when their files change; what is wrong then is logged, and the old ones stay (rule X2).
+Certificates are read again when their files change. A wrong change is logged, and the old ones stay (rule X2).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ServerTls:
 class ClientTls:
     """PEM files of a client. Without ``ca_file`` the system's authorities count.
 
-    ``cert_file`` and ``key_file`` go together, and prove who the client is. ``server_name`` is the name expected in the
-    worker's certificate, where that is not the host of its address.
+    ``cert_file`` and ``key_file`` go together, and prove the client's identity. ``server_name`` is the name expected in
+    the worker's certificate, if that is not the host of its address.
     """
 
     ca_file: str | None = None
@@ -47,7 +47,7 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What the files held; the key is a secret and not shown."""
+    """The content of the files; the key is a secret and not shown."""
 
     ca: bytes | None
     cert: bytes | None
@@ -70,7 +70,7 @@ class Certificate:
 
     @property
     def version(self) -> int:
-        """Grows when the files have changed. Raises InvalidRequest where they were never good."""
+        """A number that grows when the files have changed. Raises InvalidRequest if they were never good."""
         if self._pems is None or self._watched.changed():
             with self._lock:
                 self._renew()
@@ -78,13 +78,13 @@ class Certificate:
 
     @property
     def pems(self) -> Pems:
-        """What the files hold. Raises InvalidRequest where they were never good."""
+        """The content of the files. Raises InvalidRequest if they were never good."""
         assert self.version
         assert self._pems is not None
         return self._pems
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """For sockets of our own: TLS 1.3, both ends being ours. A server with an authority asks for certificates."""
+        """Returns a context for sockets of our own, TLS 1.3. A server with an authority asks for certificates."""
         version, pems = self.version, self.pems
         with self._lock:
             known = self._contexts.get(server)
@@ -95,7 +95,7 @@ class Certificate:
             return made
 
     def expires_s(self) -> float | None:
-        """When the certificate ends, in seconds since the epoch; None without one, or where nobody can read it here."""
+        """Returns when the certificate expires, in seconds since the epoch; None without one, or without a parser."""
         cert = self.pems.cert
         try:
             from cryptography import x509
@@ -106,21 +106,21 @@ class Certificate:
         return min(each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(cert))
 
     def expires_in_s(self) -> float | None:
-        """The same from now on; under 0 once it has ended."""
+        """Returns the seconds until the certificate expires; under 0 once it has."""
         ends_s = self.expires_s()
         return None if ends_s is None else ends_s - datetime.now(UTC).timestamp()
 
     def _renew(self) -> None:
         before = self._pems
         if before is None:
-            self._watched.changed()  # from here on
+            self._watched.changed()  # before reading: later changes are then seen
         try:
             pems = self._read()
-            _context(self._files, pems, server=False)  # the certificate and its key must fit
+            _context(self._files, pems, server=False)  # checks that certificate and key fit
         except KVStoreError as error:
             if before is None:
                 raise
-            log.error("certificate.not_reloaded the one before stays in use: %s", error)
+            log.error("certificate.not_reloaded the previous one stays in use: %s", error)
             return
         if pems != before:
             self._pems = pems
@@ -138,12 +138,12 @@ class Certificate:
 
 
 def server_certificate(tls: ServerTls) -> Certificate:
-    """The files of a worker. Its authority is the one that signs clients."""
+    """Returns a worker's certificate. Its authority is the one that signs clients."""
     return Certificate(tls.client_ca_file, tls.cert_file, tls.key_file)
 
 
 def client_certificate(tls: ClientTls) -> Certificate:
-    """The files of a client."""
+    """Returns a client's certificate."""
     return Certificate(tls.ca_file, tls.cert_file, tls.key_file)
 
 
@@ -164,7 +164,7 @@ def _context(files: tuple[str | None, ...], pems: Pems, server: bool) -> ssl.SSL
             f"the TLS files {shown} cannot be used: {cause} (a key that does not fit its certificate?)"
         ) from cause
     if server:
-        context.num_tickets = 0  # nothing but frames comes on a bulk connection, not even between requests
+        context.num_tickets = 0  # only frames may come on a bulk connection, even between requests
         if pems.ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -204,26 +204,30 @@ class GetStart(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "ttl_s")
+    __slots__ = ("namespace", "tokens", "ttl_s", "keys")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     ttl_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    keys: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class HoldResponse(_message.Message):
-    __slots__ = ("hold", "chunks", "tokens", "lease_s")
+    __slots__ = ("hold", "chunks", "tokens", "lease_s", "present")
     HOLD_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     hold: bytes
     chunks: int
     tokens: int
     lease_s: float
-    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    present: bytes
+    def __init__(self, hold: _Optional[bytes] = ..., chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., present: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("holds",)
@@ -366,14 +370,16 @@ class MatchBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes")
+    __slots__ = ("namespace", "keys", "sizes", "hold")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     sizes: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    hold: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hold: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksResponse(_message.Message):
     __slots__ = ("hits", "checksums", "data")

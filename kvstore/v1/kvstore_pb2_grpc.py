@@ -174,7 +174,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Hold(self, request, context):
-        """Protects the longest stored prefix from garbage collection for the time of one load.  A hold is leased: it ends
+        """Protects the longest stored prefix, or blocks, from garbage collection for the time of one load.  A hold is leased: it ends
         `lease_s` after it was taken, last renewed, or last read under, so that what a killed client held is collected soon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

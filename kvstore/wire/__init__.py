@@ -1,1 +1,1 @@
-"""What both ends of the gRPC service share: messages, frames of data, errors as statuses, limits of the channel."""
+"""Shared by both ends of the gRPC service: messages, frames of data, errors as statuses, limits of the channel."""

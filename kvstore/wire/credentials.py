@@ -1,4 +1,4 @@
-"""TLS for gRPC, at both ends. Certificates that changed are used for new connections (rule X2)."""
+"""TLS for gRPC, at both ends. New connections use changed certificates (rule X2)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> grpc.ServerCredentials:
-    """For a worker; with ``asks_certificates`` every client needs one. Raises InvalidRequest."""
+    """Returns a worker's credentials; ``asks_certificates`` demands one of each client. Raises InvalidRequest."""
     used = certificate.version
     first = _configuration(certificate, asks_certificates)
 
     def fetch() -> Any:
-        """Asked by gRPC before each handshake; None: the one before."""
+        """Called by gRPC before each handshake; None keeps the certificate from before."""
         nonlocal used
         try:
             version = certificate.version
@@ -27,7 +27,7 @@ def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> 
                 return None
             used = version
             return _configuration(certificate, asks_certificates)
-        except KVStoreError as error:  # nobody would see it
+        except KVStoreError as error:  # gRPC would swallow it
             log.error("certificate.not_reloaded %s", error)
             return None
 
@@ -35,7 +35,7 @@ def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> 
 
 
 def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
-    """For a client. Raises InvalidRequest."""
+    """Returns a client's credentials. Raises InvalidRequest."""
     pems = certificate.pems
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 

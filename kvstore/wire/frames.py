@@ -1,8 +1,8 @@
-"""Messages of data as bytes, by hand: one copy on the way out, none on the way in.
+"""Encodes and decodes messages of data by hand: one copy on the way out, none on the way in.
 
-The generated classes copy payload twice in each direction.  What is written and read here is plain protobuf, with the
-field numbers of ``PutRequest``, ``GetResponse`` and the messages for blocks, which agree: 1 ``start`` or ``hits``,
-2 ``checksums``, 3 ``data``; and the seal of field 1.  A test holds it against the generated classes.
+The generated classes copy the payload twice in each direction. This module reads and writes plain protobuf, with the
+field numbers of ``PutRequest``, ``GetResponse`` and the messages for blocks, which agree: 1 ``start`` or ``hits``, 2
+``checksums``, 3 ``data``; and the seal of field 1. A test compares it with the generated classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARINT_BYTES_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message of a stream: views of the bytes it came in, or ``start`` None where it has none."""
+    """One message of a stream: views of the bytes it came in; ``start`` is None if it has none."""
 
     start: bytes | None
     checksums: memoryview
@@ -33,7 +33,7 @@ class Frame:
 
 
 def encode_frame(data: Sequence[memoryview] = (), checksums: bytes = b"", start: bytes | None = None) -> bytes:
-    """A message of data; ``start`` is the encoded message, or the bytes, of field 1."""
+    """Encodes a message of data; ``start`` is the encoded message, or the bytes, of field 1."""
     pieces: list[bytes | memoryview] = []
     if start is not None:
         pieces += [_head(_START, len(start)), start, seal(start)]
@@ -46,9 +46,9 @@ def encode_frame(data: Sequence[memoryview] = (), checksums: bytes = b"", start:
 
 
 def decode_frame(message: bytes) -> Frame:
-    """The fields of a message of data.
+    """Decodes a message of data.
 
-    Raises InvalidRequest where it is none, or one that is too large, BrokenTransfer where it does not match its seal.
+    Raises InvalidRequest if it is not one, or too large; BrokenTransfer if it does not match its seal.
     """
     view = memoryview(message)
     found: dict[int, memoryview] = {}
@@ -84,7 +84,7 @@ def decode_frame(message: bytes) -> Frame:
 
 
 def _head(field: int, size: int) -> bytes:
-    """Tag and length of a length-delimited field."""
+    """Returns tag and length of a length-delimited field."""
     head = bytearray([field << 3 | _LENGTH_DELIMITED])
     while size > 0x7F:
         head.append(size & 0x7F | 0x80)

@@ -10,19 +10,19 @@ SERVICE = "kvstore.v1.KVStore"
 CONTROL = "kvstore.v1.Control"
 
 MESSAGE_BYTES_MAX = 4 << 20
-"""A message of data: the default receive limit of gRPC in every language."""
+"""Limit of a message of data: the default receive limit of gRPC in every language."""
 
 FRAME_BYTES = 2 << 20
-"""Data in one message. Fastest on loopback among 256 KiB to 4 MiB: with less, each message costs."""
+"""Data in one message. The fastest on loopback among 256 KiB to 4 MiB: smaller messages cost more calls."""
 
 REQUEST_BYTES_MAX = 4 * TOKENS_MAX + (1 << 20)
-"""A request with the tokens of the longest prompt, and some room."""
+"""Limit of a request: the tokens of the longest prompt, and some room."""
 
 BLOCKS_MAX = 65_536
 BLOCK_BYTES_MAX = 1 << 30
 
 _BOTH = [
-    # A peer that vanished without a word is noticed within 15 s, also while nothing is being sent.
+    # Notices a peer that vanished silently within 15 s, also while nothing is being sent.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -32,7 +32,7 @@ _BOTH = [
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
-    # Two workers on one port would each get a part of the calls: an error instead.
+    # With it, two workers on one port would each get a part of the calls. Without it, the second fails.
     ("grpc.so_reuseport", 0),
     # A connection on which nobody speaks keeps a file descriptor that the root needs.
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -44,19 +44,19 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # Also the time that one attempt to connect may take: a dead host must not eat up a call's deadline.
+    # Also the time that one attempt to connect may take: a dead host must not use up a call's deadline.
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A connection of its own for each channel, so that closing one store cannot disturb another.
+    # Each channel has a connection of its own, so that closing one store cannot disturb another.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # A proxy from the environment is never what a cluster's inside wants, and a library reads no environment.
+    # Traffic inside a cluster never wants a proxy from the environment, and a library reads no environment.
     ("grpc.enable_http_proxy", 0),
 ]
 
 
 def method(name: str) -> str:
-    """The path of a call of the service, or of the control service: ``Control.Health``."""
+    """Returns the path of a call of the service, or of the control service: ``Control.Health``."""
     service, _, call = name.rpartition(".")
     return f"/{CONTROL if service else SERVICE}/{call}"

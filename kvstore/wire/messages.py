@@ -1,4 +1,4 @@
-"""Our values as messages and back. What comes from the network is checked here, once."""
+"""Converts our values to messages and back. Everything from the network is checked here, once."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _WRITES: dict[WriteMode | None, pb.Write] = {
 
 
 def sealed(message: Message) -> bytes:
-    """A request as bytes that show it when one of them changes on the way."""
+    """Encodes a request with a seal, which shows a byte that changes on the way."""
     raw: bytes = message.SerializeToString()
     return raw + seal(raw)
 
 
 def parse(kind: type[M], raw: bytes) -> M:
-    """A message from its bytes, sealed or not.
+    """Decodes a message, sealed or not.
 
-    Raises InvalidRequest where they are none of this kind, BrokenTransfer where they do not match their seal.
+    Raises InvalidRequest if it is not of this kind, BrokenTransfer if it does not match its seal.
     """
     verdict = is_whole(raw)
     try:
@@ -51,7 +51,7 @@ def parse(kind: type[M], raw: bytes) -> M:
         if verdict is False:
             raise BrokenTransfer("a request changed on the way: repeat the call") from cause
         raise InvalidRequest(f"the request is not a {kind.DESCRIPTOR.full_name}: {cause}") from cause
-    # The bytes of one that has no seal may look like one by chance.
+    # The last bytes of a message without a seal may look like a seal by chance.
     if verdict is False and _has_seal(found):
         raise BrokenTransfer("a request changed on the way: repeat the call")
     return found
@@ -63,7 +63,7 @@ def _has_seal(message: Message) -> bool:
 
 
 def namespace_message(namespace: Namespace) -> pb.Namespace:
-    """A namespace as a message."""
+    """Converts a namespace to a message."""
     return pb.Namespace(
         name=namespace.name,
         layout=pb.Layout(**namespace.layout.to_dict()),
@@ -74,13 +74,13 @@ def namespace_message(namespace: Namespace) -> pb.Namespace:
 
 
 def namespace_of(message: pb.Namespace) -> Namespace:
-    """The inverse. Raises InvalidRequest where it makes no namespace."""
+    """Converts a message to a namespace. Raises InvalidRequest if it does not describe one."""
     if not message.HasField("layout"):
         raise InvalidRequest("the namespace has no layout: expected layers, kv_heads, head_dim, dtype and chunk_tokens")
     layout = message.layout
     attributes = {each.name: each.value for each in message.attributes}
     if len(attributes) != len(message.attributes):
-        raise InvalidRequest("an attribute of the namespace is there twice: expected each name once")
+        raise InvalidRequest("an attribute of the namespace occurs twice: expected each name once")
     return Namespace.of(
         message.name,
         Layout(layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.chunk_tokens),
@@ -91,22 +91,22 @@ def namespace_of(message: pb.Namespace) -> Namespace:
 
 
 def hints_message(hints: Hints) -> pb.Hints:
-    """Hints as a message."""
+    """Converts hints to a message."""
     return pb.Hints(priority=hints.priority, ttl_s=hints.ttl_s or 0)
 
 
 def hints_of(message: pb.Hints) -> Hints:
-    """The inverse, of an absent message too. Raises InvalidRequest."""
+    """Converts a message to hints, an absent message too. Raises InvalidRequest."""
     return Hints.of(message.priority if message.HasField("priority") else None, message.ttl_s or None)
 
 
 def write_message(write: WriteMode | None) -> pb.Write:
-    """A write mode as it is sent; None is the worker's own."""
+    """Converts a write mode to its value on the wire; None is the worker's own mode."""
     return _WRITES[write]
 
 
 def write_of(message: int) -> WriteMode | None:
-    """The inverse. Raises InvalidRequest."""
+    """Converts a value on the wire to a write mode. Raises InvalidRequest."""
     for write, sent in _WRITES.items():
         if sent == message:
             return write
@@ -114,12 +114,12 @@ def write_of(message: int) -> WriteMode | None:
 
 
 def pack_tokens(tokens: TokenArray) -> bytes:
-    """Token ids as little-endian u32."""
+    """Encodes token ids as little-endian u32."""
     return tokens.astype("<u4", copy=False).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> TokenArray:
-    """The inverse, without a copy. Raises InvalidRequest for part of a token, or too many."""
+    """Decodes token ids, without a copy. Raises InvalidRequest for part of a token, or too many."""
     if len(packed) % TOKEN_BYTES:
         raise InvalidRequest(f"tokens have {len(packed)} bytes: expected 4 for each, an unsigned little-endian integer")
     if len(packed) > TOKEN_BYTES * TOKENS_MAX:
@@ -130,12 +130,12 @@ def unpack_tokens(packed: bytes) -> TokenArray:
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Block keys, each behind a byte with its length."""
+    """Encodes block keys, each behind a byte with its length."""
     return b"".join(piece for key in keys for piece in (len(key).to_bytes(1), key))
 
 
 def unpack_keys(packed: bytes) -> list[bytes]:
-    """The inverse. Raises InvalidRequest for a key of another length than 16 to 64, or too many."""
+    """Decodes block keys. Raises InvalidRequest for a key of another length than 16 to 64, or too many."""
     keys: list[bytes] = []
     at = 0
     while at < len(packed):
@@ -143,7 +143,7 @@ def unpack_keys(packed: bytes) -> list[bytes]:
         key = packed[at + 1 : at + 1 + size]
         if not BLOCK_KEY_BYTES_MIN <= size <= BLOCK_KEY_BYTES_MAX or len(key) != size:
             raise InvalidRequest(
-                f"key {len(keys)} is said to have {size} bytes, and {len(key)} are there: expected a length byte, "
+                f"key {len(keys)} claims {size} bytes, and {len(key)} came: expected a length byte, "
                 f"{BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}, and then the key"
             )
         keys.append(key)
@@ -154,12 +154,12 @@ def unpack_keys(packed: bytes) -> list[bytes]:
 
 
 def pack_sizes(sizes: Sequence[int]) -> bytes:
-    """Sizes of blocks as little-endian u32."""
+    """Encodes sizes of blocks as little-endian u32."""
     return np.asarray(sizes, dtype="<u4").tobytes()
 
 
 def unpack_sizes(packed: bytes, count: int) -> list[int]:
-    """The inverse. Raises InvalidRequest unless there are ``count`` of them, each from 1 byte to 1 GiB."""
+    """Decodes sizes of blocks. Raises InvalidRequest unless there are ``count`` of them, each from 1 byte to 1 GiB."""
     if len(packed) != 4 * count:
         raise InvalidRequest(f"sizes have {len(packed)} bytes: expected {4 * count}, 4 for each of {count} keys")
     sizes: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
@@ -170,10 +170,10 @@ def unpack_sizes(packed: bytes, count: int) -> list[int]:
 
 
 def pin_message(pin: PinRecord) -> pb.PinRecord:
-    """A pin as a message."""
+    """Converts a pin to a message."""
     return pb.PinRecord(id=pin.id, owner=pin.owner, namespace=pin.namespace, tokens=pin.tokens, expires_s=pin.expires_s)
 
 
 def pin_of(message: pb.PinRecord) -> PinRecord:
-    """The inverse."""
+    """Converts a message to a pin."""
     return PinRecord(message.id, message.owner, message.namespace, message.tokens, message.expires_s)

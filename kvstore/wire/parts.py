@@ -23,9 +23,9 @@ _ROOM_BYTES = MESSAGE_BYTES_MAX - 1024  # tags and lengths count as well
 def encode_parts(
     parts: Iterable[memoryview], start: bytes | None = None, frame_bytes: int = FRAME_BYTES
 ) -> Iterator[bytes]:
-    """The messages that carry ``parts``, the first with ``start``; none for no parts and no start.
+    """Yields the messages that carry ``parts``, the first with ``start``; none for no parts and no start.
 
-    A message is made, its bytes copied, when it is asked for, and no part is looked at later than that.
+    A message is made, and its bytes copied, when it is asked for; no part is looked at later than that.
     """
     pieces: list[memoryview] = []
     sums = bytearray()
@@ -33,7 +33,8 @@ def encode_parts(
     for part in parts:
         at = 0
         while at < len(part):
-            # Data alone fills a message, so that sections of a power of two are not cut; tiny parts are all checksums.
+            # Data alone fills a message, so that sections of a power of two are not cut; messages of tiny parts are all
+            # checksums.
             room = min(frame_bytes - size, _ROOM_BYTES - size - len(sums) - _SUM.size)
             if room <= 0:
                 yield encode_frame(pieces, bytes(sums), start)
@@ -50,10 +51,10 @@ def encode_parts(
 
 
 class Incoming:
-    """Puts the frames of one stream together to parts of the given sizes, and compares their checksums.
+    """Joins the frames of one stream into parts of the given sizes, and verifies their checksums.
 
-    With ``memory`` each part is written into ``memory(index)``, which has its size; without, a part is a view of the
-    frame it came in, or of memory of its own where it came in several.
+    With ``memory`` each part is written into ``memory(index)``, which has its size. Without it, a part is a view of its
+    frame, or has memory of its own if it came in several frames.
     """
 
     __slots__ = ("_filled", "_memory", "_partial", "_sizes", "complete")
@@ -64,18 +65,18 @@ class Incoming:
         self._partial: memoryview | None = None
         self._filled = 0
         self.complete = 0
-        """Leading parts that came and are verified."""
+        """Number of leading parts that came and are verified."""
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts came."""
+        """True if all parts came."""
         return self.complete == len(self._sizes)
 
     def feed(self, frame: Frame) -> Iterator[memoryview]:
-        """The parts that a frame completes, in order.
+        """Yields the parts that a frame completes, in order.
 
-        Raises BrokenTransfer where one does not match its checksum, InvalidRequest for bytes behind the last part, or
-        for another number of checksums than parts that end here.
+        Raises BrokenTransfer if one does not match its checksum, InvalidRequest for bytes behind the last part, or if
+        the number of checksums differs from the number of parts that end here.
         """
         data, sums = frame.data, frame.checksums
         at = used = 0
@@ -127,7 +128,7 @@ class Incoming:
 
 
 class SameSize(Sequence[int]):
-    """``count`` times the same size, without a list of it."""
+    """A sequence of ``count`` equal sizes, without a list of them."""
 
     __slots__ = ("_count", "_size")
 

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses and back, in one table, so that each comes out as the class it went in as.
+"""Converts errors to gRPC statuses and back, in one table, so that each keeps its class.
 
 The class's name travels in trailing metadata; a client that ignores it still has the status code.
 """
@@ -39,7 +39,7 @@ class NoTicket(InvalidRequest):
 
 
 class BrokenTransfer(Unavailable):
-    """Bytes changed between client and worker, or a worker sent what makes no sense. Repeat the call."""
+    """Bytes changed between client and worker, or a worker's answer makes no sense. Repeat the call."""
 
 
 class Draining(Unavailable):
@@ -66,7 +66,7 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     HoldBroken: grpc.StatusCode.ABORTED,
     SessionLost: grpc.StatusCode.ABORTED,
 }
-"""The status of each class. Where several share a code, the first is what the code alone is taken for."""
+"""The status of each class. If several classes share a code, a code alone means the first."""
 
 _BY_NAME = {error.__name__: error for error in STATUSES}
 _BY_CODE = {code: error for error, code in reversed(STATUSES.items())}
@@ -75,7 +75,7 @@ _NOTHING_DONE = (Draining, Busy)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a worker answers with instead of a result."""
+    """A worker's answer in place of a result."""
 
     code: grpc.StatusCode
     message: str
@@ -83,7 +83,7 @@ class Refusal:
 
 
 def refusal(error: KVStoreError) -> Refusal:
-    """The status for an error. A class that is not in the table goes out as the nearest one that is."""
+    """Returns the status for an error. A class that is not in the table goes out as its nearest base class that is."""
     kind = next(kind for kind in type(error).__mro__ if kind in STATUSES or kind is KVStoreError)
     message = _fitting(str(error))
     if kind is KVStoreError:
@@ -102,13 +102,13 @@ class Failure:
 
     error: KVStoreError
     answered: bool
-    """Whether a worker of ours gave this answer, rather than the connection or a deadline."""
+    """True if a worker of ours gave this answer, rather than the connection or a deadline."""
     unsent: bool
-    """Whether nothing at all was done, so that even a call that must not run twice may be sent again."""
+    """True if nothing at all was done, so that even a call that must not run twice may be sent again."""
 
 
 def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]], where: str) -> Failure:
-    """A status as one of our errors. ``where`` names the worker in messages that are not its own."""
+    """Converts a status to one of our errors. ``where`` names the worker in messages that are not its own."""
     tags = {key: value for key, value in trailers if isinstance(value, str)}
     kind = _BY_NAME.get(tags.get(ERROR_KEY, ""))
     if kind is HoldBroken:
@@ -119,13 +119,13 @@ def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, s
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Failure(Unavailable(f"worker {where} did not answer in time"), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
-        return Failure(Busy(f"worker {where} has too many calls at once: back off"), True, True)  # said by gRPC itself
+        return Failure(Busy(f"worker {where} has too many calls at once: back off"), True, True)  # gRPC itself says so
     kind = _BY_CODE.get(code, Unavailable)
     return Failure(kind(f"worker {where}: {message or code.name}"), code is grpc.StatusCode.INTERNAL, unsent)
 
 
 def _fitting(message: str) -> str:
-    """As much of a message as a header holds. What is not printable ASCII takes three bytes for each of UTF-8's."""
+    """Cuts a message to what a header holds. Each byte of UTF-8 that is not printable ASCII takes three."""
     room = MESSAGE_BYTES_MAX
     for at, character in enumerate(message):
         room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))

@@ -1,7 +1,7 @@
-"""What a request on a bulk connection says of the call it belongs to: what metadata says over gRPC.
+"""The trace of a request on a bulk connection, which over gRPC travels in metadata.
 
 A field at the front of the message that no message declares, as a seal is one at its end: a receiver that does not know
-it ignores it, and a sender may leave it out.  The seal covers it.
+it ignores it, and a sender may omit it. The seal covers it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from kvstore import tracing
 from kvstore.wire.seals import seal
 
-TRACE_FIELD = 2046
 _TAG = b"\xf2\x7f"
 """Field 2046, wire type 2 (a length and so many bytes)."""
 TRACE_BYTES_MAX = 127
@@ -19,7 +18,7 @@ TRACE_BYTES_MAX = 127
 
 
 def traced(message: Message) -> bytes:
-    """A request as bytes with a seal, and with what the thread that calls this works for."""
+    """Encodes a request with a seal, and with the trace of the calling thread."""
     said = " ".join(f"{key}={value}" for key, value in _short(tracing.metadata())).encode()
     raw: bytes = message.SerializeToString()
     if said:
@@ -28,7 +27,7 @@ def traced(message: Message) -> bytes:
 
 
 def trace_of(message: bytes) -> tracing.Metadata:
-    """The inverse, as metadata; nothing where it says nothing, or what makes no sense."""
+    """Returns the trace as metadata; empty if there is none, or if it makes no sense."""
     at = len(_TAG) + 1
     if message[: len(_TAG)] != _TAG or len(message) < at or message[at - 1] > TRACE_BYTES_MAX:
         return ()

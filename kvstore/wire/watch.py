@@ -1,6 +1,6 @@
 """Ends streams on which nothing moves any more. Both ends need it: a blocking stream has no timeout of its own.
 
-A thread that waits for the next message of a peer cannot look at a clock, so one thread looks for all of them.
+A thread that waits for a peer's next message cannot look at a clock, so one thread looks for all of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Watched:
         self.ends_s = self.moved_s + most_s
         self.end = end
         self.expired = False
-        """Whether the watch ended the stream."""
+        """True if the watch ended the stream."""
 
     def moved(self) -> None:
-        """Something came or went."""
+        """Notes that a message came or went."""
         self.moved_s = self._clock.monotonic_s()
 
     def busy(self) -> None:
-        """What follows is our own work, which has its own deadlines: it does not count as idle until ``moved``."""
+        """Notes that our own work follows, which has its own deadlines: it does not count as idle until ``moved``."""
         self.moved_s = math.inf
 
     def done(self) -> None:
@@ -61,10 +61,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.expired_count = 0
-        """Streams ended so far because nothing moved, or because they took too long."""
+        """Number of streams ended so far because nothing moved, or because they took too long."""
 
     def begin(self, idle_s: float, most_s: float, end: Callable[[], object]) -> Watched:
-        """Calls ``end``, which must not block, when nothing moved for ``idle_s`` or after ``most_s`` in all."""
+        """Calls ``end``, which must not block, if nothing moves for ``idle_s``, and after ``most_s`` in all."""
         watched = Watched(self, self._clock, idle_s, most_s, end)
         with self._changed:
             first = not self._streams
@@ -82,7 +82,7 @@ class Watch:
             self._streams.discard(watched)
 
     def close(self) -> None:
-        """Ends the thread; streams are not ended any more. Idempotent."""
+        """Ends the thread; no more streams are ended. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -42,6 +42,7 @@ class BlockStreams:
     def get(self, request: pb.GetBlocksRequest, context: Call) -> Iterator[bytes]:
         """The encoded messages of one answer."""
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
+        hold = self._prompts.block_hold(request.hold, namespace)
         sizes = unpack_sizes(request.sizes, len(keys))
         self._prompts.settle_blocks(namespace, keys)
         groups = list(_groups(sizes, self._limits.window_bytes))
@@ -51,7 +52,9 @@ class BlockStreams:
             for group in groups:
                 buffers = _cut(memory, sizes[group])
                 deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
-                hits = self._node.blocks.get(namespace, keys[group], buffers, deadline)
+                if hold is not None:
+                    self._node.holds.check(hold)
+                hits = self._node.blocks.get(namespace, keys[group], buffers, deadline, held=hold is not None)
                 found = [buffer for buffer, hit in zip(buffers, hits, strict=True) if hit]
                 self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(map(len, found)))
                 yield from encode_parts(found, bytes(hits))

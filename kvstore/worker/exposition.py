@@ -1,7 +1,7 @@
-"""What a worker counts as Prometheus' metrics: which names and labels its counters and gauges get.
+"""Makes Prometheus metrics of what a worker counts: the names and labels that its counters and gauges get.
 
-METRICS.md lists them.  Apart from the server because here is decided what a counter is called; ``stats()`` has the same
-numbers under flat names.
+A new counter or gauge is a line in kvstore/counts.py; METRICS.md lists them. ``stats()`` has them under flat
+names.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from kvstore.address import Chain, block_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.handed_blocks import keyed
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
@@ -73,6 +72,19 @@ class Prompts:
         """The blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
         return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
+
+    def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
+        """The hold to read blocks of ``namespace`` under; None where the request names none.
+
+        Raises HoldBroken where it has ended, InvalidRequest where it is one of another namespace.
+        """
+        if not hold_id:
+            return None
+        hold = self._holds.find(hold_id)
+        if hold.chain.namespace.digest != namespace.digest:
+            raise InvalidRequest("the hold is of another namespace: expected one that Hold gave for this namespace")
+        self._member.node.holds.check(hold)
+        return hold
 
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""

@@ -19,7 +19,7 @@ from kvstore.security.tls import Certificate
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import SERVICE
-from kvstore.wire.messages import namespace_message, namespace_of
+from kvstore.wire.messages import namespace_message, namespace_of, unpack_keys
 from kvstore.wire.watch import Watch
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.blocks import BlockStreams
@@ -194,15 +194,27 @@ class Service:
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
         if not request.ttl_s >= 0:
             raise InvalidRequest(f"ttl_s is {request.ttl_s}: expected 0 or more")
-        chain = self.prompts.chain(request.namespace, request.tokens, call)
-        left_s = seconds_left(call, self._node.limits.match_deadline_s)
-        hold = self._node.hold(chain, request.ttl_s or None, left_s)
-        if not hold.count:
+        ttl_s, left_s, present = request.ttl_s or None, seconds_left(call, self._node.limits.match_deadline_s), b""
+        if request.keys:
+            if request.tokens:
+                raise InvalidRequest("a Hold has both keys of blocks and tokens: expected one of them")
+            namespace, keys = self.prompts.namespace(request.namespace, call), unpack_keys(request.keys)
+            self.prompts.settle_blocks(namespace, keys)
+            hold, found = self._node.hold_blocks(namespace, keys, ttl_s, left_s)
+            present = bytes(found)
+        else:
+            hold = self._node.hold(self.prompts.chain(request.namespace, request.tokens, call), ttl_s, left_s)
+        if not hold.count and not any(present):
             self._node.release(hold)
-            return pb.HoldResponse()
+            return pb.HoldResponse(present=present)
         self.holds.add(hold)
-        lease_s = self._limits.hold_lease_s
-        return pb.HoldResponse(hold=hold.id, chunks=hold.count, tokens=hold.tokens, lease_s=lease_s)
+        return pb.HoldResponse(
+            hold=hold.id,
+            chunks=hold.count,
+            tokens=hold.tokens,
+            lease_s=self._limits.hold_lease_s,
+            present=present,
+        )
 
     def _renew(self, request: pb.RenewRequest, call: Call) -> Message:
         if len(request.holds) > RENEWALS_MAX:

@@ -18,7 +18,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
 from kvstore.security.server import ServerSecurity
-from kvstore.sources import Clock, SystemClock
+from kvstore.sources import SystemClock
 from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import SERVER_OPTIONS
 from kvstore.worker.bulk.listener import BulkListener
@@ -45,9 +45,9 @@ class Worker:
 
     ``listen`` is ``host:port``, ``[v6]:port`` or ``unix:path``; port 0 is chosen by the system.  ``advertise`` is how
     clients reach it, where that differs: it is what discovery tells them.  ``version`` is for whoever lists workers.
-    With ``bulk`` it also takes bulk connections (kvstore/wire/bulk/BULK.md): on ``bulk_port`` of the same host (0:
-    chosen by the system), and on a unix socket in a folder of its own under ``bulk_folder`` (where temporary files go),
-    which clients on this host must see under the same path.  ``on_drain`` ends the program that this worker is in,
+    It also takes bulk connections (kvstore/wire/bulk/BULK.md), unless ``bulk_port`` is None: on that port of the same
+    host (0: chosen by the system), and on a unix socket in a folder of its own where temporary files go, which clients
+    on this host must see under the same path.  ``on_drain`` ends the program that this worker is in,
     when a client of the control service asks for that.
     """
 
@@ -59,32 +59,28 @@ class Worker:
         *,
         advertise: str | None = None,
         version: str = "",
-        clock: Clock | None = None,
-        bulk: bool = True,
-        bulk_port: int = 0,
-        bulk_folder: str | None = None,
+        bulk_port: int | None = 0,
         on_drain: Drain | None = None,
         security: ServerSecurity | None = None,
     ) -> None:
         self.limits = limits or WorkerLimits()
+        clock = SystemClock()
         self._security = security or ServerSecurity()
         self.address = ""
         """Where it listens, once started."""
         self.advertised = advertise or ""
         """What discovery tells clients, once started."""
-        self.service = Service(member, self.limits, clock or SystemClock(), self._security)
+        self.service = Service(member, self.limits, clock, self._security)
         self.control = ControlService(
             member,
             self.service,
-            clock or SystemClock(),
+            clock,
             lambda: About(self.advertised, self._version, self.is_serving),
             on_drain,
         )
         self._member = member
         self._listen = listen
-        self._bulk = bulk
         self._bulk_port = bulk_port
-        self._bulk_folder = bulk_folder
         self._version = version
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
@@ -127,7 +123,7 @@ class Worker:
             raise self._cannot_listen() from cause
         if not bound:
             raise self._cannot_listen()
-        if self._bulk:
+        if self._bulk_port is not None:
             service = self.service
             service.bulk = BulkListener(
                 service.bulk_requests,
@@ -135,8 +131,7 @@ class Worker:
                 self.limits,
                 None if is_path else host,
                 self._bulk_port,
-                self._bulk_folder,
-                self._security.tls,
+                tls=self._security.tls,
             )
             service.bulk.start()
         server.start()

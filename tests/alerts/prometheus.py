@@ -64,11 +64,15 @@ class Prometheus:
         with open(self._folder / "prometheus.log", "w") as messages:
             child = subprocess.Popen(
                 [
-                    "prometheus", f"--config.file={config}", f"--web.listen-address={self._address}",
-                    f"--storage.tsdb.path={self._folder / 'tsdb'}", "--log.level=warn",
+                    "prometheus",
+                    f"--config.file={config}",
+                    f"--web.listen-address={self._address}",
+                    f"--storage.tsdb.path={self._folder / 'tsdb'}",
+                    "--log.level=warn",
                 ],
-                stdout=messages, stderr=messages,
-            )  # fmt: skip
+                stdout=messages,
+                stderr=messages,
+            )
         try:
             self._wait_ready()
             yield self

@@ -46,8 +46,11 @@ class Stage:
         with open(log, "w") as messages:
             child = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE,
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                stderr=messages,
+                text=True,
+                cwd=SOURCE,
+            )
         program = Program(child, {}, log)
         self._programs.append(program)
         assert child.stdout is not None
@@ -62,9 +65,12 @@ class Stage:
         with open(log, "w") as messages:
             child = subprocess.Popen(
                 [sys.executable, "-m", "kvstore_gc", *arguments],
-                stdout=subprocess.DEVNULL, stderr=messages, text=True, cwd=SOURCE,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                text=True,
+                cwd=SOURCE,
                 env={**os.environ, "PYTHONPATH": "gc:."},
-            )  # fmt: skip
+            )
         program = Program(child, {}, log)
         self._programs.append(program)
         eventually(lambda: "metrics=" in log.read_text(), f"a collector that serves: {log.read_text()}")

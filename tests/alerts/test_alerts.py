@@ -170,10 +170,25 @@ def test_a_worker_that_is_secured_and_what_is_tried_on_it(scene: Scene) -> None:
     access.chmod(0o600)
     with tmpfs(audit, AUDIT_BYTES):
         secured = scene.stage.start(
-            "worker", "--root", str(scene.root), "--etcd", scene.etcd.endpoints, "--listen", "127.0.0.1:0",
-            "--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.ca),
-            "--access", str(access), "--audit-log", str(audit / "audit.log"), "--no-private",
-        )  # fmt: skip
+            "worker",
+            "--root",
+            str(scene.root),
+            "--etcd",
+            scene.etcd.endpoints,
+            "--listen",
+            "127.0.0.1:0",
+            "--tls-cert",
+            str(server.cert),
+            "--tls-key",
+            str(server.key),
+            "--tls-client-ca",
+            str(authority.ca),
+            "--access",
+            str(access),
+            "--audit-log",
+            str(audit / "audit.log"),
+            "--no-private",
+        )
         scene.watch(secured)
 
         def at(who: Pair) -> kvstore.client.store.Store:
@@ -205,9 +220,15 @@ def test_a_worker_that_is_secured_and_what_is_tried_on_it(scene: Scene) -> None:
 def test_a_worker_with_a_defect_whose_etcd_is_not_that_of_its_root(scene: Scene) -> None:
     with EmbeddedEtcd(scene.folder / "foreign") as foreign:
         wrong = scene.stage.start(
-            "worker", "--root", str(scene.root), "--etcd", foreign.endpoints, "--listen", "127.0.0.1:0",
+            "worker",
+            "--root",
+            str(scene.root),
+            "--etcd",
+            foreign.endpoints,
+            "--listen",
+            "127.0.0.1:0",
             module="tests.alerts.defective",
-        )  # fmt: skip
+        )
         scene.watch(wrong)
         scene.prometheus.wait_fired("KVStoreNotProtected")
         store, cache = cache_of(wrong, bulk="grpc")
@@ -281,9 +302,17 @@ def test_a_holder_in_the_way_of_a_collector_and_then_no_collector(scene: Scene) 
             assert hold.tokens
             time.sleep(1.5)
             greedy = scene.stage.collect(
-                "--root", str(scene.root), "--etcd", scene.etcd.endpoints, "--interval", "1s", "--ttl", "1s",
-                "--metrics", "127.0.0.1:0",
-            )  # fmt: skip
+                "--root",
+                str(scene.root),
+                "--etcd",
+                scene.etcd.endpoints,
+                "--interval",
+                "1s",
+                "--ttl",
+                "1s",
+                "--metrics",
+                "127.0.0.1:0",
+            )
             scene.prometheus.watch("collectors", [greedy.said["metrics"]])
             scene.prometheus.wait_fired("KVStoreGcBlocked")
     greedy.end()
@@ -293,9 +322,16 @@ def test_a_holder_in_the_way_of_a_collector_and_then_no_collector(scene: Scene) 
 def test_a_worker_that_is_started_again_and_again_and_then_is_gone(scene: Scene) -> None:
     said = scene.plain.said
     again = (
-        "worker", "--root", str(scene.root), "--etcd", scene.etcd.endpoints, "--listen", said["grpc"],
-        "--metrics", said["metrics"],
-    )  # fmt: skip
+        "worker",
+        "--root",
+        str(scene.root),
+        "--etcd",
+        scene.etcd.endpoints,
+        "--listen",
+        said["grpc"],
+        "--metrics",
+        said["metrics"],
+    )
     for number in range(3):
         scene.plain.end(signal.SIGKILL)
         scene.plain = scene.stage.start(*again)

@@ -16,10 +16,12 @@ from benchmarks.contents import WrongBytes
 from benchmarks.result import Plot, Result, Table, markdown
 
 TABLE = Table(
-    "Speeds & sizes", ("workers", "write", "read", "path"),
-    [[1, 0.5, 1.25, "shared"], [32, 1234.5, None, "tcp"]], "as fast as that",
+    "Speeds & sizes",
+    ("workers", "write", "read", "path"),
+    [[1, 0.5, 1.25, "shared"], [32, 1234.5, None, "tcp"]],
+    "as fast as that",
     Plot("workers", ("write", "read"), "path", "GiB/s", log_x=True),
-)  # fmt: skip
+)
 
 
 def result(**changed: Any) -> Result:

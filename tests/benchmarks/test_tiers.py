@@ -57,8 +57,13 @@ def counted(replay: Replay, setup: Setup, prompts: Sequence[Sequence[int]]) -> C
 
 def setup(memory: int, disk: int = 0, **others: object) -> Setup:
     chosen: dict[str, object] = {
-        "policy": "lru", "write": "through", "admission": False, "demotion": "always", "dirty_max": 1, "drain": 0.0,
-    }  # fmt: skip
+        "policy": "lru",
+        "write": "through",
+        "admission": False,
+        "demotion": "always",
+        "dirty_max": 1,
+        "drain": 0.0,
+    }
     return Setup(memory=memory, disk=disk, **{**chosen, **others})  # type: ignore[arg-type]
 
 
@@ -157,8 +162,11 @@ def test_the_tables_and_the_json_say_the_same(
     assert tiers.main() == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["disk"], row["demotion"]) for row in rows] == [
-        (0, "again"), (0, "always"), (50, "again"), (50, "always"),
-    ]  # fmt: skip
+        (0, "again"),
+        (0, "always"),
+        (50, "again"),
+        (50, "always"),
+    ]
     monkeypatch.setattr(sys, "argv", command)
     assert tiers.main() == 0
     printed = capsys.readouterr().out

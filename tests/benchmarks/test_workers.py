@@ -61,7 +61,7 @@ def test_rounds_larger_than_memory_go_call_by_call(tmp_root: Path) -> None:
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_plain_files_are_a_limit_beside_the_store(tmp_root: Path, calls: int) -> None:
-    """The same bytes without names or checksums, compared as ours are."""
+    """Bytes without names or checksums, compared as ours are."""
     case = replace(SMALL, path=PLAIN, calls=calls)
     assert measure(case, tmp_root, 1, with_fio=False).median("read") > 0
 

@@ -20,7 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -52,11 +52,10 @@ def serving_memory(
         opened,
         create_or_open(opened, ids),
         MemoryMeta(clock=clock),
-        durable=False,
         limits=limits or Limits(),
         clock=clock,
         ids=ids,
-        settings=settings,
+        options=NodeOptions(tiers=settings),
     )
     worker = Worker(member, "127.0.0.1:0", worker_limits)
     try:

@@ -187,7 +187,7 @@ def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> Non
 def test_a_worker_that_offers_no_bulk_path_gets_blocks_over_grpc(tmp_root: Path) -> None:
     keys, blocks = keys_of(13), blocks_of(13)
     member = member_on(PosixRoot(tmp_root))
-    worker = Worker(member, "127.0.0.1:0", bulk=False)
+    worker = Worker(member, "127.0.0.1:0", bulk_port=None)
     worker.start()
     try:
         with connected(worker.address) as store:

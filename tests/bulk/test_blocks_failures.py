@@ -22,7 +22,7 @@ from kvstore.format import places
 from kvstore.meta.interface import NO_LEASE, Event, KeyValue
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits
@@ -51,7 +51,7 @@ def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
 
 
 def got(cache: Cache) -> list[bool]:
-    """Which of all blocks are there; those have their bytes."""
+    """The blocks that are there, with their bytes right."""
     buffers = buffers_for(BLOCKS)
     hits = cache.blocks.get(KEYS, buffers)
     assert all(np.array_equal(buffers[at], BLOCKS[at]) for at in range(COUNT) if hits[at])
@@ -190,7 +190,7 @@ def test_a_get_larger_than_what_may_be_leased_is_whole(tmp_root: Path) -> None:
 
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
 def test_h1_what_a_sweep_condemned_counts_as_absent(hot: Served, way: str) -> None:
-    """Whether it is in memory or on the root: a client holds no blocks."""
+    """A block in memory or on the root: a client holds neither."""
     with connected(hot, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.blocks.put(KEYS, BLOCKS, write="through")

@@ -27,7 +27,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
@@ -49,7 +49,7 @@ from kvstore.wire.messages import pack_keys, pack_sizes
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import all_let_go, serving_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of, same
-from tests.bulk.ways import MEDIUM, greeted, is_closed
+from tests.bulk.ways import MEDIUM, greeted, is_closed, send_head
 from tests.patience import slowness
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub
 
@@ -179,7 +179,7 @@ def test_blocks_that_are_not_as_announced_store_nothing(
     with greeted(served, way) as channel:
         channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
         channel.receive_frame(Kind.READY)
-        channel.send_head(Kind.CHUNKS, 1, length)
+        send_head(channel, Kind.CHUNKS, 1, length)
         channel.send_bytes([memoryview(encode_span(*span))])
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             assert is_closed(sock)
@@ -191,7 +191,7 @@ def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> No
     with greeted(served, way) as channel:
         channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
         channel.receive_frame(Kind.READY)
-        channel.send_head(Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
+        send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             assert is_closed(sock)

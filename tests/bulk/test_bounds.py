@@ -30,7 +30,7 @@ from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_reque
 from kvstore.worker.bulk import folder
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.ways import MEDIUM, bulk_files_of, greeted, is_closed, same, tokens_and_kv
+from tests.bulk.ways import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv
 from tests.patience import NEVER_S, returns, slowness
 from tests.worker.serving import (
     WAIT_S,
@@ -93,7 +93,7 @@ def test_a_worker_short_of_threads_closes_the_connection(
         eventually(lambda: listener.connections_count == 1, "it is known")
         with monkeypatch.context() as patch:
             patch.setattr(listener._threads, "submit", no_more_threads)
-            channel.send_head(Kind.GET, 1, 0)
+            send_head(channel, Kind.GET, 1, 0)
             with socket.socket(fileno=os.dup(channel.fileno())) as sock:
                 assert is_closed(sock)
     assert listener.connections_count == 0
@@ -123,7 +123,7 @@ def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Se
     with greeted(served, "tcp") as channel:
         channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)])
         channel.receive_frame(Kind.READY)
-        channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        send_head(channel, Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         channel.send_bytes([memoryview(encode_span(0, 1))])
         eventually(lambda: in_flight.count == 4 * MEDIUM.chunk_bytes, "it is reserved")
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:

@@ -28,7 +28,7 @@ from kvstore.wire.bulk.frames import (
 )
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.ways import MEDIUM, bulk_files_of, dialled, greeted, is_closed, offered, same, tokens_and_kv
+from tests.bulk.ways import MEDIUM, bulk_files_of, dialled, greeted, is_closed, offered, same, send_head, tokens_and_kv
 from tests.patience import stretched
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
@@ -145,7 +145,7 @@ def test_more_connections_than_allowed_are_closed_at_once(served: Served, way: s
 @BOTH
 def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send_head(Kind.GET, 1, 1000)
+        send_head(channel, Kind.GET, 1, 1000)
         sock = socket.socket(fileno=os.dup(channel.fileno()))
         assert is_closed(sock)
         sock.close()
@@ -159,7 +159,7 @@ def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
 )
 def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: str, kind: Kind, length: int) -> None:
     with greeted(served, way) as channel:
-        channel.send_head(kind, 1, length)
+        send_head(channel, kind, 1, length)
         sock = socket.socket(fileno=os.dup(channel.fileno()))
         assert is_closed(sock)
         sock.close()
@@ -179,7 +179,7 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
         with greeted(served, way) as channel:
             channel.send(Kind.PUT, 1, [request])
             channel.receive_frame(Kind.READY)
-            channel.send_head(Kind.CHUNKS, 1, length)
+            send_head(channel, Kind.CHUNKS, 1, length)
             channel.send_bytes([memoryview(encode_span(*span))])
             sock = socket.socket(fileno=os.dup(channel.fileno()))
             assert is_closed(sock)
@@ -259,7 +259,7 @@ def test_a_put_behind_with_an_arena_takes_no_memory_of_the_worker(served: Served
         share(channel, memory(4096, fcntl.F_SEAL_SHRINK), 4096)
         channel.send(Kind.PUT, 1, [put_request(served, behind=True)])
         channel.receive_frame(Kind.READY)
-        channel.send_head(Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        send_head(channel, Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         sock = socket.socket(fileno=os.dup(channel.fileno()))
         assert is_closed(sock)
         sock.close()

@@ -347,7 +347,7 @@ def test_one_mapping_serves_all_connections(served: Served) -> None:
 
 
 def mappings() -> int:
-    """Of memories in this process: workers' own, and those of clients."""
+    """Memories in this process: workers' own, and those of clients."""
     return Path("/proc/self/maps").read_text().count("memfd:kvstore-memory")
 
 

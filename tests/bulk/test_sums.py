@@ -19,7 +19,7 @@ from kvstore.client.bulk.receiving import fill_verified
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken
@@ -132,7 +132,7 @@ def test_a_head_of_another_protocol_is_refused() -> None:
     head = bytearray(encode_head(Kind.GET, 1, 8))
     assert decode_head(head).length == 8
     head[0] ^= 1
-    with pytest.raises(InvalidRequest, match="no frame"):
+    with pytest.raises(InvalidRequest, match="not a frame"):
         decode_head(head)
 
 

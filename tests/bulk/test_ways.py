@@ -157,7 +157,7 @@ def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_r
 def test_a_way_that_is_not_there_is_said(tmp_root: Path, way: str) -> None:
     tokens, kv = tokens_and_kv(2)
     member = member_on(PosixRoot(tmp_root))
-    worker = Worker(member, "127.0.0.1:0", bulk=False)
+    worker = Worker(member, "127.0.0.1:0", bulk_port=None)
     worker.start()
     try:
         with connected(worker.address, bulk=way) as store:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore import Layout
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind
+from kvstore.wire.bulk.frames import Kind, encode_head
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from tests.worker.serving import WAIT_S, Served, raw_stub
@@ -37,7 +37,7 @@ def tokens_and_kv(
 
 
 def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """Whether two arrays have the same bytes."""
+    """True if two arrays have the same bytes."""
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
@@ -73,8 +73,13 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
         channel.close()
 
 
+def send_head(channel: Channel, kind: Kind, request: int, length: int) -> None:
+    """Begins a frame whose ``length`` bytes follow by ``send_bytes``, or never come."""
+    channel.send_bytes([memoryview(encode_head(kind, request, length))])
+
+
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the peer closes the connection, soon."""
+    """True if the peer closes the connection, soon."""
     sock.settimeout(WAIT_S)
     try:
         while sock.recv(65_536):

@@ -21,7 +21,7 @@ from kvstore.format.lineage import lineage_id, written
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
@@ -47,9 +47,15 @@ class RolledOut:
             16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0, root_priority_min=root_priority_min
         )
         self.member = join(
-            root, create_or_open(root, ids), MemoryMeta(store, clock=clock), durable=False, limits=limits, clock=clock,
-            ids=ids, shared=True, settings=settings, label=label,
-        )  # fmt: skip
+            root,
+            create_or_open(root, ids),
+            MemoryMeta(store, clock=clock),
+            limits=limits,
+            clock=clock,
+            ids=ids,
+            shared=True,
+            options=NodeOptions(tiers=settings, label=label),
+        )
         self.node = self.member.node
         self.cache = Store(LocalPort(self.member)).namespace("m", LAYOUT)
 
@@ -58,7 +64,7 @@ class RolledOut:
         return self.member.presence.current().id
 
     def kv(self, number: int, chunks: int) -> npt.NDArray[np.float16]:
-        """Of another roll-out other bytes: which are right is the engine's affair, never the store's."""
+        """Another roll-out has other bytes: which are right is the engine's affair, never the store's."""
         made = kv_of(LAYOUT, tokens(number, chunks)).view(np.uint16) ^ np.uint16(len(self.label))
         return made.view(np.float16)
 

@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.clearing import Clearing
 from kvstore.node.disk_tier import DiskTier
-from kvstore.node.recoding import Outcome, Recoding, recode
+from kvstore.node.recoding import Outcome, Recoding
 from kvstore.progress import Cancelled
 from kvstore.results import Cleared
 from kvstore.root.interface import Root
@@ -24,6 +24,7 @@ from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.census.nodes import SIZE, RolledOut, closing, tokens
+from tests.encodings.keyed import recode
 from tests.etcd_fixture import eventually
 from tests.patience import PATIENCE_S, slowness
 from tests.root.faulty import FaultyRoot, Hang, Rule

@@ -1,4 +1,4 @@
-"""Who wrote a chunk is on record before it is, whatever becomes of the session; without a record it is stored too."""
+"""A writer is on record before its chunks, whatever becomes of its session; without a record they are stored too."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ The rules in small are in ``test_clearing.py``; here are processes, peers, local
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.cli.app import app
 from kvstore.client.cache import Cache
+from tests.cli.conftest import serving
 from tests.etcd_fixture import eventually, running_etcd
 
 pytestmark = pytest.mark.slow
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=32)
 SIZE, CHUNKS, START_S = LAYOUT.chunk_tokens, 4, 60.0
 PROMPTS = 16
-"""Of each roll-out before the clear; even ones are good, odd ones bad."""
+"""Prompts of each roll-out before the clear; even ones are good, odd ones bad."""
 
 
 def command(*arguments: str) -> Any:
@@ -44,20 +43,10 @@ def command(*arguments: str) -> Any:
 @contextmanager
 def worker(root: Path, etcd: str, label: str, disk: Path) -> Iterator[str]:
     """A worker with memory and a local disk; its address."""
-    program = [
-        sys.executable, "-m", "kvstore.cli.main", "worker", "--root", str(root), "--etcd", etcd, "--label", label,
-        "--listen", "127.0.0.1:0", "--memory", "32MiB", "--disk", f"{disk}:64MiB", "--sync-interval", "100ms",
-        "--log-level", "warning",
-    ]  # fmt: skip
-    running = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout is not None
-        ready = running.stdout.readline()
-        assert ready.startswith("ready grpc="), ready
-        yield ready.split()[1].removeprefix("grpc=")
-    finally:
-        running.terminate()
-        running.wait(START_S)
+    options = "--listen 127.0.0.1:0 --memory 32MiB --sync-interval 100ms --log-level warning".split()
+    where = ["--root", str(root), "--etcd", etcd, "--label", label, "--disk", f"{disk}:64MiB"]
+    with serving(disk.parent, "worker", *where, *options) as running:
+        yield running.grpc
 
 
 def tokens(number: int) -> npt.NDArray[np.int64]:

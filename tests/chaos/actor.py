@@ -220,7 +220,7 @@ class Actor:
         return count, self._own_misses() != before
 
     def _is_in_force(self, hold: Hold) -> bool:
-        """Whether the hold protects now. It cannot come back: so it did at any time before."""
+        """True if the hold protects now. It cannot come back: so it did at any time before."""
         try:
             self._node.holds.check(hold)
         except HoldBroken:

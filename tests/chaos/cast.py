@@ -56,7 +56,7 @@ class Part:
 
     @property
     def is_running(self) -> bool:
-        """Whether it runs; where it has ended by itself, that is noted."""
+        """True if it runs; where it has ended by itself, that is noted."""
         if self.process is None:
             return False
         code = self.process.poll()
@@ -147,7 +147,7 @@ class Cast:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process has found a promise broken."""
+        """True if a process has found a promise broken."""
         return any(not part.is_running and FOUND_BROKEN in part.codes for part in self.parts.values())
 
     def facts(self, *kinds: str) -> list[tuple[str, Fact]]:

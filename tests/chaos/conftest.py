@@ -31,7 +31,7 @@ def two_mounts(request: pytest.FixtureRequest) -> Iterator[list[Path]]:
 
 
 def is_weak(folder: Path) -> bool:
-    """Whether the file system gives the weak guarantee only."""
+    """True if the file system gives the weak guarantee only."""
     mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     around = [(len(point), kind) for point, kind in mounts if folder.is_relative_to(point)]
     return max(around)[1] in WEAK

@@ -33,7 +33,7 @@ class Broken:
     name: str
     why: str
     is_wrong: bool
-    """Whether it has wrong bytes; else it is missing."""
+    """True if it has wrong bytes; else it is missing."""
 
 
 class LivePins:

@@ -32,11 +32,11 @@ REAPED_CHUNKS = MAX_BYTES // 2 // LAYOUT.chunk_bytes
 WAIT_S = 60.0
 SAMPLE_S = 0.05
 RATE_BYTES = 100_000_000
-"""Of each writer in a second: as fast as they can would need memory that not every machine has."""
+"""Bytes of each writer in a second: writing as fast as they can would need memory that not every machine has."""
 FILE_SYSTEM_BYTES = 2 << 30
 OTHERS_BYTES = 1 << 30
 HEADERS_BYTES = 1 << 18
-"""Of one prompt, more than its chunks have."""
+"""Bytes of one prompt's headers, more than its chunks have."""
 
 
 @pytest.fixture

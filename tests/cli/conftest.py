@@ -72,7 +72,7 @@ def command_line(pid: int) -> str:
 
 
 def gone(pids: dict[int, str]) -> bool:
-    """Whether none of these programs runs any more."""
+    """True once none of these programs runs any more."""
     for each, command in pids.items():
         try:
             state = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[0]
@@ -120,9 +120,13 @@ def serving(folder: Path, *arguments: str) -> Iterator[Running]:
     log = folder / f"{arguments[0]}-{time.monotonic_ns()}.log"
     with open(log, "w") as messages:
         child = subprocess.Popen(
-            [*KVSTORE, *arguments], stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE,
+            [*KVSTORE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            cwd=SOURCE,
             env={**os.environ, "XDG_STATE_HOME": str(folder / "state")},
-        )  # fmt: skip
+        )
     assert child.stdout is not None
     try:
         ready = child.stdout.readline()

@@ -29,8 +29,13 @@ def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict
     before = left(tmp_path)
     done = subprocess.run(
         [*KVSTORE, "demo", "--requests", "30"],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE, env=temporary,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        cwd=SOURCE,
+        env=temporary,
+    )
     assert done.returncode == 0, done.stderr
     for name in ("requests", "tokens matched", "hit ratio", "GiB put", "GiB got", "MiB/s"):
         assert name in done.stdout
@@ -46,8 +51,13 @@ def test_a_trace_of_ones_own_and_json(tmp_path: Path, temporary: dict[str, str])
     write_trace(tmp_path / "trace.jsonl", requests)
     done = subprocess.run(
         [*KVSTORE, "demo", "--trace", str(tmp_path / "trace.jsonl"), "--requests", "15", "--json"],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE, env=temporary,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        cwd=SOURCE,
+        env=temporary,
+    )
     found = json.loads(done.stdout)
     assert (found["ok"], found["requests"], found["wrong_bytes"], found["workers"]) == (True, 15, 0, 2)
     assert found["tokens_matched"] == expect(requests[:15]).blocks * BLOCK_TOKENS
@@ -58,8 +68,12 @@ def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[st
     before = left(tmp_path)
     with subprocess.Popen(
         [*KVSTORE, "demo", "--requests", "100000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=SOURCE, env=temporary,
-    ) as demo:  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=SOURCE,
+        env=temporary,
+    ) as demo:
         assert demo.stderr is not None
         # Through its messages, so that the cluster runs when the signal comes.
         for line in demo.stderr:

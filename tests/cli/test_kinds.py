@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.command import Command
-from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, SIZE, is_loopback, split
+from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, SIZE, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
+from kvstore.security.networks import is_loopback
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,14 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         done = ended(
-            "up", "--root", str(tmp_root / "root"), "--listen", f"127.0.0.1:{port}",
-            "--etcd-folder", str(tmp_root / "etcd"),
-        )  # fmt: skip
+            "up",
+            "--root",
+            str(tmp_root / "root"),
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--etcd-folder",
+            str(tmp_root / "etcd"),
+        )
     assert done.returncode == 2
     assert done.stdout == ""
     assert f"could not listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr

@@ -55,7 +55,7 @@ def interrupted_everywhere(work: Callable[[], object]) -> Iterator[int]:
 
 
 def goes_through(work: Callable[[], object]) -> bool:
-    """Whether another thread gets through ``work``."""
+    """True if another thread gets through ``work``."""
     ended = threading.Event()
 
     def works() -> None:

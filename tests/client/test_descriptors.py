@@ -114,8 +114,12 @@ def test_a_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: o
     with holding(tmp_root) as served:  # type: ignore[operator]
         child = subprocess.run(
             [sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), bulk, str(limit)],
-            capture_output=True, text=True, timeout=2 * WAIT_S, check=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=2 * WAIT_S,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        )
         hits, errors, fds, lines, short, missed = json.loads(child.stdout)
         assert errors == [] and missed == 0
         assert hits

@@ -162,6 +162,11 @@ def test_a_child_that_was_forked_after_its_parent_connected_is_refused_a_connect
     with serving() as served:
         parent = subprocess.run(
             [sys.executable, "-c", _PARENT, served.address],
-            capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=Path(__file__).parents[2], env=env,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            env=env,
+        )
     assert parent.stdout.split("\n")[0] == "[1, 2, 1, 2]", "before, beside and after the parent's connection"

@@ -138,8 +138,9 @@ def test_arrays_in_any_memory_order_are_put_and_read_into(cache: Cache, view: An
     assert same(cache.get(TOKENS)[1], KV)
     out = view(np.zeros_like(KV))
     assert cache.get(TOKENS, out=out) == len(TOKENS)
-    assert np.array_equal(out.view(np.uint16) if out.flags.c_contiguous else np.ascontiguousarray(out).view(np.uint16),
-                          KV.view(np.uint16))  # fmt: skip
+    assert np.array_equal(
+        out.view(np.uint16) if out.flags.c_contiguous else np.ascontiguousarray(out).view(np.uint16), KV.view(np.uint16)
+    )
     with cache.hold(TOKENS) as hold:
         out = view(np.zeros_like(KV))
         assert hold.read_into(out) == len(TOKENS)

@@ -247,6 +247,10 @@ def test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room() 
             tickets[-1].cancel()
             assert tickets[-1].done, "nobody had begun it"
             tickets.append(acting.cache.prefetch(tokens))
+            acting.member.adjust(replace(QUICK, moves_max=7))
+            tickets.append(acting.cache.prefetch(tokens))
+            with pytest.raises(Overloaded, match="7 prefetches and moves are not done yet"):
+                acting.cache.prefetch(tokens)
         for ticket in tickets:
             ticket.wait(WAIT_S)
         assert all(ticket.done for ticket in tickets)

@@ -51,7 +51,7 @@ class Cluster:
         clock, ids, root, meta = SystemClock(), RandomIds(), MemoryRoot(self.files), MemoryMeta(self.store)
         identity = create_or_open(root, ids)
         bind_root(meta, f"memory://{identity.root.hex()}", identity.root)
-        member = join(root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids)
+        member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids)
         worker = Worker(member, "127.0.0.1:0")
         try:
             worker.start()

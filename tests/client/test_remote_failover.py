@@ -46,7 +46,7 @@ KV = kv_of(SMALL, TOKENS)
 
 @pytest.fixture(params=["auto", "tcp", "grpc"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which way the bytes of chunks go."""
+    """The path of the bytes of chunks."""
     chosen: str = request.param
     monkeypatch.setenv("KVSTORE_BULK", chosen)
     return chosen

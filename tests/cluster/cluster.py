@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.certificates import Authority, Papers
+from tests.cluster.certificates import Papers, papers_of
 from tests.cluster.machine import Machine
 from tests.cluster.members import CLIENT_PORT, ETCD, EtcdMember, leader_of
 from tests.cluster.moosefs import MASTER, MOUNT, PACKAGES, MooseHost, MooseMaster, missing_programs
 from tests.etcd_fixture import eventually
+from tests.security.certificates import Authority
 
 MIB = 1 << 20
 HOSTS = ("host1", "host2", "host3")
@@ -32,7 +33,7 @@ WORKER_PORT = 7070
 WORKER, CRON = "worker", "cron"
 """Names of services."""
 ENGINE, OPERATOR = "engine", "operator"
-"""Who else has a certificate."""
+"""The others that have a certificate."""
 IDENTITIES = {
     **{f"cert:{name}": {"*": "read"} for name in HOSTS},  # what peers may do with each other
     f"cert:{ENGINE}": {"": "write"},
@@ -44,7 +45,7 @@ ROOT_BYTES_MAX = 24 * MIB
 """What chunks may take: less than the trace has, so that every round of the collector has something to take."""
 MEMORY_BYTES = 24 * MIB
 BALLAST_LEFT_BYTES = 112 * MIB
-"""Of a disk: MooseFS puts nothing new on one that has less than 64 MiB beside what it keeps free."""
+"""Bytes of a disk: MooseFS puts nothing new on one that has less than 64 MiB beside what it keeps free."""
 JUNK = f"{MOUNT}/junk"
 FILL_S = 90.0
 SHARD_BITS = 4
@@ -67,8 +68,8 @@ def why_not() -> str | None:
         return "needs /dev/fuse, for mounts of the file system"
     if missing := missing_programs():
         return f"needs MooseFS ({', '.join(missing)} not found): apt-get install {PACKAGES}"
-    if missing := [name for name in ("ip", "unshare", "nsenter", "openssl") if shutil.which(name) is None]:
-        return f"needs {', '.join(missing)}: apt-get install iproute2 util-linux openssl"
+    if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
+        return f"needs {', '.join(missing)}: apt-get install iproute2 util-linux"
     return None
 
 
@@ -102,6 +103,7 @@ class Cluster:
         self._disks = folder / "disks"
         self.rack = Machine("rack", folder / "logs" / "rack")
         self._authority = Authority(folder / "certificates")
+        self._papers: dict[str, Papers] = {}
         self._access = folder / "certificates" / "access.json"
         self._master = MooseMaster(self.rack, self._disks / "rack", folder / "settings" / "rack", NETWORK)
         self.hosts: list[Host] = []
@@ -112,9 +114,7 @@ class Cluster:
         """Switches everything on, and waits until every worker serves."""
         for each in (self._disks, self.journals):
             each.mkdir(parents=True)
-        self._authority.found()
-        for name in (ENGINE, OPERATOR):
-            self._authority.issue(name)
+        self._papers = {name: papers_of(self._authority, name) for name in (ENGINE, OPERATOR)}
         self._access.write_text(json.dumps({"identities": IDENTITIES}))
         self._access.chmod(0o600)
         self.rack.boot()
@@ -175,21 +175,48 @@ class Cluster:
     def start_worker(self, host: Host) -> None:
         """The worker as a service; it starts once the mount is there."""
         command = [
-            *kvstore("worker"), "--root", ROOT, *self.etcd_options(host), "--listen", host.worker,
-            "--metrics", "127.0.0.1:0", "--drain", DRAIN,
-            "--memory", str(MEMORY_BYTES), "--shard-bits", str(SHARD_BITS),
-            "--tls-cert", str(host.papers.cert), "--tls-key", str(host.papers.key),
-            "--tls-client-ca", str(host.papers.ca), "--access", str(self._access),
-            "--audit-log", str(host.machine.logs / "audit.log"),
-        ]  # fmt: skip
-        host.machine.start(WORKER, ["sh", "-c", f'mountpoint -q {MOUNT} && exec "$@"', "sh", *command],
-                           environment=PYTHON)  # fmt: skip
+            *kvstore("worker"),
+            "--root",
+            ROOT,
+            *self.etcd_options(host),
+            "--listen",
+            host.worker,
+            "--metrics",
+            "127.0.0.1:0",
+            "--drain",
+            DRAIN,
+            "--memory",
+            str(MEMORY_BYTES),
+            "--shard-bits",
+            str(SHARD_BITS),
+            "--tls-cert",
+            str(host.papers.cert),
+            "--tls-key",
+            str(host.papers.key),
+            "--tls-client-ca",
+            str(host.papers.ca),
+            "--access",
+            str(self._access),
+            "--audit-log",
+            str(host.machine.logs / "audit.log"),
+        ]
+        host.machine.start(
+            WORKER, ["sh", "-c", f'mountpoint -q {MOUNT} && exec "$@"', "sh", *command], environment=PYTHON
+        )
 
     def etcd_options(self, host: Host) -> list[str]:
         """How a command on this host reaches etcd."""
         papers = host.papers
-        return ["--etcd", self.endpoints, "--etcd-ca", str(papers.ca), "--etcd-cert", str(papers.cert),
-                "--etcd-key", str(papers.key)]  # fmt: skip
+        return [
+            "--etcd",
+            self.endpoints,
+            "--etcd-ca",
+            str(papers.ca),
+            "--etcd-cert",
+            str(papers.cert),
+            "--etcd-key",
+            str(papers.key),
+        ]
 
     @property
     def endpoints(self) -> str:
@@ -202,8 +229,16 @@ class Cluster:
 
     def collecting(self, host: Host) -> list[str]:
         """The command of a collector's round."""
-        return [*kvstore_gc(), "--root", ROOT, *self.etcd_options(host), "--once", "--json",
-                "--max-bytes", str(ROOT_BYTES_MAX)]  # fmt: skip
+        return [
+            *kvstore_gc(),
+            "--root",
+            ROOT,
+            *self.etcd_options(host),
+            "--once",
+            "--json",
+            "--max-bytes",
+            str(ROOT_BYTES_MAX),
+        ]
 
     def ready_count(self, host: Host) -> int:
         """How often its worker has said that it serves."""
@@ -252,13 +287,13 @@ class Cluster:
 
     def papers(self, name: str) -> Papers:
         """Certificate and key of the engines, or of the operator."""
-        return self._authority.papers(name)
+        return self._papers[name]
 
     # Parts
 
     def _host(self, number: int, name: str, addresses: Mapping[str, str]) -> Host:
         machine = Machine(name, self.folder / "logs" / name)
-        papers = self._authority.issue(name, addresses[name])
+        papers = papers_of(self._authority, name, addresses[name])
         member = EtcdMember(machine, self._disks / f"{name}-etcd", papers, dict(addresses))
         files = MooseHost(
             machine, self._disks / f"{name}-chunks", self.folder / "settings" / name, addresses[name], RACK

@@ -95,7 +95,7 @@ class Diary:
 
 
 def is_trouble(fact: Fact) -> bool:
-    """Whether a request was not served as it would be on a good day."""
+    """True if a request was not served as it would be on a good day."""
     return bool(fact["error"] or fact.get("shed") or fact.get("short"))
 
 

@@ -43,7 +43,7 @@ class Reach:
         return kvstore.connect(etcd=self.etcd, etcd_tls=etcd_tls, limits=LIMITS, tls=tls)
 
     def arguments(self) -> list[str]:
-        """The same for another process, which takes ``reach_options``."""
+        """The command line for another process, which takes ``reach_options``."""
         papers = self.papers
         found = ["--etcd", self.etcd, "--ca", str(papers.ca), "--cert", str(papers.cert), "--key", str(papers.key)]
         return found if self.worker is None else [*found, "--worker", self.worker]

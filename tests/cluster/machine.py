@@ -111,8 +111,9 @@ class Machine:
     ) -> int:
         """Starts a service, which is started again after each of its ends unless ``again_s`` is None; its pid there."""
         log = str(self.logs / name)
-        return int(self._tell("start", name, argv=list(argv), log=log, environment=dict(environment or {}),
-                              again_s=again_s))  # fmt: skip
+        return int(
+            self._tell("start", name, argv=list(argv), log=log, environment=dict(environment or {}), again_s=again_s)
+        )
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Sends a service a signal, if it runs."""

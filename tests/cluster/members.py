@@ -62,11 +62,21 @@ class EtcdMember:
         papers = self._papers
         etcdctl = find_etcd().removesuffix("etcd") + "etcdctl"
         found = self._machine.run(
-            ["env", "ETCDCTL_API=3", etcdctl, f"--endpoints=https://{self._addresses[self._machine.name]}:{CLIENT_PORT}",
-             f"--cacert={papers.ca}", f"--cert={papers.cert}", f"--key={papers.key}",
-             "--command-timeout=2s", "endpoint", "status", "--write-out=json"],
+            [
+                "env",
+                "ETCDCTL_API=3",
+                etcdctl,
+                f"--endpoints=https://{self._addresses[self._machine.name]}:{CLIENT_PORT}",
+                f"--cacert={papers.ca}",
+                f"--cert={papers.cert}",
+                f"--key={papers.key}",
+                "--command-timeout=2s",
+                "endpoint",
+                "status",
+                "--write-out=json",
+            ],
             wait_s,
-        )  # fmt: skip
+        )
         if found.code:
             return None
         status: dict[str, Any] = json.loads(found.out)[0]["Status"]

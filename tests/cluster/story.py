@@ -31,8 +31,20 @@ AUDIT_PATIENCE_S = 12.0
 """Shorter than an engine keeps a pin: one that is lost must not be given back before it is missed."""
 AUDIT_S_MAX = 90.0
 POLL_S = 0.25
-HEADS = ("scene", "s", "requests", "hits", "errors", "shed", "slowest s", "well again after s",
-         "collected", "pins kept", "late", "wrong bytes")  # fmt: skip
+HEADS = (
+    "scene",
+    "s",
+    "requests",
+    "hits",
+    "errors",
+    "shed",
+    "slowest s",
+    "well again after s",
+    "collected",
+    "pins kept",
+    "late",
+    "wrong bytes",
+)
 
 
 @dataclass(slots=True)
@@ -59,11 +71,19 @@ class Scene:
         assert figures is not None
         recovered = " ".join(f"{seconds:.1f}" for seconds in self.recovered_s.values())
         return [
-            self.title, f"{figures.seconds:.0f}", f"{figures.requests}", f"{100 * figures.hit_ratio:.0f} %",
-            f"{figures.errors.total()}", f"{figures.shed + figures.short}", f"{figures.slowest_s:.1f}", recovered,
-            f"{self.collected}", f"{min((each['pins'] - len(each['lost']) for each in self.audits), default=0)}",
-            f"{max((each['late'] for each in self.audits), default=0)}", f"{figures.wrong_bytes}",
-        ]  # fmt: skip
+            self.title,
+            f"{figures.seconds:.0f}",
+            f"{figures.requests}",
+            f"{100 * figures.hit_ratio:.0f} %",
+            f"{figures.errors.total()}",
+            f"{figures.shed + figures.short}",
+            f"{figures.slowest_s:.1f}",
+            recovered,
+            f"{self.collected}",
+            f"{min((each['pins'] - len(each['lost']) for each in self.audits), default=0)}",
+            f"{max((each['late'] for each in self.audits), default=0)}",
+            f"{figures.wrong_bytes}",
+        ]
 
 
 class Story:
@@ -85,8 +105,9 @@ class Story:
         """Starts it as a service of its host."""
         journal = self.cluster.journals / f"{host.name}.journal"
         command = [sys.executable, "-m", "tests.cluster.engine", *self._reach().arguments()]
-        host.machine.start(ENGINE, [*command, "--trace", str(self.trace), "--journal", str(journal)],
-                           environment=PYTHON)  # fmt: skip
+        host.machine.start(
+            ENGINE, [*command, "--trace", str(self.trace), "--journal", str(journal)], environment=PYTHON
+        )
 
     def boot(self, host: Host) -> None:
         """Switches a host on again, with its engine."""

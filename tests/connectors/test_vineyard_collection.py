@@ -73,9 +73,11 @@ def pass_time(root: Path, minutes: int) -> None:
 def collect(root: Path, etcd: str, *arguments: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"}, check=True, timeout=PATIENCE_S,
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"},
+        check=True,
+        timeout=PATIENCE_S,
         stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def test_files_live_for_their_ttl_and_are_gone_after_it(root: Path, etcd: str) -> None:

@@ -30,20 +30,35 @@ def parameters(of: Any) -> dict[str, object]:
 
 def test_parameters_and_defaults_are_vineyards_in_its_order() -> None:
     assert list(parameters(FileCacheConfig).items()) == [
-        ("chunk_size", 16), ("hash_chunk_size", 2), ("root", "/tmp/vineyard/llm_cache"),
-        ("filesystem_type", FilesystemType.LOCAL), ("gc_interval", 1800), ("ttl", 1800), ("enable_global_gc", False),
-        ("global_gc_interval", 10800), ("global_ttl", 10800), ("socket", ""), ("rpc_endpoint", ""),
+        ("chunk_size", 16),
+        ("hash_chunk_size", 2),
+        ("root", "/tmp/vineyard/llm_cache"),
+        ("filesystem_type", FilesystemType.LOCAL),
+        ("gc_interval", 1800),
+        ("ttl", 1800),
+        ("enable_global_gc", False),
+        ("global_gc_interval", 10800),
+        ("global_ttl", 10800),
+        ("socket", ""),
+        ("rpc_endpoint", ""),
         ("rdma_endpoint", ""),
-    ]  # fmt: skip
+    ]
     assert list(parameters(VineyardCacheConfig).items()) == [
-        ("socket", inspect.Parameter.empty), ("block_size", 5), ("sync_interval", 3),
-        ("llm_cache_sync_lock", "llmCacheSyncLock"), ("llm_cache_object_name", "llm_cache_object"),
+        ("socket", inspect.Parameter.empty),
+        ("block_size", 5),
+        ("sync_interval", 3),
+        ("llm_cache_sync_lock", "llmCacheSyncLock"),
+        ("llm_cache_object_name", "llm_cache_object"),
         ("llm_ref_cnt_object_name", "llm_refcnt_object"),
-    ]  # fmt: skip
+    ]
     assert list(parameters(KVCache).items()) == [
-        ("cache_config", None), ("tensor_nbytes", 1024), ("cache_capacity", 1024), ("layer", 1), ("rank", None),
+        ("cache_config", None),
+        ("tensor_nbytes", 1024),
+        ("cache_capacity", 1024),
+        ("layer", 1),
+        ("rank", None),
         ("world_size", None),
-    ]  # fmt: skip
+    ]
     for call in ("update", "query"):
         assert list(parameters(getattr(KVCache, call)))[1:] == ["prefix", "tokens", "kv_cache_list"]
     for call in ("batched_update", "batched_query"):

@@ -33,8 +33,13 @@ def run(name: str, tmp_root: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_root, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        cwd=tmp_root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -54,8 +59,10 @@ def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: 
     names = "KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig, FilesystemType"
     subprocess.run(
         [sys.executable, "-c", f"from {module} import {names}"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, check=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        check=True,
+        timeout=PATIENCE_S,
+    )
 
 
 def test_a_second_run_of_the_file_program_finds_what_the_first_stored(tmp_root: Path) -> None:

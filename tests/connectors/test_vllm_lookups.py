@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.blocks import BlockCache
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
 from kvstore.connectors.vllm.settings import Settings
@@ -35,7 +35,7 @@ def link() -> Iterator[Link]:
 
 @contextmanager
 def looking(link: Link, **options: Any) -> Iterator[Lookups]:
-    lookups = Lookups(link, Counts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
+    lookups = Lookups(link, EngineCounts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
     try:
         yield lookups
     finally:

@@ -62,9 +62,13 @@ def halves() -> Iterator[Callable[..., Any]]:
     def half(**settings: Any) -> Any:
         given = Settings.of({"root": "memory://", **settings})
         shape = SimpleNamespace(
-            tp=1, pp=1, groups=(0,), block_tokens=[BLOCK_TOKENS], hash_tokens=BLOCK_TOKENS,
+            tp=1,
+            pp=1,
+            groups=(0,),
+            block_tokens=[BLOCK_TOKENS],
+            hash_tokens=BLOCK_TOKENS,
             is_async=lambda settings: settings.load == "async",
-        )  # fmt: skip
+        )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
         made.append(SchedulerHalf(given, shape, names, loads=True, stores=True))  # type: ignore[arg-type]
         made[-1].manager = Blocks()

@@ -15,12 +15,14 @@ from tests.connectors.vllm_modules import vllm_modules
 OFFLOAD = "vllm.v1.kv_offload"
 MODULES: dict[str, dict[str, Any]] = {
     f"{OFFLOAD}.base": {
-        "Medium": SimpleNamespace(STORAGE="storage"), "Locality": str, "LookupResult": str,
+        "Medium": SimpleNamespace(STORAGE="storage"),
+        "Locality": str,
+        "LookupResult": str,
         "RequestOffloadingContext": object,
     },
     f"{OFFLOAD}.tiering.async_lookup": {"AsyncLookupManager": type("Base", (), {"__init__": lambda self, **_: None})},
     f"{OFFLOAD}.tiering.base": {"JobResult": object, "SecondaryTierManager": object, "TransferJob": object},
-}  # fmt: skip
+}
 
 
 class Slow:

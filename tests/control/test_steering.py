@@ -28,9 +28,18 @@ TEXT = ",".join(map(str, TOKENS.tolist()))
 def up(module_root: Path) -> Iterator[Running]:
     """Two workers with memory on one root, shared by this module."""
     with serving(
-        module_root, "up", "--root", str(module_root / "root"), "--listen", "127.0.0.1:0", "--workers", "2",
-        "--memory", "64MiB", "--no-gc",
-    ) as running:  # fmt: skip
+        module_root,
+        "up",
+        "--root",
+        str(module_root / "root"),
+        "--listen",
+        "127.0.0.1:0",
+        "--workers",
+        "2",
+        "--memory",
+        "64MiB",
+        "--no-gc",
+    ) as running:
         yield running
 
 

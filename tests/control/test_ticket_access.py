@@ -1,4 +1,4 @@
-"""Whose a ticket is: who asked is in it, and others see and end only those of tenants that they may."""
+"""Access to tickets: a ticket names who asked, and others see and end only tickets of tenants that they may."""
 
 from __future__ import annotations
 
@@ -61,8 +61,12 @@ def test_a_ticket_says_who_asked_and_is_shown_to_those_who_may_read_its_tenant(w
         with steering(worker, identity) as control:
             shown[identity] = {each.id for each in control.tickets()}
     assert shown == {
-        "alice": {acme.id}, "rita": {acme.id}, "bob": set(), "olga": {acme.id, every.id}, "ward": {acme.id, every.id},
-    }  # fmt: skip
+        "alice": {acme.id},
+        "rita": {acme.id},
+        "bob": set(),
+        "olga": {acme.id, every.id},
+        "ward": {acme.id, every.id},
+    }
 
 
 def test_what_one_may_not_ask_for_makes_no_ticket_and_changes_nothing(worker: Secured) -> None:

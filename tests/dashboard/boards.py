@@ -56,7 +56,7 @@ def shown() -> Iterator[Shown]:
     files = MemoryFiles()
     root, meta = MemoryRoot(files), MemoryMeta(clock=clock)
     identity = create_or_open(root, ids)
-    member = join(root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids, shared=True)
+    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, shared=True)
     store = Store(LocalPort(member))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
     reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, None)

@@ -15,9 +15,16 @@ PATIENCE_S = 60.0
 HEIGHT_MAX = 1_800
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--ignore-certificate-errors",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--ignore-certificate-errors",
+)
 
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 UNNAMED = (Path(__file__).parent / "unnamed.js").read_text()

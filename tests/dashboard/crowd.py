@@ -22,9 +22,13 @@ IMAGE = '"><img src=x onerror="window.hostile=1">'
 TURNED = "\u202egnitirw\u202c-right-to-left"
 LONG = "very-long-" + "x" * 230
 NAMES = (
-    ("llama-3.1-8b", "acme", 8), ("llama-3.1-8b", "globex", 3), ("qwen2.5-32b", "acme", 4), (SCRIPT, IMAGE, 1),
-    (TURNED, "اختبار", 1), (LONG, "t" * 200, 1),
-)  # fmt: skip
+    ("llama-3.1-8b", "acme", 8),
+    ("llama-3.1-8b", "globex", 3),
+    ("qwen2.5-32b", "acme", 4),
+    (SCRIPT, IMAGE, 1),
+    (TURNED, "اختبار", 1),
+    (LONG, "t" * 200, 1),
+)
 OWNERS = ("host-a/engine-1", "nightly-batch", IMAGE, TURNED, "o" * 200)
 
 

@@ -177,10 +177,20 @@ def test_prefixes_can_be_opened_zoomed_into_and_left(live: Live) -> None:
     page.until_says("all prefixes ›")
     page.run("document.querySelector('.crumbs button').click()")
     page.until(lambda: "all prefixes ›" not in page.text, "the way back")
-    page.run("const one = document.getElementById('namespace-select'); one.value = one.options[1].value; "
-             "one.dispatchEvent(new Event('change', { bubbles: true }))")  # fmt: skip
-    page.until(lambda: page.run("return new Set([...document.querySelectorAll('.tree tbody td:nth-child(2)')]"
-                                ".map((one) => one.innerText)).size") == 1, "one namespace alone")  # fmt: skip
+    page.run(
+        "const one = document.getElementById('namespace-select'); one.value = one.options[1].value; "
+        "one.dispatchEvent(new Event('change', { bubbles: true }))"
+    )
+    page.until(
+        lambda: (
+            page.run(
+                "return new Set([...document.querySelectorAll('.tree tbody td:nth-child(2)')]"
+                ".map((one) => one.innerText)).size"
+            )
+            == 1
+        ),
+        "one namespace alone",
+    )
 
 
 def test_an_etcd_that_stands_still_is_said_and_the_page_goes_on(live: Live) -> None:

@@ -23,9 +23,10 @@ from kvstore.dashboard.web import SAFETY, Door, application
 from kvstore.security.bearer import issue, new_key
 from kvstore.security.tls import ServerTls
 from tests.dashboard.boards import Shown, shown
-from tests.etcd_fixture import Certificates, eventually
+from tests.etcd_fixture import eventually
 from tests.node.stores import TINY
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.security.certificates import Authority
 
 VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "tickets")
 
@@ -63,7 +64,7 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 
 
 def answers(port: int) -> bool:
-    """Whether it does now: a client that is cut off before it is let in asks again."""
+    """True if it answers now: a client that is cut off before it is let in asks again."""
     try:
         return get(port, "/api/overview")[0] == 200
     except OSError:
@@ -141,14 +142,11 @@ def test_only_a_token_that_may_read_every_tenant_sees_anything(board: Shown, tmp
 
 
 def test_a_renewed_certificate_is_used_for_the_next_connection(board: Shown, tmp_path: Path) -> None:
-    certificates = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        certificates.append(Certificates(tmp_path / name).server)
+    pairs = [Authority(tmp_path / name).server() for name in ("first", "second")]
     cert, key = tmp_path / "page.crt", tmp_path / "page.key"
 
     def use(number: int) -> None:
-        for source, target in zip(certificates[number], (cert, key), strict=True):
+        for source, target in ((pairs[number].cert, cert), (pairs[number].key, key)):
             fresh = target.with_suffix(".new")
             fresh.write_bytes(source.read_bytes())
             os.chmod(fresh, 0o600)

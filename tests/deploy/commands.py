@@ -1,4 +1,4 @@
-"""Whether kvstore's commands understand a command line, without running it."""
+"""A check that kvstore's commands understand a command line, without running it."""
 
 from __future__ import annotations
 

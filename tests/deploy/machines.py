@@ -157,12 +157,22 @@ def _folder(undo: ExitStack, place: Path, name: str, names: Sequence[str]) -> Pa
 def _boot(undo: ExitStack, place: Path, name: str, folder: Path, folders: dict[str, Path]) -> int:
     """Starts a machine; the pid of its init."""
     command = [
-        "systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit", f"--machine=kvg{os.getpid()}{name}",
-        f"--directory={folder}", f"--hostname={name}", "--resolv-conf=off", "--link-journal=no", "--console=read-only",
+        "systemd-nspawn",
+        "--quiet",
+        "--boot",
+        "--register=no",
+        "--keep-unit",
+        f"--machine=kvg{os.getpid()}{name}",
+        f"--directory={folder}",
+        f"--hostname={name}",
+        "--resolv-conf=off",
+        "--link-journal=no",
+        "--console=read-only",
         f"--network-namespace-path=/run/netns/kvg{os.getpid()}-{name}",
-        f"--bind={place / 'root'}:/mnt/kv", f"--bind-ro={wheels()}:/srv/wheels",
+        f"--bind={place / 'root'}:/mnt/kv",
+        f"--bind-ro={wheels()}:/srv/wheels",
         *(f"--bind-ro={other}:/srv/machines/{each}" for each, other in folders.items() if each != name),
-    ]  # fmt: skip
+    ]
     with (place / f"{name}.log").open("wb") as log:
         container = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     undo.callback(_halt, container)
@@ -183,10 +193,21 @@ def _is_up(leader: int) -> bool:
 def _shell(undo: ExitStack, name: str, leader: int) -> subprocess.Popen[str]:
     _wait(lambda: _is_up(leader), BOOT_S, f"{name} did not boot")
     shell = subprocess.Popen(
-        [*_enter(leader), "env", "-i", "HOME=/root", "LANG=C.UTF-8",
-         "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "bash", "--norc"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [
+            *_enter(leader),
+            "env",
+            "-i",
+            "HOME=/root",
+            "LANG=C.UTF-8",
+            "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "bash",
+            "--norc",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     undo.callback(shell.wait, STOP_S)
     undo.callback(shell.kill)
     return shell

@@ -58,9 +58,19 @@ def test_pins_younger_than_the_snapshot_are_back_after_the_steps_of_backup_md(tm
             cache.pin(YOUNG, ttl=3600)
     (snapshot,) = tmp_path.glob("etcd-*.db")
     restored = run(
-        etcdctl, "snapshot", "restore", snapshot, "--data-dir", tmp_path / "after" / "data", "--name", "kvstore",
-        "--initial-cluster", f"kvstore=http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
-    )  # fmt: skip
+        etcdctl,
+        "snapshot",
+        "restore",
+        snapshot,
+        "--data-dir",
+        tmp_path / "after" / "data",
+        "--name",
+        "kvstore",
+        "--initial-cluster",
+        f"kvstore=http://127.0.0.1:{peer}",
+        "--initial-advertise-peer-urls",
+        f"http://127.0.0.1:{peer}",
+    )
     assert restored.returncode == 0, restored.stderr
     with EmbeddedEtcd(tmp_path / "after", client_port=port, peer_port=peer):
         ls = ("ls", "--pins", "--json", "--root", tmp_root, "--etcd", endpoints)

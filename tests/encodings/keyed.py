@@ -11,10 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.encodings.keys import KeyFile
+from kvstore.format.places import Name
 from kvstore.layout import Layout
+from kvstore.node.node import Node
+from kvstore.node.recoding import Recoded, Recoding
 
 LAYOUT = Layout(layers=3, kv_heads=2, head_dim=16, dtype="bfloat16", chunk_tokens=128)
 TENANT = "acme"
+
+
+def recode(node: Node, name: Name, act: Recoding) -> Recoded:
+    """Writes one chunk file of the node's root again, as a ticket does."""
+    return node.on_root(lambda: node.recoder.recode(name, act))
 
 
 def secret(name: str) -> bytes:
@@ -34,7 +42,7 @@ def write_keys(path: Path, current: str | None, *names: str, tenant: str = TENAN
 
 
 def key_file(path: Path, current: str | None, *names: str, tenant: str = TENANT) -> KeyFile:
-    """The same, loaded, and looked at again whenever it is asked."""
+    """The key file, loaded, and looked at again whenever it is asked."""
     return KeyFile(write_keys(path, current, *names, tenant=tenant), look_s=0.0).load()
 
 
@@ -45,7 +53,7 @@ def kv_of(tokens: npt.NDArray[np.int64], seed: int = 0, layout: Layout = LAYOUT)
 
 
 def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """Whether both have the same bytes."""
+    """True if both have the same bytes."""
     return np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 

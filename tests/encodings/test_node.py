@@ -23,14 +23,14 @@ from kvstore.node import encoded as encoded_module
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.recoding import Outcome, Recoding, recode
-from kvstore.node.settings import NO_TIERS, TierSettings
+from kvstore.node.recoding import Outcome, Recoding
+from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
-from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
+from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, write_keys
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S
 
@@ -51,9 +51,14 @@ def opened(
     clock, ids = SystemClock(), RandomIds()
     identity = create_or_open(found, ids)
     member = join(
-        found, identity, MemoryMeta(clock=clock), durable=False, limits=limits or Limits(), clock=clock, ids=ids,
-        settings=settings, keys=keys,
-    )  # fmt: skip
+        found,
+        identity,
+        MemoryMeta(clock=clock),
+        limits=limits or Limits(),
+        clock=clock,
+        ids=ids,
+        options=NodeOptions(tiers=settings, keys=keys),
+    )
     store = Store(LocalPort(member))
     try:
         yield member, store

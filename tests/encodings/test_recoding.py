@@ -24,11 +24,11 @@ from kvstore.fsck.check import Options, fsck
 from kvstore.layout import Layout
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
-from kvstore.node.recoding import Outcome, Recoded, Recoding, recode
+from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
-from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, secret
+from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, secret
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
 from tests.gc.cluster import SPACE, cluster, eventually, put
 from tests.node.stores import TINY
@@ -43,7 +43,7 @@ def all_recoded(member: Member, root: Path, act: Recoding) -> set[Outcome]:
 
 
 def encodings_of(root: Path) -> set[Encoding]:
-    """Of the chunks of tokens: blocks of noise do not get smaller."""
+    """The encodings of the chunks of tokens: blocks of noise do not get smaller."""
     headers = [decode_any(path.read_bytes()) for path in chunk_files(root)]
     return {header.encoding for header in headers if header.section_bytes == LAYOUT.section_bytes}
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node.recoding import Outcome, Recoding, recode
+from kvstore.node.recoding import Outcome, Recoding
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from kvstore.worker.worker import Worker
-from tests.encodings.keyed import key_file
+from tests.encodings.keyed import key_file, recode
 from tests.encodings.test_node import names_of, namespace, opened, put_all, reads_right
 from tests.worker.serving import Served, connected
 

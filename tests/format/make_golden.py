@@ -38,7 +38,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class EncodedGolden:
-    """The same of version 2."""
+    """A golden file of version 2."""
 
     file: str
     plain: Golden

@@ -455,7 +455,7 @@ def ends_clean(cluster: Cluster, before: dict[int, bytes | None]) -> None:
 
 
 def stopped_at(cluster: Cluster, meta: Meta, root: Root) -> bool:
-    """Whether adopting stopped before its end; if so, nobody may believe that root and etcd agree."""
+    """True if adopting stopped before its end; if so, nobody may believe that root and etcd agree."""
     try:
         cluster.adopt(meta, root)
     except KVStoreError:

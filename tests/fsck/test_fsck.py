@@ -97,15 +97,17 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Damage]] = {
     "header": (lambda content: content[:200] + b"\xff" + content[201:], Damage.HEADER_CHECKSUM),
     "geometry": (lambda content: content[:16] + b"\xff" * 4 + content[20:], Damage.GEOMETRY),
     "payload": (lambda content: content[:-1] + bytes([content[-1] ^ 1]), Damage.SECTION_CHECKSUM),
-    "first payload byte": (lambda content: content[:4096] + bytes([content[4096] ^ 1]) + content[4097:],
-                           Damage.SECTION_CHECKSUM),
+    "first payload byte": (
+        lambda content: content[:4096] + bytes([content[4096] ^ 1]) + content[4097:],
+        Damage.SECTION_CHECKSUM,
+    ),
     "truncated": (lambda content: content[:-1], Damage.SIZE),
     "truncated header": (lambda content: content[:100], Damage.SIZE),
     "empty": (lambda content: b"", Damage.SIZE),
     "longer": (lambda content: content + b"\0", Damage.SIZE),
     "zeros": (lambda content: bytes(len(content)), Damage.MAGIC),
     "zero-filled end": (lambda content: content[:4100] + bytes(len(content) - 4100), Damage.SECTION_CHECKSUM),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -256,9 +258,20 @@ def test_a_chunk_in_the_wrong_shard_is_moved_to_its_own(filled: Filled) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["holiday.jpg", "mine/file", "chunks/file", "chunks/folder/file", "chunks/0001/file.txt", "chunks/0001/sub/file",
-     "staging/file", "staging/folder/file", "quarantine/sub/file", "namespaces/readme.txt", "chunks/fffff/file"],
-)  # fmt: skip
+    [
+        "holiday.jpg",
+        "mine/file",
+        "chunks/file",
+        "chunks/folder/file",
+        "chunks/0001/file.txt",
+        "chunks/0001/sub/file",
+        "staging/file",
+        "staging/folder/file",
+        "quarantine/sub/file",
+        "namespaces/readme.txt",
+        "chunks/fffff/file",
+    ],
+)
 def test_foreign_things_are_named_and_never_touched(filled: Filled, name: str) -> None:
     write(filled.root, Name(name), b"mine")
     report = check(filled, repair=True, live_sessions=set())

@@ -64,7 +64,6 @@ class Cluster:
             root or self.root,
             self.identity,
             meta or MemoryMeta(self.store),
-            durable=False,
             limits=limits,
             clock=SystemClock(),
             ids=RandomIds(),

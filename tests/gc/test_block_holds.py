@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -13,27 +16,44 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
+from kvstore.root.posix import PosixRoot
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.messages import pack_keys, sealed
+from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.worker import Worker
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S
+from tests.worker.serving import connected
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 BLOCKS = [bytes([number]) * 5000 for number in range(4)]
 AS_CHAIN = Chain(SPACE, np.empty(0, np.uint32), tuple(block_address(SPACE, key) for key in KEYS))
+PATHS = ("embedded", "grpc", "tcp", "shared")
 
 
 @pytest.fixture
-def c() -> Iterator[Cluster]:
-    with cluster() as made:
+def c(tmp_root: Path) -> Iterator[Cluster]:
+    with cluster(PosixRoot(str(tmp_root))) as made:
         yield made
 
 
-def opened(c: Cluster) -> Cache:
-    return Store(LocalPort(c.node())).namespace(SPACE.name, TINY)
+@pytest.fixture(params=PATHS)
+def cache(request: pytest.FixtureRequest, c: Cluster) -> Iterator[Cache]:
+    """Blocks of a node of the cluster, reached in one way."""
+    with ExitStack() as undo:
+        member = c.node()
+        if request.param == "embedded":
+            yield Store(LocalPort(member)).namespace(SPACE.name, TINY)
+            return
+        worker = Worker(member, "127.0.0.1:0")
+        undo.callback(worker.stop)
+        worker.start()
+        store = undo.enter_context(connected(worker.address, bulk=request.param))
+        yield store.namespace(SPACE.name, TINY)
 
 
-def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster) -> None:
-    cache = opened(c)
+def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster, cache: Cache) -> None:
     assert all(cache.blocks.put(KEYS, BLOCKS))
     hold = cache.blocks.hold(KEYS, ttl=60)
     assert hold.present == [True] * 4
@@ -55,10 +75,90 @@ def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster) -> 
         hold.get(KEYS, buffers)
 
 
-def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster) -> None:
-    cache = opened(c)
+def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster, cache: Cache) -> None:
     cache.blocks.put(KEYS, BLOCKS)
-    cache.blocks.hold(KEYS, ttl=0.2)
+    hold = cache.blocks.hold(KEYS, ttl=0.2)
     report = c.collector().sweep(c.plans(AS_CHAIN))
     assert report.reaped.count == 4
     assert cache.blocks.present(KEYS) == [False] * 4
+    with pytest.raises(HoldBroken):
+        hold.get(KEYS, [bytearray(5000) for _ in KEYS])
+
+
+def test_blocks_that_were_condemned_before_the_hold_are_not_present(c: Cluster, cache: Cache) -> None:
+    """Rule H2: the hold is taken before anybody looks, so what it does not protect is not found either."""
+    cache.blocks.put(KEYS, BLOCKS)
+    first = cache.blocks.hold(KEYS)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(AS_CHAIN)))
+    sweep.start()
+    eventually(lambda: not cache.blocks.match(KEYS))
+    assert cache.blocks.hold(KEYS).present == [False] * 4
+    first.release()
+    sweep.join(PATIENCE_S)
+    assert not c.present(AS_CHAIN)
+
+
+def test_a_hold_that_its_node_lost_is_broken(c: Cluster, cache: Cache) -> None:
+    cache.blocks.put(KEYS, BLOCKS)
+    hold = cache.blocks.hold(KEYS)
+    c.members[0].node.holds.drop_protecting()
+    with pytest.raises(HoldBroken):
+        hold.get(KEYS, [bytearray(5000) for _ in KEYS])
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_a_hold_whose_worker_died_is_broken(c: Cluster, path: str) -> None:
+    worker = Worker(c.node(), "127.0.0.1:0")
+    worker.start()
+    with connected(worker.address, bulk=path) as store:
+        cache = store.namespace(SPACE.name, TINY)
+        try:
+            cache.blocks.put(KEYS, BLOCKS)
+            hold = cache.blocks.hold(KEYS)
+        finally:
+            worker.stop()
+        with pytest.raises(HoldBroken, match="match again"):
+            hold.get(KEYS, [bytearray(5000) for _ in KEYS])
+        hold.release()
+        lost = cache.blocks.hold(KEYS)
+        assert lost.present == [False] * 4
+        assert lost.get(KEYS, [bytearray(5000) for _ in KEYS]) == [False] * 4
+
+
+def test_a_worker_lets_go_of_blocks_that_a_client_does_not_renew(c: Cluster) -> None:
+    """Rule H4: a client that was killed delays no sweep for longer than a lease."""
+    worker = Worker(c.node(), "127.0.0.1:0", WorkerLimits(hold_lease_s=0.5))
+    worker.start()
+    try:
+        with connected(worker.address) as store:
+            store.namespace(SPACE.name, TINY).blocks.put(KEYS, BLOCKS)
+            endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
+            held = pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS))
+            assert pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(held), timeout=PATIENCE_S)).hold
+            assert c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4
+    finally:
+        worker.stop()
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None:
+    worker = Worker(c.node(), "127.0.0.1:0")
+    worker.start()
+    try:
+        with connected(worker.address, bulk=path) as store:
+            store.namespace(SPACE.name, TINY).blocks.put(KEYS, BLOCKS)
+            other = store.namespace("other", TINY).blocks
+            endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
+
+            def hold(request: pb.HoldRequest) -> bytes:
+                return pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(request), timeout=PATIENCE_S)).hold
+
+            with pytest.raises(grpc.RpcError, match="expected one of them"):
+                hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS), tokens=bytes(4)))
+            other.put(KEYS, BLOCKS)
+            held = other.hold(KEYS)._hold
+            assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [True] * 4
+            held._lease.id = hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS)))  # type: ignore[attr-defined]
+            assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [False] * 4, "of another namespace"
+    finally:
+        worker.stop()

@@ -43,7 +43,7 @@ RECORDS_BYTES = RESERVE_BYTES + (256 << 10)
 OTHERS_BYTES = 64 * MIB
 WRITERS = 2
 PUTS = 6
-"""Of each writer: together half as much again as the limit."""
+"""Bytes of each writer: together half as much again as the limit."""
 BACKOFF_S = 0.02
 WAIT_S = 150.0
 
@@ -84,9 +84,10 @@ def collector(root: Path, etcd: str, max_bytes: int, log: Path) -> Iterator[list
     command = [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--json"]
     said: list[dict[str, Any]] = []
     command += ["--interval", "1s", "--max-bytes", str(max_bytes)]
-    with open(log, "w") as messages, subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=messages, text=True
-    ) as child:  # fmt: skip
+    with (
+        open(log, "w") as messages,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as child,
+    ):
         assert child.stdout is not None
         lines = child.stdout
         said.append(json.loads(lines.readline()))

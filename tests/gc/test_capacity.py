@@ -260,7 +260,7 @@ class Host:
         self.marks = Watermarks(1000, 0.9)
 
     def at(self, used: int) -> bool:
-        """Whether the sign is there when this much is used."""
+        """True if the sign is there when this much is used."""
         self.marks.surveyed(used, self.marks.mark())
         self.sign.follow(self.marks)
         return self.meta.get(KEYS.gc_full) is not None

@@ -89,9 +89,10 @@ def line(done: subprocess.CompletedProcess[str]) -> Any:
 def collecting(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
     """``kvstore-gc ARGUMENTS`` until the block ends; its messages so far."""
     log = folder / f"gc-{time.monotonic_ns()}.log"
-    with open(log, "w") as messages, subprocess.Popen(
-        [*GC, *arguments], stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE
-    ) as child:  # fmt: skip
+    with (
+        open(log, "w") as messages,
+        subprocess.Popen([*GC, *arguments], stdout=subprocess.PIPE, stderr=messages, text=True, cwd=SOURCE) as child,
+    ):
         try:
             eventually(lambda: "gc.ready" in log.read_text() or child.poll() is not None, "it is ready")
             yield child, log.read_text

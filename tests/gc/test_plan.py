@@ -34,7 +34,7 @@ def plans(chunks: list[Chunk], decision: Decision) -> list[SweepPlan]:
 
 
 def taken(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> dict[Address, Reason]:
-    """Who goes, and why."""
+    """The victims, and why."""
     found = plans(chunks, decided(chunks, goals, pinned))
     return {victim.address: victim.reason for plan in found for victim in plan.victims}
 

@@ -340,7 +340,7 @@ def test_gc_full_makes_nodes_shed_puts_until_it_is_gone(c: Cluster) -> None:
 
 
 def refuses(node: Member, chain: Chain) -> bool:
-    """Whether a put is shed."""
+    """True if a put is shed."""
     try:
         put(node, chain)
     except Overloaded:

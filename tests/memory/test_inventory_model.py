@@ -40,7 +40,7 @@ class Model:
         return {entry.address: entry for entry in self.entries if not entry.is_gone}
 
     def is_kept(self, entry: Entry) -> bool:
-        """Whether E2 keeps it."""
+        """True if E2 keeps it."""
         return bool(
             self.references.get(entry)
             or self.pins.get(entry.address)

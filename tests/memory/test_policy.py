@@ -63,7 +63,7 @@ def test_lru_takes_what_is_unused_for_longest() -> None:
 
 @pytest.mark.parametrize(("policy", "rule"), [("lru", Order.LRU), ("uses", Order.USES)])
 def test_uses_and_hints_weigh_as_they_do_on_the_root(policy: str, rule: Order) -> None:
-    """The same order as the collector's, for chunks that say the same."""
+    """The order is the collector's, for chunks that say the same."""
     choose = random.Random(2)
     inventory = inventory_of(policy)
     entries = []

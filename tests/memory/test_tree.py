@@ -15,7 +15,7 @@ from kvstore.namespace import NamespaceDigest
 
 NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
 TOKENS = [bytes([number, 0, 0, 0, 7, 0, 0, 0]) for number in range(3)]
-"""Of one chunk: two tokens."""
+"""Bytes of one chunk: two tokens."""
 
 Path = tuple[int, ...]
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)

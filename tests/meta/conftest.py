@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import Meta
+from kvstore.meta.interface import Event, Meta, Watch
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.sources import Clock, SystemClock
-from tests.etcd_fixture import compact, running_etcd
+from tests.etcd_fixture import PATIENCE_S, compact, running_etcd
 from tests.meta.fakes import FakeClock
 from tests.meta.faulty import FaultyMeta
 
@@ -71,3 +71,13 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
     yield Store(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
     first.close()
+
+
+def take(watch: Watch, events_count: int) -> list[Event]:
+    """The next ``events_count`` events."""
+    found: list[Event] = []
+    while len(found) < events_count:
+        batch = watch.next(PATIENCE_S)
+        assert batch, f"only {len(found)} of {events_count} events came"
+        found += batch
+    return found

@@ -49,7 +49,7 @@ class Fault(Enum):
 
 @dataclass(slots=True)
 class Rule:
-    """Which calls meet ``fault``: those of ``operations`` (all when empty) on keys that contain ``key``.
+    """The calls that meet ``fault``: those of ``operations`` (all when empty) on keys that contain ``key``.
 
     The first ``skip_count`` matching calls are spared; then ``times`` are hit (None: all), each with ``probability``.
     """

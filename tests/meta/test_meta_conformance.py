@@ -14,31 +14,19 @@ from kvstore.meta.interface import (
     Absent,
     Compare,
     Delete,
-    Event,
     LeaseGone,
     LeaseId,
     Meta,
     ModifiedAt,
     Put,
     ValueIs,
-    Watch,
     WatchLost,
 )
 from kvstore.meta.limits import OPERATIONS_MAX, REQUEST_BYTES_MAX
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.server import EmbeddedEtcd
 from tests.etcd_fixture import PATIENCE_S
-from tests.meta.conftest import Store
-
-
-def batches(watch: Watch, events_count: int) -> list[Event]:
-    """The next ``events_count`` events."""
-    found: list[Event] = []
-    while len(found) < events_count:
-        batch = watch.next(PATIENCE_S)
-        assert batch, f"only {len(found)} of {events_count} events came"
-        found += batch
-    return found
+from tests.meta.conftest import Store, take
 
 
 def test_a_key_that_was_never_put_is_absent(store: Store) -> None:
@@ -144,7 +132,7 @@ def test_a_lease_takes_its_keys_along_when_it_is_revoked(store: Store) -> None:
     store.meta.revoke(lease)
     assert not store.meta.keep_alive(lease)
     assert [kv.key for kv in store.other.list(store.prefix).items] == [store.prefix + "c"]
-    events = batches(watch, 2)
+    events = take(watch, 2)
     assert {event.key for event in events} == {store.prefix + "a", store.prefix + "b"}
     assert {event.kv for event in events} == {None}
     assert len({event.revision for event in events}) == 1
@@ -155,7 +143,7 @@ def test_a_lease_that_nobody_keeps_alive_ends(store: Store) -> None:
     revision = store.meta.put(store.prefix + "a", b"1", lease)
     watch = store.meta.watch(store.prefix, revision + 1)
     store.pass_time(2)
-    assert batches(watch, 1)[0].kv is None
+    assert take(watch, 1)[0].kv is None
     assert store.meta.get(store.prefix + "a") is None
     assert not store.other.keep_alive(lease)
 
@@ -176,11 +164,11 @@ def test_a_watch_replays_the_past_and_goes_on_in_order(store: Store) -> None:
     store.meta.put(store.prefix + "elsewhere", b"x")
     store.meta.delete(store.prefix + "w/a")
     watch = store.other.watch(store.prefix + "w/", start)
-    past = batches(watch, 2)
+    past = take(watch, 2)
     assert [(event.kv.value if event.kv else None) for event in past] == [b"0", None]
     for number in range(10):
         store.meta.put(store.prefix + "w/a", b"%d" % number)
-    events = batches(watch, 10)
+    events = take(watch, 10)
     assert [event.kv.value for event in events if event.kv] == [b"%d" % number for number in range(10)]
     revisions = [event.revision for event in past + events]
     assert revisions == sorted(set(revisions))
@@ -208,7 +196,7 @@ def test_a_watch_from_before_a_compaction_is_lost(store: Store) -> None:
         store.meta.watch(store.prefix, start).next(PATIENCE_S)
     fresh = store.meta.watch(store.prefix, store.meta.list(store.prefix).revision + 1)
     store.meta.put(store.prefix + "a", b"new")
-    assert [event.kv.value for event in batches(fresh, 1) if event.kv] == [b"new"]
+    assert [event.kv.value for event in take(fresh, 1) if event.kv] == [b"new"]
 
 
 def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
@@ -312,7 +300,7 @@ def test_memory_and_etcd_agree_on_any_history(
         start = memory.list(prefix).revision
         expected = memory.watch(prefix, 2).next(0) or () if start > 1 else ()
         watch = etcd.watch(prefix, 2 + offset)
-        seen = batches(watch, len(expected)) if expected else []
+        seen = take(watch, len(expected)) if expected else []
         assert [(e.key, e.kv and e.kv.value, e.revision) for e in expected] == [
             (e.key, e.kv and e.kv.value, e.revision - offset) for e in seen
         ]

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
 from kvstore.meta.etcd import Endpoints, EtcdMeta, EtcdTls, EtcdUser
-from kvstore.meta.interface import Absent, Event, LeaseId, Put, Watch, WatchLost
+from kvstore.meta.interface import Absent, Event, LeaseId, Put, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.presence import Presence
 from kvstore.meta.server import EmbeddedEtcd
@@ -25,7 +25,6 @@ from kvstore.meta.session import Session
 from kvstore.sources import RandomIds, SystemClock
 from tests.etcd_fixture import (
     PATIENCE_S,
-    Certificates,
     Proxy,
     compact,
     enable_auth,
@@ -35,6 +34,8 @@ from tests.etcd_fixture import (
     running_etcd,
     tls_etcd,
 )
+from tests.meta.conftest import take
+from tests.security.certificates import Authority
 
 pytestmark = pytest.mark.slow
 
@@ -68,15 +69,6 @@ def mute() -> Iterator[str]:
     """An endpoint that takes connections and never says a word, as a frozen member does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def take(watch: Watch, events_count: int) -> list[Event]:
-    found: list[Event] = []
-    while len(found) < events_count:
-        batch = watch.next(PATIENCE_S)
-        assert batch, f"only {len(found)} of {events_count} events came"
-        found += batch
-    return found
 
 
 @pytest.mark.parametrize(
@@ -212,14 +204,15 @@ def test_the_first_of_two_endpoints_freezes_while_it_is_used(
 
 
 def test_tls_with_client_certificates(tmp_path: Path, client: Callable[..., EtcdMeta]) -> None:
-    certificates = Certificates(tmp_path)
-    cert, key = certificates.client
-    with tls_etcd(tmp_path, certificates) as endpoint:
-        good = client(f"https://{endpoint}", tls=EtcdTls(certificates.ca, cert, key))
+    authority = Authority(tmp_path)
+    pair = authority.issue("client")
+    ca, cert, key = authority.ca, pair.cert, pair.key
+    with tls_etcd(tmp_path, authority) as endpoint:
+        good = client(f"https://{endpoint}", tls=EtcdTls(ca, cert, key))
         good.put("a", b"secret")
-        assert client(endpoint, tls=EtcdTls(certificates.ca, cert, key, server_name="etcd.test")).get("a") is not None
-        other_ca = Certificates(_folder(tmp_path / "other")).ca
-        for tls in (EtcdTls(other_ca, cert, key), EtcdTls(certificates.ca), EtcdTls()):
+        assert client(endpoint, tls=EtcdTls(ca, cert, key, server_name="localhost")).get("a") is not None
+        other_ca = Authority(tmp_path / "other").ca
+        for tls in (EtcdTls(other_ca, cert, key), EtcdTls(ca), EtcdTls()):
             with pytest.raises(Unavailable):
                 client(f"https://{endpoint}", DEADLINE_S, tls=tls).get("a")
         with pytest.raises(Unavailable, match="check the CA"):
@@ -489,8 +482,3 @@ class RecordingIds:
     def fresh(self) -> bytes:
         self.made.append(os.urandom(16))
         return self.made[-1]
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path

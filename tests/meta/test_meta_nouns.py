@@ -75,7 +75,9 @@ def test_a_name_stands_for_one_layout(store: Store) -> None:
     other_tenant = Namespace.of("llama/ü", replace(LAYOUT, layers=3), tenant="t")
     Namespaces(store.other, store.keys).claim(variant)
     namespaces.claim(other_tenant)
-    with pytest.raises(LayoutMismatch, match=r"layers=2.*asked was.*layers=4.*use that layout, or another"):
+    with pytest.raises(
+        LayoutMismatch, match=r"layers=2.*but.*layers=4.*was asked for: use the existing layout, or another"
+    ):
         namespaces.claim(Namespace.of("llama/ü", replace(LAYOUT, layers=4)))
     assert set(namespaces.list()) == {first, variant, other_tenant}
     assert namespaces.find(variant.digest) == variant

@@ -29,7 +29,7 @@ class Checked:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the verdict is the right one."""
+        """True if the verdict is the right one."""
         return self.broken == self.expected
 
 

@@ -20,9 +20,9 @@ class Config:
     """Publications of each address, the first included."""
     shards: int = 1
     menders: int = 0
-    """Who may set a damaged file aside; one file is damaged once."""
+    """The number of those that may set a damaged file aside; one file is damaged once."""
     restorers: int = 0
-    """Who may put whole ones back: collectors in their rounds."""
+    """The number of collectors that may put whole ones back in their rounds."""
 
     holds: bool = True
     cache: bool = False
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Which shards one collector may sweep together."""
+        """The groups of shards that one collector may sweep together."""
         return tuple(group for size in range(1, self.shards + 1) for group in combinations(self.addresses, size))
 
     @property

@@ -37,7 +37,7 @@ def write_gc(s: State, condemned: tuple[Condemned | None, ...], rev: int) -> Sta
 
 
 def listed(condemned: tuple[Condemned | None, ...]) -> tuple[int, ...]:
-    """Which addresses a reader of ``gc/`` finds condemned."""
+    """The addresses that a reader of ``gc/`` finds condemned."""
     return tuple([1 if key is not None and key.listed else 0 for key in condemned])
 
 

@@ -50,7 +50,7 @@ def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
 
 
 def with_node(s: State, i: int, n: Node) -> State:
-    """The same state with another node ``i``."""
+    """A copy of the state with another node ``i``."""
     return s._replace(nodes=put(s.nodes, i, n))
 
 

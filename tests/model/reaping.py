@@ -17,7 +17,7 @@ FINISHED = Run(DONE, (), 0, ())
 
 
 def with_run(s: State, i: int, run: Run) -> State:
-    """The same state with another run ``i``."""
+    """A copy of the state with another run ``i``."""
     return s._replace(runs=put(s.runs, i, run))
 
 

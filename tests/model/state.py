@@ -168,5 +168,5 @@ def address_of(inc: int) -> int:
 
 
 def put(parts: tuple[T, ...], at: int, part: T) -> tuple[T, ...]:
-    """The same tuple with another part at one place."""
+    """A copy of the tuple with another part at one place."""
     return (*parts[:at], part, *parts[at + 1 :])

@@ -58,7 +58,7 @@ def initial(k: Config) -> State:
 
 
 def canonical(s: State) -> State:
-    """The same world with what nobody can tell apart made equal: the order of nodes, events that all have applied."""
+    """The canonical form of a world: without the order of nodes, and without events that all have applied."""
     nodes = s.nodes
     for i, n in enumerate(nodes):
         if n.ref and not n.pinned and s.files[0]:
@@ -75,7 +75,7 @@ def canonical(s: State) -> State:
 
 
 def broken_invariant(s: State, k: Config) -> tuple[str, str] | None:
-    """Which of I1 and I2 does not hold in this state, and why."""
+    """The invariant (I1 or I2) that does not hold in this state, and why."""
     for n in s.nodes:
         if n.status == UP:
             for address, hold in enumerate(n.holds):
@@ -88,7 +88,7 @@ def broken_invariant(s: State, k: Config) -> tuple[str, str] | None:
 
 
 def _is_kept(s: State, k: Config, address: int, inc: int) -> bool:
-    """Whether what is protected is where it must be.
+    """True if what is protected is where it must be.
 
     Strictly: this incarnation, at its name.  Once a file was damaged the promise is a weaker one: a whole publication
     is at the name, or in quarantine, from where a collector's next round puts it back.
@@ -103,13 +103,13 @@ def _is_kept(s: State, k: Config, address: int, inc: int) -> bool:
 
 
 def any_whole(s: State) -> bool:
-    """Whether a publication that can be read is at its name or in quarantine. For one address."""
+    """True if a publication that can be read is at its name or in quarantine. For one address."""
     at_name = s.files[0] != 0 and s.files[0] not in s.damaged
     return at_name or any(entry.inc not in s.damaged for entry in s.quarantine)
 
 
 def any_left(s: State, inc: int, condemned: int = 0) -> bool:
-    """Whether anything is left of an address when ``inc`` goes: a whole publication, or one that is newer.
+    """True if anything is left of an address when ``inc`` goes: a whole publication, or one that is newer.
 
     What a sweep has condemned does not count.
     """

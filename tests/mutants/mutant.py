@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.mutants.planters import Planter
 
 NAME_VARIABLE = "KVSTORE_MUTANT"
-"""Which mutant a process is planted with."""
+"""The mutant that a process is planted with."""
 NOTES_VARIABLE = "KVSTORE_MUTANT_NOTES"
 """The file to which all processes of one run add what happened."""
 LIBRARY_VARIABLE = "KVSTORE_MUTANT_LIBRARY"
@@ -25,10 +25,15 @@ class Mutant:
     native: bool = True
     """False: the tests run without the C library, so that what Python verifies is reached."""
     may_time_out: bool = False
-    """Whether a test that does not end counts as one that failed."""
+    """True if a test that does not end counts as one that failed."""
 
 
 def mutant(name: str, rule: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
     """One row of the table; ids of tests are given without ``tests/``."""
     assert tests, name
     return Mutant(name, rule, planter, tests, native, hangs)
+
+
+def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
+    """A row for a rule of gc/PROTOCOL.md, whose name begins with the rule's number."""
+    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)

@@ -37,7 +37,7 @@ class Planter(Protocol):
         ...
 
     def fits(self, module: str, text: str) -> None:
-        """Whether it still fits the source of a module, as far as that shows. Raises Unplantable."""
+        """True if it still fits the source of a module, as far as that shows. Raises Unplantable."""
         ...
 
 

@@ -46,10 +46,19 @@ def ran(code: int | None, *notes: dict[str, object]) -> Ran:
         (ran(1, {"unplantable": "gone"}, {"failed": "test", "late": False}), Verdict.UNPLANTED),
     ],
     ids=[
-        "a test failed", "all passed", "an error beside the tests", "nothing ran", "interrupted", "no such test",
-        "no tests", "not ended", "a test that did not end", "not planted", "not plantable",
+        "a test failed",
+        "all passed",
+        "an error beside the tests",
+        "nothing ran",
+        "interrupted",
+        "no such test",
+        "no tests",
+        "not ended",
+        "a test that did not end",
+        "not planted",
+        "not plantable",
     ],
-)  # fmt: skip
+)
 def test_a_mutant_is_caught_by_a_test_that_fails_and_by_nothing_else(result: Ran, verdict: Verdict) -> None:
     assert judged(ROW, result)[0] is verdict
 

@@ -15,7 +15,7 @@ from tests.node.stores import member_on
 
 
 class PlainRoot(PosixRoot):
-    """The same root, whose files have to be asked for one by one: everything is done in Python."""
+    """A root whose files have to be asked for one by one: everything is done in Python."""
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def header() -> str:
 def declared() -> dict[str, tuple[str, list[str]]]:
     """What Python may call: each function's result and the types of its arguments, as C has them."""
     code = HEADER.read_text()
-    start, end = code.index("/* What Python calls"), code.index("/* What only the parts")
+    start, end = code.index("/* Functions that Python"), code.index("/* Functions that only")
     code = re.sub(r"/\*.*?\*/", "", code[start:end], flags=re.DOTALL)
     functions = re.findall(r"(\w+) (kv_\w+)\(([^)]*)\);", code)
     assert len(functions) == code.count(";")
@@ -60,7 +60,7 @@ def kind_of(declaration: str) -> str:
 
 
 def fits(kind: str, given: Any) -> bool:
-    """Whether a ctypes type is how Python may give that type of C."""
+    """True if a ctypes type is how Python may give that type of C."""
     if not kind.endswith("*"):
         return given is NUMBERS[kind]
     structure = STRUCTURES.get(kind.removesuffix(" *"))

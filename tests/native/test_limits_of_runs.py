@@ -160,11 +160,24 @@ else:
 @pytest.mark.parametrize(
     "name",
     [
-        "kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_map_files", "kv_look", "kv_stage_turn", "kv_publish",
-        "kv_open_parts", "kv_read_parts", "kv_known_add", "kv_known_forget", "kv_images_make", "kv_images_take",
-        "kv_images_verify", "kv_images_tables",
+        "kv_open",
+        "kv_close",
+        "kv_read",
+        "kv_read_turn",
+        "kv_map_files",
+        "kv_look",
+        "kv_stage_turn",
+        "kv_publish",
+        "kv_open_parts",
+        "kv_read_parts",
+        "kv_known_add",
+        "kv_known_forget",
+        "kv_images_make",
+        "kv_images_take",
+        "kv_images_verify",
+        "kv_images_tables",
     ],
-)  # fmt: skip
+)
 def test_nothing_behind_the_last_chunk_is_looked_at(name: str) -> None:
     command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

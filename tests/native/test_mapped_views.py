@@ -34,7 +34,7 @@ def views_of(store: Store) -> list[np.ndarray]:
 
 
 def mapped_files(root: Path) -> int:
-    """Of this root, by what the kernel says of this process."""
+    """The mapped files of this root, by what the kernel says of this process."""
     return Path("/proc/self/maps").read_text().count(f"{root}/chunks/")
 
 

@@ -13,7 +13,6 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Address, Chain
 from kvstore.client.store import Store
-from kvstore.format.checksum import checksum
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
 from kvstore.native import is_available
@@ -24,7 +23,7 @@ from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
 from kvstore.sections import Buffers, planes_of
 from tests.native.modes import chunks_of, opened
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -112,14 +111,6 @@ def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
         assert cache.get(tokens, out[:, :, size : 7 * size]) == len(tokens)
         assert same(out[:, :, size : 7 * size], kv)
         assert not out[:, :, :size].any() and not out[:, :, 7 * size :].any()
-
-
-def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
-    """With a header field changed and the header's checksum made right again."""
-    header = bytearray(whole[:4096])
-    header[offset : offset + len(value)] = value
-    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
-    return bytes(header) + whole[4096:]
 
 
 def flipped(at: int) -> Spoil:

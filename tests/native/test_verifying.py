@@ -28,8 +28,8 @@ from kvstore.node.images import verify_images
 from kvstore.node.runs import Run
 from kvstore.sections import planes_of
 from tests.native.modes import chunks_of, opened
-from tests.native.test_same_results import LARGE, resealed
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same
+from tests.native.test_same_results import LARGE
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
 from tests.node.test_images import chain_of, made
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")

@@ -59,7 +59,7 @@ class Paused:
 
 
 def open_files(root: Path) -> int:
-    """Of that root alone: other threads open files of their own, as whoever else counts does."""
+    """The open files of that root alone: other threads open files of their own."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):

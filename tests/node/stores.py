@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
+from kvstore.client.dropping import close_when_dropped
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.format.checksum import checksum
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
+from kvstore.node.settings import NodeOptions
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
@@ -44,13 +48,23 @@ def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = No
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids)
     meta = MemoryMeta(clock=clock)
-    return join(root, identity, meta, durable=durable, limits=limits or Limits(), clock=clock, ids=ids)
+    return join(
+        root,
+        identity,
+        meta,
+        limits=limits or Limits(),
+        clock=clock,
+        ids=ids,
+        options=NodeOptions(durable=durable),
+    )
 
 
 def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:
     """A store on ``root``, closed like any other."""
     opened = PosixRoot(root) if isinstance(root, Path) else root
-    return Store(LocalPort(member_on(opened, limits, clock)))
+    member = member_on(opened, limits, clock)
+    port = LocalPort(member)
+    return Store(port, close_when_dropped(port, member.close, opened.url))
 
 
 def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: bytes = b"") -> npt.NDArray[Any]:
@@ -71,6 +85,14 @@ def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: by
 def same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
     """Bit for bit equal, NaNs included."""
     return left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
+    """A chunk file with a header field changed and the header's checksum made right again."""
+    header = bytearray(whole[:4096])
+    header[offset : offset + len(value)] = value
+    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
+    return bytes(header) + whole[4096:]
 
 
 def chunk_files(root: Path) -> list[Path]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ import pytest
 import kvstore
 from kvstore.client import Store
 from kvstore.errors import KVStoreError, LayoutMismatch, RootMismatch, Unavailable
-from kvstore.meta.keys import root_binding
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from tests.etcd_fixture import eventually, running_etcd
@@ -231,3 +235,18 @@ def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: P
         assert same(cache.get(TOKENS)[1], KV)
         with pytest.raises(Unavailable, match="cannot pin"):
             cache.pin(TOKENS, ttl=60)  # until `kvstore fsck --adopt`: rule C6, in test_pins
+
+
+def test_a_node_that_is_dropped_leaves_the_cluster(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
+    store = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
+    root = store._port._member.node.identity.root  # type: ignore[attr-defined]
+    store.close()
+    before = set(threading.enumerate())
+    with closing(EtcdMeta(etcd.endpoints)) as meta, pytest.warns(ResourceWarning, match="dropped without close"):
+        cache = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK).namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        assert meta.list(Keys(root).sessions).items
+        del cache
+        gc.collect()
+        eventually(lambda: not meta.list(Keys(root).sessions).items)
+    eventually(lambda: not set(threading.enumerate()) - before)

@@ -18,12 +18,11 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.errors import HoldBroken
-from kvstore.format.checksum import checksum
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
 from kvstore.node import chunks
 from tests.native.modes import chunks_of
-from tests.node.stores import TINY, chunk_files, counted, kv_of, same, store_on
+from tests.node.stores import TINY, chunk_files, counted, kv_of, resealed, same, store_on
 
 Spoil = Callable[[bytes], bytes]
 
@@ -142,14 +141,6 @@ def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(
     tokens = np.arange(TINY.chunk_tokens)
     cache.put(tokens, kv_of(TINY, tokens))
     assert_missed_and_repaired(store, cache, tmp_root, the_file(tmp_root), spoil)
-
-
-def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
-    """With a header field changed and the header's checksum made right again."""
-    header = bytearray(whole[:4096])
-    header[offset : offset + len(value)] = value
-    header[-8:] = struct.pack("<Q", checksum(bytes(header[:-8])))
-    return bytes(header) + whole[4096:]
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "dangling link", "link to itself", "fifo"])

@@ -30,6 +30,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.node import Node
 from kvstore.node.opening import join
+from kvstore.node.start_fence import StartFence
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -88,14 +89,29 @@ class Alone:
         self.meta = HookedMeta(MemoryStore(clock))
         self.keys = Keys(identity.root)
         self.node = Node(
-            root, identity, session=lambda: bytes(16), durable=False, limits=Limits(lanes=1, width=1), clock=clock,
+            root,
+            identity,
+            session=lambda: bytes(16),
+            durable=False,
+            limits=Limits(lanes=1, width=1),
+            clock=clock,
             ids=ids,
-        )  # fmt: skip
+        )
         self.view = self.node.gc_view
+        limits, fence = self.node.limits, None
+        if standing is not None:
+            fence = StartFence(
+                root,
+                identity.shard_bits,
+                lambda work: work(),
+                standing,
+                self.meta,
+                self.keys,
+                limits.meta_deadline_s,
+            )
         self.follower = Follower(
-            self.meta, self.keys, root, identity.shard_bits, self.view, self.node.holds, self.node.counters,
-            self.node.limits, clock, lambda work: work(), standing,
-        )  # fmt: skip
+            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
+        )
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())
@@ -256,7 +272,7 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
     """A node that joins, though it is not known whether it will protect anything."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=NODE_LIMITS, clock=SystemClock(),
+        root or c.root, c.identity, MemoryMeta(c.store), limits=NODE_LIMITS, clock=SystemClock(),
         ids=RandomIds(), shared=True,
     )  # fmt: skip
     try:

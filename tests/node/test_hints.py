@@ -79,7 +79,7 @@ class Opened:
         return [stat.mtime_ns for stat in stats if stat]
 
     def recencies(self) -> list[Recency]:
-        """Of the chunks there are, first to last."""
+        """The recency of each chunk that is there, first to last."""
         return [decode(mtime_ns, QUANTUM_S) for mtime_ns in self.mtimes()]
 
     def hints(self) -> list[Hints]:

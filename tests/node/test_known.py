@@ -37,7 +37,7 @@ steps = st.lists(
 
 
 class Plain:
-    """The same in a dictionary, that forgets nothing by itself."""
+    """``Known`` as a dictionary, which forgets nothing by itself."""
 
     def __init__(self) -> None:
         self.seen: dict[Address, tuple[int, bool]] = {}
@@ -93,7 +93,6 @@ def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
     now_s = now * QUANTUM_S
     assert len(known) == len(plain.seen)
     assert [known.is_present(each, now_s) for each in POOL] == [plain.is_present(each, now) for each in POOL]
-    assert [known.is_renewed(each, now_s) for each in POOL] == [plain.is_renewed(each, now) for each in POOL]
     leading = itertools.takewhile(lambda each: plain.is_present(each, now), asked)
     assert known.leading_count(asked, now_s) == len(list(leading))
     assert known.unrenewed(asked, now_s) == [at for at, each in enumerate(asked) if not plain.is_renewed(each, now)]

@@ -84,7 +84,7 @@ class Case:
         return found
 
     def get(self, wanted: Chain, first: int = 0) -> list[bool]:
-        """Which chunks of a chain are there and right."""
+        """The chunks of a chain that are there and right."""
         with self.tier.refer(wanted, first, len(wanted) - first) as slots:
             return self.read(wanted, slots, first, len(wanted))
 
@@ -354,9 +354,7 @@ def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
     blocks = [np.full(size, 7 + size % 5, np.uint8) for size in (3000, 9000)]
     slots = [case.tier.claim(keyed(3000, 9000), index) for index in range(2)]
     there = [slot for slot in slots if slot is not None]
-    make_images(
-        keyed(3000, 9000), [0, 1], lambda at: [blocks[at].data], [slot.memory for slot in there], RandomIds()
-    )  # fmt: skip
+    make_images(keyed(3000, 9000), [0, 1], lambda at: [blocks[at].data], [slot.memory for slot in there], RandomIds())
     case.tier.ready(there)
     out = [np.zeros(size, np.uint8) for size in (3000, 9000)]
     with case.tier.refer(keyed(3000, 9000), 0, 2) as both:

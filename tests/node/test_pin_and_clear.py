@@ -106,7 +106,7 @@ class Stage:
         self.root = Root(MemoryFiles())
         meta: Meta = Metadata(clock=clock)
         identity = create_or_open(self.root, ids)
-        self.member: Member = join(self.root, identity, meta, durable=False, limits=Limits(), clock=clock, ids=ids)
+        self.member: Member = join(self.root, identity, meta, limits=Limits(), clock=clock, ids=ids)
         self.member.claim_namespace(NAMESPACE)
         self.chain: Chain = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
         self.member.node.put(self.chain, 0, Planes(kv_of(SMALL, TOKENS), SMALL.section_bytes))

@@ -66,7 +66,7 @@ class Shared:
     def store(self, limits: Limits = LIMITS) -> Iterator[Store]:
         ids, clock = RandomIds(), SystemClock()
         identity = create_or_open(self.root, ids)
-        member = join(self.root, identity, self.meta, durable=False, limits=limits, clock=clock, ids=ids, shared=True)
+        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, shared=True)
         with Store(LocalPort(member)) as opened:
             yield opened
 

@@ -209,12 +209,12 @@ def test_known_forgets_what_is_old_and_stays_bounded() -> None:
     last = addresses[-1]
     assert known.is_present(last, quantum) and known.is_present(last, quantum + QUANTUM_S)
     assert not known.is_present(last, quantum + 2 * QUANTUM_S)
-    assert not known.is_renewed(last, quantum)
+    assert known.unrenewed([last], quantum) == [0]
     known.add(last, quantum, renewed=True, epoch=known.epoch)
     known.add(last, quantum, renewed=False, epoch=known.epoch)
-    assert known.is_renewed(last, quantum), "seen again without a look at its stamp, it is still renewed"
+    assert known.unrenewed([last], quantum) == [], "seen again without a look at its stamp, it is still renewed"
     known.add(last, quantum + QUANTUM_S, renewed=False, epoch=known.epoch)
-    assert not known.is_renewed(last, quantum + QUANTUM_S)
+    assert known.unrenewed([last], quantum + QUANTUM_S) == [0]
     known.clear()
     assert len(known) == 0 and not known.is_present(last, quantum)
 

@@ -17,15 +17,15 @@ from kvstore.buffers import Pieces
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
 from kvstore.node.deadline import Deadline
-from kvstore.node.handed_blocks import keyed
 from kvstore.node.lanes import Lanes
+from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.memory_puts import MemoryPuts
-from kvstore.node.wanted import image_bytes
+from kvstore.node.wanted import image_bytes, keyed
 from kvstore.node.write_behind import WriteBehind
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
-from tests.node.test_disk_tier import CHUNKS, Disk, chain_of
+from tests.disk.disks import CHUNKS, Disk, chain_of
 from tests.node.test_memory_tier import Case
 from tests.node.test_memory_tier import chain_of as small_chain
 from tests.tiers.acting import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
@@ -139,15 +139,11 @@ class Interrupting(SystemClock):
 
 def queue_of(case: Case, chunks: int) -> WriteBehind:
     """With room for so many chunks; nothing is written."""
-    size_bytes = image_bytes(small_chain(1, 1), 0)
-    return WriteBehind(
-        case.tier,
-        lambda job, slots: 0,
-        case.tier._counters,
-        SystemClock(),
-        bytes_max=chunks * size_bytes,
-        give_up_s=9.0,
-    )
+    share = (chunks * image_bytes(small_chain(1, 1), 0) + 0.5) / case.tier.size_bytes  # exactly so many, rounded down
+    limits = CurrentLimits(Limits(behind_share=share))
+    behind = WriteBehind(case.tier, case.tier._counters, limits, SystemClock())
+    behind.start(lambda job, slots: 0)
+    return behind
 
 
 def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:

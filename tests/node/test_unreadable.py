@@ -80,7 +80,7 @@ def test_a_file_that_nobody_can_read_is_repaired_by_the_next_put(
 
 
 def _is_inode(root: Path, inode: int) -> Callable[[Name], bool]:
-    """Whether a name is that of one file, wherever it was moved."""
+    """True if a name is that of one file, wherever it was moved."""
 
     def is_it(name: Name) -> bool:
         path = root / name
@@ -142,7 +142,7 @@ def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(
     found = gets(cache)
     tokens = TOKENS if found[0] < len(TOKENS) else OTHER
     for _ in range(3):
-        with pytest.raises(PermissionDenied, match=r"cannot be read.*not be set aside"):
+        with pytest.raises(PermissionDenied, match=r"cannot be read.*cannot be set aside"):
             cache.put(tokens, kv_of(TINY, tokens))
         assert cache.match(tokens) < len(tokens) or cache.get(tokens)[0] < len(tokens)
     root.set_rules([])
@@ -202,7 +202,10 @@ def test_a_real_file_without_permission_is_repaired_by_the_next_put(tmp_root: Pa
     tmp_root.chmod(0o777)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(tmp_root), str(native)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, "KVSTORE_NATIVE": str(native)},
-    )  # fmt: skip
+    )
     assert done.stdout == "repaired\n", done.stdout + done.stderr

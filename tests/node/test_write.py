@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvstore.errors import KVStoreError
+from kvstore.format import places
 from kvstore.hints import DEFAULT
 from kvstore.node.deadline import Deadline
-from kvstore.node.handed_blocks import keyed
+from kvstore.node.wanted import keyed
 from kvstore.node.write import Write
 from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
@@ -79,7 +81,7 @@ def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
         with held(root):
             for at in range(2):
                 source = Buffers([blocks[at]], at)
-                write.add(source, at, 1, soon(), lambda at=at: given_back.append(at))  # type: ignore[misc]
+                write.add(source, at, 1, soon(), partial(given_back.append, at))
             assert given_back == []
         assert write.finish(soon()).there.all() and given_back == [0, 1]
         node.memory.drop([slot])
@@ -91,10 +93,11 @@ def test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory
         slot = node.memory.claim(node.chain(1, 6), 4)
         assert slot is not None, "another put is bringing the fifth chunk"
         root.set_rules([Rule("stage", EIO)])
-        write = begin(node, 1, 6, WriteMode.BEHIND)
+        write, given_back = begin(node, 1, 6, WriteMode.BEHIND), list[int]()
         for chunk in range(6):
-            write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
+            write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon(), partial(given_back.append, chunk))
         assert write.finish(soon()).there.tolist() == [True] * 4 + [False] * 2
+        assert given_back == [*range(6)], "whoever sends the next run waits for the memory of those before it"
         node.memory.drop([slot])
         root.set_rules([])
 
@@ -112,3 +115,63 @@ def test_a_write_that_failed_says_so_and_leaves_nothing_staged() -> None:
         root.set_rules([])
         node.assert_settled()
         assert node.stat("put_failed") == 1 and not any(node.in_memory(1, 6)) and not any(node.on_root(1, 6))
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.AROUND])
+def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) -> None:
+    keys, large, small = [bytes([at]) * 16 for at in range(2)], memoryview(bytes(3_000)), memoryview(bytes(500))
+    with Acting(faulty()) as node:
+        space = node.cache.namespace
+        assert node.node.put_blocks(space, [keys[0], keys[1], keys[0]], [large, small, small], write=mode) == [
+            True,
+            True,
+            False,
+        ]
+        assert node.node.put_blocks(space, keys[:1], [small], write=mode) == [False]
+        node.drain()
+        node.assert_settled()
+        assert node.cache.blocks.get(keys[:1], [bytearray(3_000)]) == [True]
+        assert node.cache.blocks.get(keys[:1], [bytearray(500)]) == [False]
+
+
+def test_w2_a_block_that_the_root_has_with_another_size_holds_up_none_of_the_others() -> None:
+    root = faulty()
+    with Acting(root) as node:
+        space, keys = node.cache.namespace, [bytes([at]) * 16 for at in range(5)]
+        node.node.put_blocks(space, keys[2:3], [memoryview(bytes(3_000))], write=WriteMode.AROUND)
+        node.node.forget()
+        assert node.node.put_blocks(space, keys, [memoryview(bytes(500))] * 5, write=WriteMode.BEHIND) == [True] * 5
+        node.drain()
+        node.assert_settled()
+        assert (node.stat("behind_written"), node.stat("behind_lost")) == (4, 1)
+        found = [bytearray(500) for _ in keys]
+        assert node.cache.blocks.get(keys, found) == [True, True, False, True, True]
+
+
+def test_w5_what_memory_has_need_not_be_sent_again_and_nothing_stays_staged() -> None:
+    """A put around of what is still on its way behind: its parents come from memory."""
+    root = faulty()
+    with Acting(root) as node:
+        with held(root):
+            node.put(1, 6, write=WriteMode.BEHIND)
+            chain = node.chain(1, 8)
+            begun = list[Write]()
+            beginning = threading.Thread(
+                target=lambda: begun.append(
+                    node.node.puts.begin(chain, 0, soon(), DEFAULT, WriteMode.AROUND, skips=True)
+                )
+            )
+            beginning.start()
+            beginning.join(0.5)
+        beginning.join(NEVER_S)
+        (write,) = begun
+        assert write.first == 6
+        for chunk in (6, 7):
+            write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
+        assert write.finish(soon()).there.all()
+        node.drain()
+        assert node.on_root(1, 8) == [True] * 8
+        folders = [entry.name for entry in root.inner.list(places.STAGING)]
+        assert [
+            file.name for folder in folders for file in root.inner.list(places.Name(f"{places.STAGING}/{folder}"))
+        ] == []

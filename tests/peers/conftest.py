@@ -31,8 +31,11 @@ def small_root(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m", "kvstore-test", str(folder)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"may not mount a small file system: {mounted.stderr.strip()}")
     try:

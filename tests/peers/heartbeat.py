@@ -48,7 +48,7 @@ class Heartbeat:
 
 
 def others_run_during(call: Callable[[], object], attempts_max: int = ATTEMPTS_MAX) -> bool:
-    """Whether another thread runs while ``call`` does, which must take its time.
+    """True if another thread runs while ``call`` does, which must take its time.
 
     A call that holds the GIL throughout leaves one gap as long as itself, always. One that does not leaves several
     gaps; on a busy machine one of them may be long, so some attempts are made.

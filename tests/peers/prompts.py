@@ -38,7 +38,7 @@ def kv_of(tokens: Sequence[int], layout: Layout = LAYOUT, skip: int = 0) -> KvAr
 
 
 def is_kv_of(array: KvArray, tokens: Sequence[int], layout: Layout = LAYOUT) -> bool:
-    """Whether every byte is what the tokens determine."""
+    """True if every byte is what the tokens determine."""
     return array.tobytes() == kv_of(tokens, layout).tobytes()
 
 
@@ -81,9 +81,12 @@ def start(function: str, *arguments: object, before: Sequence[str] = (), **envir
     """Starts that process; standard output and input are pipes."""
     return subprocess.Popen(
         command(function, *arguments, before=before),
-        cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": str(CHECKOUT), **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], said: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""That the heartbeat tells a call that holds the GIL from one that does not."""
+"""The heartbeat tells a call that holds the GIL from one that does not."""
 
 from __future__ import annotations
 

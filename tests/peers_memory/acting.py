@@ -22,7 +22,7 @@ from kvstore.client.store import Store
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.peers.joining import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
@@ -50,9 +50,15 @@ def main() -> None:
     settings = TierSettings(MEMORY_BYTES, write=WriteMode.THROUGH, sync_interval_s=interval_s)
     limits = Limits(read_deadline_s=GET_S, meta_deadline_s=META_S)
     member = join(
-        opened, create_or_open(opened, ids), EtcdMeta(etcd), durable=False, limits=limits,
-        clock=clock, ids=ids, shared=True, settings=settings,
-    )  # fmt: skip
+        opened,
+        create_or_open(opened, ids),
+        EtcdMeta(etcd),
+        limits=limits,
+        clock=clock,
+        ids=ids,
+        shared=True,
+        options=NodeOptions(tiers=settings),
+    )
     peers = join_peers(member)
     assert peers is not None
     worker = Worker(member, "127.0.0.1:0")

@@ -90,7 +90,7 @@ class Speaker:
         self.address = ""
         self.dials = 0
         self.greets = True
-        """Whether OpenBulk is answered; else it hangs until the end."""
+        """True if OpenBulk is answered; else it hangs until the end."""
         self.port = 0
         """Where bulk connections are taken: the listener's own, unless a test puts something in between."""
         self.health = Health()

@@ -80,11 +80,16 @@ class Node:
         self.digests = Digests(meta, KEYS)
         self.follower = Follower(
             self.digests, address, self.limits, self.counters, clock, self.cleared.append, lambda _: None
-        )  # fmt: skip
+        )
         self.publisher = Publisher(
-            self.digests, self.held, WorkerRecord(address), self.limits, self.counters, clock,
+            self.digests,
+            self.held,
+            WorkerRecord(address),
+            self.limits,
+            self.counters,
+            clock,
             lambda: len(self.follower.directory.numbers),
-        )  # fmt: skip
+        )
         self.session = self.join()
 
     def join(self) -> Session:

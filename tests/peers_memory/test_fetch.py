@@ -31,6 +31,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_index
 from kvstore.wire.statuses import UnknownNamespace, refusal
+from tests.bulk.ways import send_head
 from tests.etcd_fixture import Proxy
 from tests.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
 from tests.peers_memory.speaking import (
@@ -178,9 +179,7 @@ def test_nobody_known_is_a_miss_without_a_wait() -> None:
 def refusing(error: Exception) -> Say:
     def say(channel: Channel, number: int, _: pb.GetRequest) -> None:
         refused = refusal(error)  # type: ignore[arg-type]
-        message = pb.BulkRefusal(
-            code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers)
-        )  # fmt: skip
+        message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
         channel.send(Kind.REFUSED, number, [message.SerializeToString()])
         channel.close()
 
@@ -221,7 +220,7 @@ def too_short(channel: Channel, number: int, request: pb.GetRequest) -> None:
 def breaks_off(channel: Channel, number: int, request: pb.GetRequest) -> None:
     start(channel, number, request.chunks_max)
     image = image_of(chain_of(3), request.first)
-    channel.send_head(Kind.FILE, number, INDEX_BYTES + len(image))
+    send_head(channel, Kind.FILE, number, INDEX_BYTES + len(image))
     channel.send_bytes([memoryview(encode_index(request.first)), memoryview(image[:5000])])
     channel.close()
 
@@ -235,7 +234,7 @@ def garbage(channel: Channel, _: int, __: pb.GetRequest) -> None:
 
 
 def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
-    channel.send_head(Kind.START, number, 64 << 10)
+    send_head(channel, Kind.START, number, 64 << 10)
     channel.send_bytes([memoryview(bytes(10))])
     channel.close()
 
@@ -342,7 +341,7 @@ def test_a_peer_that_trickles_is_given_up() -> None:
 
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
         start(channel, number, request.chunks_max)
-        channel.send_head(Kind.FILE, number, INDEX_BYTES + len(image_of(chain, 0)))
+        send_head(channel, Kind.FILE, number, INDEX_BYTES + len(image_of(chain, 0)))
         channel.send_bytes([memoryview(encode_index(0))])
         while not speaker.ended.wait(0.05):
             channel.send_bytes([memoryview(b"x")])

@@ -18,7 +18,7 @@ from kvstore.meta.workers import WorkerRecord
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.peers.digest import encode
 from kvstore.peers.joining import join_peers
 from kvstore.peers.peers import Peers
@@ -43,10 +43,14 @@ class Reader:
         self.store = MemoryStore()
         ids, root = RandomIds(), MemoryRoot(MemoryFiles())
         self.member: Member = join(
-            root, create_or_open(root, ids), MemoryMeta(self.store), durable=False,
-            limits=Limits(read_deadline_s=PATIENCE_S), clock=CLOCK, ids=ids,
-            settings=TierSettings(32 << 20, sync_interval_s=0.05),
-        )  # fmt: skip
+            root,
+            create_or_open(root, ids),
+            MemoryMeta(self.store),
+            limits=Limits(read_deadline_s=PATIENCE_S),
+            clock=CLOCK,
+            ids=ids,
+            options=NodeOptions(tiers=TierSettings(32 << 20, sync_interval_s=0.05)),
+        )
         peers = join_peers(self.member)
         assert peers is not None
         self.peers: Peers = peers

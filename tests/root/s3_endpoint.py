@@ -44,9 +44,9 @@ class Server:
     """The objects of a server, by ``/bucket/key``, and how it differs from AWS."""
 
     creates: bool = True
-    """Whether ``If-None-Match`` counts."""
+    """True if ``If-None-Match`` counts."""
     deletes: bool = True
-    """Whether ``If-Match`` counts for DELETE."""
+    """True if ``If-Match`` counts for DELETE."""
     gone_status: int = 404
     """The answer to a conditional DELETE of what is not there. AWS says 404; others 204, or 412 after RFC 9110."""
     broken_status: int | None = None

@@ -104,10 +104,17 @@ def test_an_error_is_the_one_that_a_real_root_raises_with_its_cause(
 @pytest.mark.parametrize(
     ("operation", "missing"),
     [
-        ("open", None), ("stat", None), ("look", None), ("touch", False), ("move", False), ("remove", False),
-        ("list", []), ("read", 0), ("map", None),
+        ("open", None),
+        ("stat", None),
+        ("look", None),
+        ("touch", False),
+        ("move", False),
+        ("remove", False),
+        ("list", []),
+        ("read", 0),
+        ("map", None),
     ],
-)  # fmt: skip
+)
 def test_a_missing_file_is_the_value_for_it(root: FaultyRoot, operation: str, missing: object) -> None:
     root.set_rules([Rule(operation, Missing())])
     assert calls(root)[operation]() == missing

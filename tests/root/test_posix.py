@@ -197,5 +197,5 @@ def test_where_a_folder_cannot_be_made_nothing_is_published(tmp_path: Path) -> N
     root.stage(staged, [memoryview(b"payload")], stamp_ns=0, durable=False)
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "0001").symlink_to("/nowhere/at/all")
-    with pytest.raises(Unavailable, match="no folder"):
+    with pytest.raises(Unavailable, match="not a folder"):
         root.publish(staged, Name("chunks/0001/b"), durable=False)

@@ -73,7 +73,7 @@ class Secured:
         (self.folder / REVOKED).write_text(json.dumps(dict.fromkeys(ids, time.time() + HOUR_S)))
 
     def audited_bytes(self) -> int:
-        """Of the audit log so far."""
+        """Bytes in the audit log so far."""
         assert self.audit.flush(10.0)
         return (self.folder / "audit.log").stat().st_size
 

@@ -111,7 +111,7 @@ def token_of(who: Who, issuer: Issuer, tmp_path: Path) -> str | None:
 
 
 def allowed(who: Who, need: str, tenant: str) -> bool:
-    """Whether that is to be allowed, by the words above."""
+    """True if the call must be allowed, by the words above."""
     if not who.known:
         return False
     roles = {name: RANK[role] for name, role in IDENTITIES[who.name].items()}

@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 
 def is_spoken_to(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
-    """Whether the two ends come to an understanding; the server has the last word in TLS 1.3."""
+    """True if the two ends come to an understanding; the server has the last word in TLS 1.3."""
     ours, theirs = socket.socketpair()
     outcome: list[bool] = []
 

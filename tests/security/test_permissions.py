@@ -29,7 +29,7 @@ def guard(tmp_path: Path) -> Guard:
 
 
 def may(guard: Guard, method: str, who: str, tenant: str = "") -> bool:
-    """Whether somebody is let in, and may do that in a tenant."""
+    """True if the identity is admitted, and may do that in a tenant."""
     try:
         visit = guard.admit(method, Presented(names=(who,)))
         if tenant:

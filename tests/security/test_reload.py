@@ -17,9 +17,10 @@ import kvstore
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
-from tests.etcd_fixture import Certificates, tls_etcd
+from tests.etcd_fixture import tls_etcd
 from tests.node.stores import SMALL, kv_of, same
 from tests.patience import slowness, stretched
+from tests.security.certificates import Authority
 from tests.security.secured import Secured, secured
 from tests.worker.serving import WAIT_S, eventually
 
@@ -160,12 +161,13 @@ def test_a_client_renews_its_certificate_and_its_token(served: Secured) -> None:
 def test_a_node_of_its_own_reaches_etcd_by_mutual_tls_and_renews_its_certificate(
     tmp_path: Path, tmp_root: Path
 ) -> None:
-    good, other = Certificates(tmp_path), Certificates(folder(tmp_path / "other"))
+    good, other = Authority(tmp_path), Authority(tmp_path / "other")
     mine = folder(tmp_path / "mine")
     ca, cert, key = mine / "ca.pem", mine / "tls.pem", mine / "tls.key"
 
-    def install(certificates: Certificates) -> None:
-        for source, target in zip((certificates.ca, *certificates.client), (ca, cert, key), strict=True):
+    def install(authority: Authority) -> None:
+        pair = authority.issue("client")
+        for source, target in ((authority.ca, ca), (pair.cert, cert), (pair.key, key)):
             shutil.copy(source, target)
         key.chmod(0o600)
 

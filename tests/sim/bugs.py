@@ -15,7 +15,7 @@ from tests.sim.planting import BUGS, HOMES, Bug
 __all__ = ["BUGS", "HOMES", "SEEDS_MAX", "SHOWN_BY", "Bug", "planted"]
 
 PARTS = (bugs_nodes, bugs_pins, bugs_sweeps, bugs_fence, bugs_etcd)
-"""Whose import fills the table."""
+"""The modules whose import fills the table."""
 
 SEEDS_MAX = 300
 """Within which every bug must be found, over the mix of profiles, but those that are shown otherwise."""

@@ -10,7 +10,7 @@ from kvstore.meta.interface import TxnResult
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Seq
-from kvstore.node import follower, holds, known, view
+from kvstore.node import follower, holds, known, start_fence, view
 from kvstore_gc import grace, ledger
 from tests.sim.planting import BUGS, bug
 
@@ -18,7 +18,7 @@ from tests.sim.planting import BUGS, bug
 @bug("lapsed")
 def no_start_fence() -> Iterator[None]:
     """C4: a session begins without fencing the sweeps that etcd has forgotten."""
-    with patch.object(follower.Follower, "_fence_unnamed", lambda self: 0):
+    with patch.object(start_fence.StartFence, "lift_unnamed", lambda self: None):
         yield
 
 
@@ -46,16 +46,7 @@ def no_seq_chain() -> Iterator[None]:
 @bug("lapsed")
 def no_chains() -> Iterator[None]:
     """C1 and C2: nor does a session mind that etcd has lost its last write."""
-
-    def settle(self: Session, deadline: Any) -> int:
-        found = self._meta.get(self.key)
-        if found is None:
-            raise self._broken("its key is gone from the store")
-        self._written_at = found.mod_revision
-        self._unsettled.clear()
-        return self._record.write
-
-    with BUGS["no_seq_chain"](), patch.object(Session, "_settle", settle):
+    with BUGS["no_seq_chain"](), BUGS["no_key_chain"]():
         yield
 
 

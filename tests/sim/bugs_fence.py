@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.node import follower
 from kvstore.root import fence, memory
 from kvstore.root.interface import Root
 from kvstore_gc import execute, ledger, trash
@@ -118,9 +117,5 @@ def fence_drains() -> Iterator[None]:
         return real(root, sweep, shard_bits, lambda: False)
 
     real = fence.lift
-    with (
-        patch.object(fence, "lift", lift),
-        patch.object(execute, "lift", lift),
-        patch.object(follower, "lift", lift),
-    ):
+    with patch.object(fence, "lift", lift):
         yield

@@ -161,7 +161,7 @@ def aside_overwrites() -> Iterator[None]:
 
     def set_aside(self: chunks.Chunks, expected: Any, damage: Any) -> None:
         self.known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._session(), next(self._numbers))
+        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
         name = self._name_of(expected)
         try:
             if self.root.move(name, aside) and self._is_intact(aside, expected):

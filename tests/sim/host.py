@@ -50,7 +50,6 @@ class Host:
                     root,
                     world.identity,
                     meta,
-                    durable=False,
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
@@ -161,7 +160,7 @@ class Host:
             self.kernel.fail(f"I1: {self.process.name} read {count} chunks of {hold.count} that it holds")
 
     def _is_over(self, hold: Hold) -> bool:
-        """Whether a hold has ended by the node's own clock: by its time, or with its session, told or not."""
+        """True if a hold has ended by the node's own clock: by its time, or with its session, told or not."""
         session, now_s = self.session, self.process.monotonic_s()
         is_lapsed = session is not None and now_s - session._acknowledged_s >= session.ttl_s
         return hold.ends_s <= now_s or (hold.born is not None and is_lapsed)
@@ -217,7 +216,7 @@ class Host:
         self.world.oracle.holds(self.process, hold, names, lambda: self._is_live(hold))
 
     def _is_live(self, hold: Hold) -> bool:
-        """Whether the node believes that the hold protects. Asked without the side effects of asking."""
+        """True if the node believes that the hold protects. Asked without the side effects of asking."""
         node, session, now_s = self._member.node, self.session, self.process.monotonic_s()
         return (
             session is not None

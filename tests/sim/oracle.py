@@ -173,7 +173,7 @@ class Oracle:
             self._claims.setdefault(name, []).append(Claim(who, name, incarnation, is_live, rule))
 
     def is_at(self, name: str) -> bool:
-        """Whether there is a chunk of that name."""
+        """True if there is a chunk of that name."""
         return name in self._at
 
     @property

@@ -74,7 +74,7 @@ class Profile:
     stops: float = 0.0
     """How likely a collector that waits for nodes is told to end, and abandons its sweeps."""
     swarms: bool = False
-    """Whether each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
+    """True if each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
     strangers: int = 0
     """Nodes that are on another cluster's etcd by mistake (rule C6)."""
     hold_max_s: float = 40.0

@@ -365,7 +365,7 @@ class World:
 
     @property
     def _may_relapse(self) -> bool:
-        """Whether a restore may be planned: none is yet, and there were not enough of them."""
+        """True if a restore may be planned: none is yet, and there were not enough of them."""
         return self._relapses_left > 0 and self._restore_at is None and not self._restore_upon
 
     def _heard(self, what: str) -> None:

@@ -27,7 +27,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult
@@ -110,9 +110,14 @@ class Acting:
         )
         self.root = root
         self.member = join(
-            root, self.identity, meta or MemoryMeta(clock=clock), durable=durable, limits=limits, clock=clock, ids=ids,
-            settings=settings,
-        )  # fmt: skip
+            root,
+            self.identity,
+            meta or MemoryMeta(clock=clock),
+            limits=limits,
+            clock=clock,
+            ids=ids,
+            options=NodeOptions(durable=durable, tiers=settings),
+        )
         self.node: Node = self.member.node
         assert self.node.tiers is not None
         self.tiers: TierStack = self.node.tiers
@@ -155,12 +160,12 @@ class Acting:
         return image_bytes(self.chain(0, 1), 0)
 
     def in_memory(self, number: int, chunks: int) -> list[bool]:
-        """Which chunks of a prompt are in memory."""
+        """The chunks of a prompt that are in memory."""
         with self.memory.refer(self.chain(number, chunks), 0, chunks) as slots:
             return [entry is not None for entry in slots.entries]
 
     def on_disk(self, number: int, chunks: int) -> list[bool]:
-        """Which are on the local disk."""
+        """The chunks that are on the local disk."""
         assert self.tiers.disk is not None
         chain = self.chain(number, chunks)
         return [self.tiers.disk.leading(chain.leading(index + 1), index) == 1 for index in range(chunks)]
@@ -171,7 +176,7 @@ class Acting:
         return places.chunk(address, self.cache.namespace.id, self.identity.shard_bits)
 
     def on_root(self, number: int, chunks: int) -> list[bool]:
-        """Which are on the root, looked at behind the node's back."""
+        """The chunks that are on the root, looked at behind the node's back."""
         root = self.root.inner if isinstance(self.root, FaultyRoot) else self.root
         return [root.stat(self.name(number, index)) is not None for index in range(chunks)]
 

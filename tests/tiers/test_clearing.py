@@ -41,7 +41,7 @@ def blocks(count: int, first: int = 0) -> list[bytes]:
 
 
 def got(node: Acting, count: int, first: int = 0) -> list[bool]:
-    """Which of some blocks come; their bytes compared."""
+    """The blocks that come; their bytes compared."""
     buffers = [bytearray(BLOCK_BYTES) for _ in range(count)]
     found = node.cache.blocks.get(keys(count, first), buffers)
     for there, buffer, block in zip(found, buffers, blocks(count, first), strict=True):

@@ -19,7 +19,7 @@ from kvstore.client.store import Store
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
@@ -42,9 +42,15 @@ LIMITS = replace(NODE_LIMITS, behind_give_up_s=2.0)
 def with_memory(c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND) -> Member:
     """A node of the cluster that has memory."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), durable=False, limits=LIMITS, clock=SystemClock(),
-        ids=RandomIds(), shared=True, settings=TierSettings(MEMORY_BYTES, write=write),
-    )  # fmt: skip
+        root or c.root,
+        c.identity,
+        MemoryMeta(c.store),
+        limits=LIMITS,
+        clock=SystemClock(),
+        ids=RandomIds(),
+        shared=True,
+        options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)),
+    )
     member.claim_namespace(SPACE)
     c.undo.callback(member.close)
     eventually(lambda: member.node.gc_view.protects)

@@ -22,7 +22,7 @@ def node(tmp_root: Path) -> Iterator[Acting]:
 
 
 def read(node: Acting, number: int, index: int) -> tuple[bool, bool]:
-    """Whether an image is said to be right, and whether it is."""
+    """The verdict on an image, and the truth."""
     chain = node.chain(number, index + 1)
     image = memoryview(bytearray(image_bytes(chain, index)))
     said = node.node._reads.read_image(chain, index, image, Deadline(SystemClock(), 60.0))

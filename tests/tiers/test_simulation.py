@@ -71,9 +71,18 @@ class Actor:
 
     def __call__(self) -> None:
         actions = {
-            self.put: 30, self.get: 40, self.hold: 8, self.view: 8, self.layers: 4, self.put_blocks: 8,
-            self.get_blocks: 8, self.hurt: 6, self.check: 10, self.demote: 6, self.clear: 0.2,
-        }  # fmt: skip
+            self.put: 30,
+            self.get: 40,
+            self.hold: 8,
+            self.view: 8,
+            self.layers: 4,
+            self.put_blocks: 8,
+            self.get_blocks: 8,
+            self.hurt: 6,
+            self.check: 10,
+            self.demote: 6,
+            self.clear: 0.2,
+        }
         while self._goes_on():
             (action,) = self._random.choices([*actions], [*actions.values()])
             try:

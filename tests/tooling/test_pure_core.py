@@ -47,7 +47,7 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def allowed(name: str) -> bool:
-    """Whether a pure module may import ``name``."""
+    """True if a pure module may import ``name``."""
     parts = name.split(".")
     return ".".join(parts[:2]) in ALLOWED_KVSTORE if parts[0] == "kvstore" else parts[0] in ALLOWED
 

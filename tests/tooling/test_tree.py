@@ -42,8 +42,11 @@ def repository_files() -> list[Path]:
     """Every file that is, or is about to be, in the repository; relative paths."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     names = [name for name in listed.stdout.decode().split("\0") if name]

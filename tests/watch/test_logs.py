@@ -33,9 +33,15 @@ def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], 
     first, second = map(json.loads, said().splitlines())
     assert first.pop("time").endswith("+00:00")
     assert first == {
-        "level": "warning", "logger": "kvstore.worker.worker", "event": "drain.cut", "request": "req-7",
-        "message": "drain.cut calls=3 share=12.5% why=two\nlines", "calls": 3, "share": 12.5, "why": "two\nlines",
-    }  # fmt: skip
+        "level": "warning",
+        "logger": "kvstore.worker.worker",
+        "event": "drain.cut",
+        "request": "req-7",
+        "message": "drain.cut calls=3 share=12.5% why=two\nlines",
+        "calls": 3,
+        "share": 12.5,
+        "why": "two\nlines",
+    }
     assert second["message"] == "session.lost ab12" and "request" not in second
 
 

@@ -15,7 +15,7 @@ from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
 from kvstore.sources import SystemClock
 from kvstore.worker.exposition import Exposition
-from kvstore.worker.metrics import start_metrics
+from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
 from kvstore_gc.histogram import Tally
 from kvstore_gc.metrics import Metrics
@@ -145,7 +145,10 @@ def test_a_scrape_has_what_a_prometheus_expects(tmp_path: Path) -> None:
     assert any(line.startswith("process_start_time_seconds ") for line in shown)
     # An increase from nothing to 1 is none to Prometheus: what alerts look at is there from the start.
     for name in (
-        'kvstore_damage_total{kind="section_checksum"}', 'kvstore_misses_total{reason="shed"}',
-        "kvstore_behind_lost_total", "kvstore_calls_failed_total", "kvstore_disk_failed_total",
-    ):  # fmt: skip
+        'kvstore_damage_total{kind="section_checksum"}',
+        'kvstore_misses_total{reason="shed"}',
+        "kvstore_behind_lost_total",
+        "kvstore_calls_failed_total",
+        "kvstore_disk_failed_total",
+    ):
         assert f"{name} 0.0" in shown

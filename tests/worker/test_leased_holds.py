@@ -61,13 +61,15 @@ def lease_of(store: Store, hold: object) -> object:
 
 
 def test_a_killed_client_holds_nothing_after_its_lease() -> None:
-    """Of real processes, with the client's own renewals until then."""
+    """Real processes, with the client's own renewals until then."""
     with serving(worker_limits=WorkerLimits(hold_lease_s=4.0)) as served, connected(served) as store:
         store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
         child = subprocess.Popen(
             [sys.executable, "-c", _CLIENT, served.address],
-            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         try:
             assert child.stdout is not None
             assert child.stdout.readline().strip() == str(len(TOKENS))

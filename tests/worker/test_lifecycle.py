@@ -28,7 +28,7 @@ from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.metrics import start_metrics
+from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
 from tests.etcd_fixture import running_etcd
 from tests.node.stores import SMALL, kv_of, member_on, same
@@ -358,9 +358,19 @@ def test_a_worker_whose_end_hangs_says_where_and_ends(tmp_path: Path, tmp_root: 
     """Nobody has to kill it, and what is found in its log tells which step it was."""
     with running_etcd(tmp_path) as etcd:
         command = [
-            sys.executable, "-c", HANGS, "worker", "--root", str(tmp_root), "--etcd", etcd.endpoints,
-            "--listen", "127.0.0.1:0", "--drain", "1s",
-        ]  # fmt: skip
+            sys.executable,
+            "-c",
+            HANGS,
+            "worker",
+            "--root",
+            str(tmp_root),
+            "--etcd",
+            etcd.endpoints,
+            "--listen",
+            "127.0.0.1:0",
+            "--drain",
+            "1s",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and "ready" in child.stdout.readline()
             child.terminate()

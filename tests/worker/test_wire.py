@@ -158,7 +158,7 @@ def test_keys_and_sizes_there_and_back(keys: list[bytes]) -> None:
 
 @pytest.mark.parametrize("packed", [b"\x0f" + bytes(15), b"\x41" + bytes(65), b"\x10" + bytes(15), b"\x00"])
 def test_keys_that_are_none(packed: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="key 0 is said to have"):
+    with pytest.raises(InvalidRequest, match="key 0 claims"):
         unpack_keys(packed)
 
 

@@ -77,7 +77,7 @@ class Mooncake(Contender):
 
 
 class MooncakeOwnMemory(Mooncake):
-    """The same by memcpy, as where the memory is the client's own."""
+    """Mooncake by memcpy, as where the memory is the client's own."""
 
     by_memcpy = True
 

@@ -77,7 +77,7 @@ class InProcess(Contender):
 
 
 class Durable(InProcess):
-    """As above, but each put is durable before it returns."""
+    """kvstore with puts that are durable before they return."""
 
     durability = "fsync"
 

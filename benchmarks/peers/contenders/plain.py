@@ -1,4 +1,4 @@
-"""What lies under every store: memcpy, and files without names, checks or order."""
+"""The baselines under every store: memcpy, and files without names, checks or order."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Vineyard(Contender):
 
 
 class VineyardLists(Vineyard):
-    """The same with the lists made inside the clock."""
+    """Vineyard with the lists made inside the clock."""
 
     def prepare(self, turn: int) -> None:
         self._prompt = self.workload.prompt(turn)

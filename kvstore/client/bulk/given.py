@@ -53,7 +53,7 @@ class GivenFiles:
 
 @dataclass(frozen=True, slots=True)
 class NotGiven:
-    """Blocks from index ``first`` on that are not there, or ``is_elsewhere``: only to be had as bytes."""
+    """Chunks from index ``first`` on that are not there, or ``is_elsewhere``: only to be had as bytes."""
 
     first: int
     count: int
@@ -69,16 +69,11 @@ class Giving:
     """
 
     def __init__(self, link: Link, number: int, mode: Mode, *, has_gaps: bool = False) -> None:
-        """With ``has_gaps`` it is about blocks: what is not there ends nothing, and is said."""
+        """With ``has_gaps`` it is about blocks: what is not there ends nothing."""
         self._has_gaps = has_gaps
-        self._kinds: tuple[Kind, ...] = (Kind.SLOTS, Kind.FILES, Kind.END)
-        if has_gaps:
-            self._kinds = (Kind.SLOTS, Kind.FILES, Kind.ABSENT, Kind.ELSEWHERE)
-        elif mode is Mode.FILES:
-            self._kinds = (Kind.FILES,)
+        self._kinds = (Kind.FILES, Kind.ABSENT, Kind.ELSEWHERE, *([Kind.SLOTS] if mode is Mode.SLOTS else []))
         self._link = link
         self._number = number
-        self._mode = mode
         self._lease: Lease | None = None
         self._asked: tuple[int, int] | None = None
         self._ahead: list[Given | NotGiven] = []
@@ -100,7 +95,7 @@ class Giving:
             yield given
 
     def each_or_not(self, first: int, count: int) -> Generator[Given | NotGiven]:
-        """The same, and with gaps what is not given.
+        """What is given, and what is not: the last of it where there are no gaps.
 
         Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
@@ -128,31 +123,26 @@ class Giving:
         self._link.channel.send(Kind.WANT, self._number, [encode_span(start, stop - start)])
 
     def _answers(self) -> tuple[list[Given | NotGiven], bool]:
-        """All that is given for the run that was asked for, and whether that is the whole run."""
+        """All that is said of the run that was asked for, and whether more may be asked for."""
         assert self._asked is not None
         (at, stop), self._asked = self._asked, None
         found: list[Given | NotGiven] = []
         try:
             while at < stop:
-                given = self._answer(at, stop)
-                if given is None:
+                found.append(self._answer(at, stop))
+                at += found[-1].count
+                if isinstance(found[-1], NotGiven) and not self._has_gaps:
                     return found, False
-                found.append(given)
-                at += given.count
-                if self._mode is Mode.FILES and not self._has_gaps:
-                    break
         except BaseException:
             _close(found)
             raise
-        return found, at == stop
+        return found, True
 
-    def _answer(self, at: int, stop: int) -> Given | NotGiven | None:
-        """One frame: chunks from ``at`` on, not beyond ``stop``; None where there are no more."""
+    def _answer(self, at: int, stop: int) -> Given | NotGiven:
+        """One frame: chunks from ``at`` on, not beyond ``stop``."""
         link = self._link
         head, payload = link.receive(*self._kinds)
         given: Given | NotGiven
-        if head.kind is Kind.END:
-            return None
         if head.kind is Kind.SLOTS:
             if link.memory is None:
                 raise link.channel.break_off("slots came, and the worker said that it has no memory")
@@ -166,8 +156,7 @@ class Giving:
         else:
             first, count = decode_span(payload)
             given = GivenFiles(first, link.channel.take_files(count))
-        may_be_none = self._mode is Mode.FILES and not self._has_gaps
-        if first != at or given.count > stop - at or not (given.count or may_be_none):
+        if first != at or not 1 <= given.count <= stop - at:
             _close([given])
             raise link.channel.break_off(
                 f"{given.count} chunks from {first} on came: expected up to {stop - at} from {at} on"

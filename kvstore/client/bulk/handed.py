@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -11,20 +11,20 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
+from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Damaged, expected_chunk
+from kvstore.format.header import Damaged
 from kvstore.native import is_available
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import ImagesIn, take_images
+from kvstore.node.images import take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
-from kvstore.node.wanted import Wanted, expected_of, mean_bytes
+from kvstore.node.wanted import Wanted, expected_of, image_bytes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Laid, Sections
@@ -32,88 +32,61 @@ from kvstore.sections import Laid, Sections
 STEP_BYTES = 1 << 20
 
 
-def read_given(
-    giving: Giving,
-    link: Link,
-    chain: Chain,
-    first: int,
-    count: int,
-    sections: Sections,
-    lanes: FileLanes,
-    deadline: Deadline,
-) -> Iterator[tuple[int, bool]]:
-    """Copies chunks ``first`` to ``count - 1`` into ``sections``.
+def take_given(
+    link: Link, wanted: Wanted, given: Given, sections: Sections, lanes: FileLanes, deadline: Deadline
+) -> bytearray:
+    """Copies what was given for a run of chunks; a byte for each, 1 where it is good.
 
-    Yields, after each step, how many leading chunks of the prompt are good, and False where the next one is there but
-    not right. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+    Of a prompt what lies behind the first that is not good counts as not good. Files are closed.
     """
-    good = first
-    for given in giving.each(first, count):
-        given_count = given.count  # of files only until they are taken
-        if isinstance(given, GivenSlots):
-            read = _take(link, chain, given, sections, lanes.copiers(), deadline)
-        else:
-            read = read_files(link, chain, given, sections, lanes.get(), deadline)
-        good = given.first + read
-        yield good, read == given_count
-        if read < given_count:
-            break
-    giving.finish(good)
-
-
-def _take(link: Link, chain: Chain, slots: GivenSlots, sections: Sections, lanes: Lanes, deadline: Deadline) -> int:
-    """Copies images out of the worker's memory; returns how many leading ones are good."""
-    images, first, count = images_of(link, chain, slots), slots.first, slots.count
+    if isinstance(given, GivenFiles):
+        return read_files(link, wanted, given, sections, lanes.get(), deadline)
+    images, first, count = images_of(link, wanted, given), given.first, given.count
     into = _in_order(sections, first, count)
 
     def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-        return take_images(chain, range(first + start, first + stop), images[start:stop], into, borrowed)
+        return take_images(wanted, range(first + start, first + stop), images[start:stop], into, borrowed)
 
-    return in_groups(chain, count, take, lanes, deadline)
+    return in_groups(wanted, first, count, take, lanes.copiers(), deadline)
 
 
-def images_of(link: Link, chain: Chain, slots: GivenSlots) -> ImagesIn:
+def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
     """Where slots lie in our mapping. Raises InvalidRequest where that is not within it."""
     if link.memory is None:
         raise InvalidRequest("slots came on a connection without memory")
-    return link.memory.images(slots.offsets, expected_chunk(chain, slots.first).file_bytes)
+    sizes = [image_bytes(wanted, index) for index in range(slots.first, slots.first + slots.count)]
+    if len(set(sizes)) == 1:
+        return link.memory.images(slots.offsets, sizes[0])
+    return [link.memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
 
 
 def in_groups(
-    chain: Chain,
+    wanted: Wanted,
+    first: int,
     count: int,
     work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
     lanes: Lanes,
     deadline: Deadline,
     *,
-    helps: bool = True,
-) -> int:
-    """Does ``work(start, stop, borrowed)`` on ``count`` chunks, several lanes at once; how many leading ones are right.
-
-    What it says is not right is not tried again. ``helps`` is as for ``Reading``.
-    """
-    size_bytes = chain.namespace.layout.chunk_bytes
-    return _leading(each_in_groups(size_bytes, count, work, lanes, deadline, helps=helps), count)
-
-
-def each_in_groups(
-    size_bytes: int,
-    count: int,
-    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
-    lanes: Lanes,
-    deadline: Deadline,
-    *,
-    stop_at_miss: bool = True,
     helps: bool = True,
 ) -> bytearray:
-    """The same of anything, of ``size_bytes`` each: a byte for each, 1 where it is right."""
-    size = group_size(count, size_bytes, lanes.width)
+    """Does ``work(start, stop, borrowed)`` on ``count`` chunks from index ``first`` on, several lanes at once.
+
+    A byte for each, 1 where it is right. What is not right is not tried again. ``helps`` is as for ``Reading``.
+    """
+    size = group_size(count, mean_bytes(wanted, first, count), lanes.width)
     groups = Groups(size, count, work)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, stop_at_miss, groups, helps=helps)
+    reading = Reading(lanes, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=helps)
     try:
         return reading.wait(deadline)
     finally:
         reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
+
+
+def leading(done: bytearray) -> int:
+    """How many of the first are good."""
+    first_miss = done.find(0)
+    return len(done) if first_miss < 0 else first_miss
 
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:
@@ -124,30 +97,10 @@ def _in_order(sections: Sections, first: int, count: int) -> Sections:
     return lambda index: memory[index - first]
 
 
-def _leading(done: bytearray, count: int) -> int:
-    first_miss = done.find(0)
-    return count if first_miss < 0 else first_miss
-
-
 def read_files(
-    link: Link, chain: Chain, given: GivenFiles, sections: Sections, lanes: Lanes, deadline: Deadline
-) -> int:
-    """Reads one chunk from each file, and closes them all; returns how many leading ones are good."""
-    count = given.count
-    return _leading(read_each_file(link, chain, given, sections, lanes, deadline), count)
-
-
-def read_each_file(
-    link: Link,
-    wanted: Wanted,
-    given: GivenFiles,
-    sections: Sections,
-    lanes: Lanes,
-    deadline: Deadline,
-    *,
-    stop_at_miss: bool = True,
+    link: Link, wanted: Wanted, given: GivenFiles, sections: Sections, lanes: Lanes, deadline: Deadline
 ) -> bytearray:
-    """The same of chunks or blocks: a byte for each file, 1 where it is good."""
+    """Reads one chunk from each file, and closes them all; a byte for each, 1 where it is good."""
     first, files = given.first, given.files
     if not files:
         return bytearray()
@@ -185,7 +138,7 @@ def read_each_file(
         if groups is None:
             # Asked for in order and by one thread, because some sources take memory as they are asked.
             memory = [sections(first + at) for at in range(len(files))]
-        reading = Reading(lanes, Counters(), len(files), read, stop_at_miss, groups)
+        reading = Reading(lanes, Counters(), len(files), read, isinstance(wanted, Chain), groups)
         return reading.wait(deadline)
     finally:
         if reading is not None:

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
-from kvstore.client.bulk.handed import each_in_groups, read_each_file
+from kvstore.client.bulk.given import Giving, NotGiven
+from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified, is_small, receive_images
 from kvstore.client.limits import ClientLimits
 from kvstore.client.tools import FileLanes
-from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
@@ -30,10 +26,20 @@ from kvstore.wire.traces import traced
 
 
 class BlockReading:
-    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified."""
+    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified.
+
+    ``hold`` is the id of a hold of the worker to read under; empty where there is none.
+    """
 
     def __init__(
-        self, link: Link, wanted: Keyed, buffers: Pieces, hits: list[bool], lanes: FileLanes, limits: ClientLimits
+        self,
+        link: Link,
+        wanted: Keyed,
+        buffers: Pieces,
+        hits: list[bool],
+        lanes: FileLanes,
+        limits: ClientLimits,
+        hold: bytes = b"",
     ) -> None:
         self._link = link
         self._wanted = wanted
@@ -41,6 +47,7 @@ class BlockReading:
         self._hits = hits
         self._lanes = lanes
         self._limits = limits
+        self._hold = hold
         self.damaged: list[int] = []
         """Those that came and were not right."""
 
@@ -57,44 +64,22 @@ class BlockReading:
         """Reads what the worker gives to a client on its host; returns those that are only to be had as bytes."""
         number, timeout_s = self._begin(indexes, mode)
         asked, elsewhere = self._wanted.picked(indexes), list[int]()
-        lanes, deadline = self._lanes.get(), Deadline(self._lanes.clock, timeout_s)
+        deadline = Deadline(self._lanes.clock, timeout_s)
         into = Buffers([self._buffers[index] for index in indexes])
         read = 0
         with Giving(self._link, number, mode, has_gaps=True) as giving:
             for given in giving.each_or_not(0, len(indexes)):
                 span = indexes[given.first : given.first + given.count]
-                if isinstance(given, GivenSlots):
-                    done = self._take_slots(asked, given, into, deadline)
-                elif isinstance(given, GivenFiles):
-                    done = read_each_file(self._link, asked, given, into, lanes, deadline, stop_at_miss=False)
-                else:
+                if isinstance(given, NotGiven):
                     elsewhere += span if given.is_elsewhere else []
                     continue
+                done = take_given(self._link, asked, given, into, self._lanes, deadline)
                 for index, right in zip(span, done, strict=True):
                     self._hits[index] = bool(right)
                 self.damaged += [index for index in span if not self._hits[index]]
                 read += sum(done)
             giving.finish(read)
         return elsewhere
-
-    def _take_slots(self, asked: Keyed, slots: GivenSlots, into: Buffers, deadline: Deadline) -> bytearray:
-        if self._link.memory is None:
-            raise InvalidRequest("slots came on a connection without memory")
-        first, count = slots.first, slots.count
-        sizes = [image_bytes(asked, index) for index in range(first, first + count)]
-        memory = self._link.memory
-        images: Sequence[memoryview]
-        if len(set(sizes)) == 1:
-            images = memory.images(slots.offsets, sizes[0])
-        else:
-            images = [memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
-
-        def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-            indexes = range(first + start, first + stop)
-            return take_images(asked, indexes, images[start:stop], into, borrowed)
-
-        size_bytes = sum(sizes) // count
-        return each_in_groups(size_bytes, count, take, self._lanes.copiers(), deadline, stop_at_miss=False)
 
     def _receive(self, indexes: Sequence[int]) -> None:
         """Reads whole images that come as bytes, small ones several at a time."""
@@ -162,7 +147,10 @@ class BlockReading:
         """Sends the request: its number, and how long it may take."""
         asked, limits = self._wanted.picked(indexes), self._limits
         request = pb.GetBlocksRequest(
-            namespace=asked.namespace.digest, keys=pack_keys(asked.keys), sizes=pack_sizes(asked.sizes_bytes)
+            namespace=asked.namespace.digest,
+            keys=pack_keys(asked.keys),
+            sizes=pack_sizes(asked.sizes_bytes),
+            hold=self._hold,
         )
         timeout_s = limits.stream_s(limits.read_s, sum(asked.sizes_bytes))
         channel, number = self._link.channel, self._link.next_number()

@@ -6,7 +6,7 @@ Arrays keep what they refer to: a lease on the worker's memory, a mapping of a f
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
-from kvstore.client.bulk.handed import images_of, in_groups, read_files
+from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
+from kvstore.client.bulk.handed import images_of, in_groups, leading, read_files
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.client.tools import FileLanes
@@ -61,38 +61,30 @@ class Views:
         return arrays
 
 
-def view_given(
-    giving: Giving, link: Link, chain: Chain, first: int, count: int, views: Views, lanes: FileLanes, deadline: Deadline
-) -> Iterator[tuple[int, bool]]:
-    """As ``read_given``, but the chunks stay where they are where that can be."""
-    good, keeps = first, False
-    for given in giving.each(first, count):
-        given_count = given.count  # of files only until they are taken
-        if isinstance(given, GivenSlots):
-            keeps = True
-            read = _view_slots(link, chain, given, views, lanes.copiers(), deadline)
-        elif views.may_map(given_count):
-            read = _map_files(link, chain, given, views, lanes.get(), deadline)
-        else:
-            read = read_files(link, chain, given, views.sections, lanes.get(), deadline)
-        good = given.first + read
-        yield good, read == given_count
-        if read < given_count:
-            break
-    giving.finish(good, keep=keeps)
+def view_given(link: Link, chain: Chain, given: Given, views: Views, lanes: FileLanes, deadline: Deadline) -> bytearray:
+    """As ``take_given``, but the chunks stay where they are where that can be."""
+    if isinstance(given, GivenSlots):
+        return _view_slots(link, chain, given, views, lanes.copiers(), deadline)
+    if views.may_map(given.count):
+        return _map_files(link, chain, given, views, lanes.get(), deadline)
+    return read_files(link, chain, given, views.sections, lanes.get(), deadline)
 
 
-def _view_slots(link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline) -> int:
+def _view_slots(
+    link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline
+) -> bytearray:
     images = images_of(link, chain, slots)
-    count = _verified(chain, slots.first, images, lanes, deadline)
+    done = _verified(chain, slots.first, images, lanes, deadline)
     header_bytes = expected_chunk(chain, slots.first).header_bytes
-    for at in range(count):
+    for at in range(leading(done)):
         views.add(slots.first + at, Leased(images[at][header_bytes:], slots.lease).array())
-    return count
+    return done
 
 
-def _map_files(link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline) -> int:
-    """Maps the leading files that have their chunk's size, and closes them all; how many are right.
+def _map_files(
+    link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline
+) -> bytearray:
+    """Maps the leading files that have their chunk's size, and closes them all.
 
     Where the system gives no more mappings, or descriptors, which each mapping needs, they are copied.
     """
@@ -111,19 +103,19 @@ def _map_files(link: Link, chain: Chain, given: GivenFiles, views: Views, lanes:
         given.close()
         raise
     given.close()
-    count = _verified(chain, given.first, images, lanes, deadline)
-    for at in range(count):
+    done = _verified(chain, given.first, images, lanes, deadline)
+    for at in range(leading(done)):
         views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))
-    return count
+    return done
 
 
-def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> int:
-    """How many leading images are those of chunks ``first`` and following, whole and right."""
+def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> bytearray:
+    """For each image a byte, 1 where it is that of its chunk, from index ``first`` on, whole and right."""
 
     def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
         return verify_images(chain, range(first + start, first + stop), images[start:stop])
 
     if not images:
-        return 0
+        return bytearray()
     # Mapped files may be on a root that hangs: then only lanes wait for it, and never longer than the deadline.
-    return in_groups(chain, len(images), verify, lanes, deadline, helps=isinstance(images, ImagesIn))
+    return in_groups(chain, first, len(images), verify, lanes, deadline, helps=isinstance(images, ImagesIn))

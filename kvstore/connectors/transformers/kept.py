@@ -27,7 +27,7 @@ DTYPES = {
 GROWING_ROPE = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on how long the whole prompt is, once it is over the original length."""
 ROUNDING = 0.05
-"""How far K or V of a token may be off, relative to the largest, when another one follows: experts group tokens."""
+"""The allowed relative error of K or V of a token when another one follows: experts group tokens."""
 NOT_CAUSAL = "its attention is not causal, so that KV of a prefix depends on what follows"
 
 
@@ -172,7 +172,7 @@ def refused(model: Any, reason: str) -> InvalidRequest:
 
 
 def _rope_limit(config: Any) -> int | None:
-    """From how many tokens on the frequencies depend on the length; None: never."""
+    """The prompt length from which the frequencies depend on the length; None: never."""
     settings = getattr(config, "rope_parameters", None) or {}
     each = [settings, *(value for value in settings.values() if isinstance(value, dict))]
     growing = [one for one in each if any(kind in str(one.get("rope_type", "")) for kind in GROWING_ROPE)]

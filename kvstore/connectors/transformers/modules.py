@@ -10,9 +10,9 @@ import torch
 from torch.nn.modules import module as torch_module
 
 SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
-"""Settings of modules that say nothing of what they compute."""
+"""Settings of modules that do not change their results."""
 LOOKS_ONLY = "transformers.utils.output_capturing"
-"""Whose hooks change nothing: transformers leaves them behind where hidden states were asked for once."""
+"""The module whose hooks change nothing: transformers leaves them behind once hidden states were asked for."""
 
 
 def modules_digest(model: Any) -> str:

@@ -77,7 +77,7 @@ def prefill_with_store(
     if loaded < end:
         computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
         if cache is not None:
-            _store(cache, kept, prefix, computed, loaded)
+            _store(cache, prefix, computed, loaded)
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
     return past
 
@@ -121,7 +121,7 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_t
     return rows
 
 
-def _store(cache: Cache, kept: Kept, prefix: Any, rows: Any, start: int) -> None:
+def _store(cache: Cache, prefix: Any, rows: Any, start: int) -> None:
     layout = cache.layout
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:

@@ -35,11 +35,11 @@ __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "Vineyard
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 GATHER_BYTES = 64 << 20
-"""How much is copied together for one put: this much memory is needed beside the caller's own."""
+"""Bytes copied together for one put: this much memory is needed beside the caller's own."""
 GATHER_PARTS_MAX = 32
 """Each put looks at all chunks before its first; very large updates take larger parts rather than more."""
 HOLES_MAX = 8
-"""How often one update goes back to what is not there: garbage collection took it, or memory had no room for it."""
+"""Retries of one update for chunks that garbage collection took, or that memory had no room for."""
 
 
 class KVCache:

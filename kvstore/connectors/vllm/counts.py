@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 
-COUNTERS = {
-    "lookups": "Look-ups of prompts in the store",
-    "lookup_timeouts": "Look-ups that did not end in time, which are misses",
-    "lookup_hit_tokens": "Tokens that look-ups found beyond the engine's own cache",
-    "loaded_blocks": "Blocks loaded from the store",
-    "loaded_bytes": "Bytes loaded from the store",
-    "load_failed_blocks": "Blocks that were found but could not be loaded, and are computed",
-    "load_seconds": "Time that loads took",
-    "stored_blocks": "Blocks that were given to the store",
-    "stored_bytes": "Bytes that were given to the store",
-    "store_failed_blocks": "Blocks that the store did not take",
-    "store_shed_blocks": "Blocks not stored because too many were on their way",
-    "skipped_lora_requests": "Requests with an adapter, which this connector leaves alone",
-}
+from kvstore.counts import Count
 
 
-class Counts:
+@enum.unique
+class EngineCount(Count):
+    """A counter of the connector in one engine: the metric ``vllm:kvstore_`` and its flat name."""
+
+    LOOKUPS = "Look-ups of prompts in the store"
+    LOOKUP_TIMEOUTS = "Look-ups that did not end in time, which are misses"
+    LOOKUP_HIT_TOKENS = "Tokens that look-ups found beyond the engine's own cache"
+    LOADED_BLOCKS = "Blocks loaded from the store"
+    LOADED_BYTES = "Bytes loaded from the store"
+    LOAD_FAILED_BLOCKS = "Blocks that were found but could not be loaded, and are computed"
+    LOAD_SECONDS = "Time that loads took"
+    STORED_BLOCKS = "Blocks that were given to the store"
+    STORED_BYTES = "Bytes that were given to the store"
+    STORE_FAILED_BLOCKS = "Blocks that the store did not take"
+    STORE_SHED_BLOCKS = "Blocks not stored because too many were on their way"
+    SKIPPED_LORA_REQUESTS = "Requests with an adapter, which this connector leaves alone"
+
+
+class EngineCounts:
     """Collects counts from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the counts
         self._counts: dict[str, int | float] = {}
 
-    def add(self, name: str, count: float = 1) -> None:
-        """Adds to one of ``COUNTERS``."""
+    def add(self, counter: EngineCount, count: float = 1) -> None:
+        """Adds to one counter."""
         if count:
             with self._lock:
-                self._counts[name] = self._counts.get(name, 0) + count
+                self._counts[counter.flat_name] = self._counts.get(counter.flat_name, 0) + count
 
     def take(self) -> dict[str, int | float]:
-        """The counts since the last call."""
+        """The counts since the last call, by flat name; only those that are not 0."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts

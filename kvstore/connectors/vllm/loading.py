@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.client.blocks import BLOCKS_MAX
 from kvstore.connectors.tasks import TaskThreads
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
 from kvstore.connectors.vllm.pages import Pages
@@ -49,7 +49,14 @@ class Loader:
     """Threads that load. ``pages`` has one per group, ``link`` one cache."""
 
     def __init__(
-        self, link: Link, pages: Sequence[Pages], counts: Counts, *, timeout_s: float, bytes_max: int, threads: int
+        self,
+        link: Link,
+        pages: Sequence[Pages],
+        counts: EngineCounts,
+        *,
+        timeout_s: float,
+        bytes_max: int,
+        threads: int,
     ) -> None:
         self._link = link
         self._pages = pages
@@ -86,8 +93,8 @@ class Loader:
         self._end(loading)
 
     def _end(self, loading: Loading) -> None:
-        self._counts.add("load_seconds", time.monotonic() - loading.started_s)
-        self._counts.add("load_failed_blocks", len(loading.failed_keys))
+        self._counts.add(EngineCount.LOAD_SECONDS, time.monotonic() - loading.started_s)
+        self._counts.add(EngineCount.LOAD_FAILED_BLOCKS, len(loading.failed_keys))
         self._ended.put(loading)  # first: who waited for it looks there next
         loading.done.set()
 
@@ -121,8 +128,8 @@ class Loader:
             loading.kept.append((Run(part.group, part.keys[:good], part.blocks[:good]), host))
         elif good:
             pages.write(host[:good], part.blocks[:good], loading.after)
-        self._counts.add("loaded_blocks", good)
-        self._counts.add("loaded_bytes", good * pages.block_bytes)
+        self._counts.add(EngineCount.LOADED_BLOCKS, good)
+        self._counts.add(EngineCount.LOADED_BYTES, good * pages.block_bytes)
         return good
 
     def _give_up(self, loading: Loading, why: object) -> None:

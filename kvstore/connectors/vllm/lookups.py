@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
 from kvstore.waiting import Monitor
@@ -54,7 +54,7 @@ class Lookups:
     def __init__(
         self,
         link: Link,
-        counts: Counts,
+        counts: EngineCounts,
         *,
         timeout_s: float,
         wait_s: float,
@@ -98,7 +98,7 @@ class Lookups:
             return None
         lookup.abandoned = True
         lookup.found = UNKNOWN
-        self._counts.add("lookup_timeouts")
+        self._counts.add(EngineCount.LOOKUP_TIMEOUTS)
         self.pause()
         return lookup.found
 

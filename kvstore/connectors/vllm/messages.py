@@ -28,7 +28,7 @@ class Load:
 
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every worker."""
+    """The scheduler's message to every worker."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: which loads ended, on how many workers, and what could not be read."""
+    """The workers' message to the scheduler: the loads that ended, on how many workers, and what could not be read."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: dict[int, set[bytes]] = field(default_factory=dict)

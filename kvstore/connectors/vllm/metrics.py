@@ -6,11 +6,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore.connectors.vllm.counts import COUNTERS
+from kvstore.connectors.vllm.counts import EngineCount
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time they were taken; ``data`` maps a name of ``COUNTERS`` to its count."""
+    """Counts since the last time they were taken; ``data`` maps the flat name of an ``EngineCount`` to its count."""
 
     def reset(self) -> None:
         """Sets all counts to nothing."""
@@ -23,7 +23,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As vLLM logs them."""
+        """The counts for vLLM's log."""
         return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
@@ -32,14 +32,15 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter per name of ``COUNTERS``, labelled as vLLM labels its own."""
+    """One metric for each ``EngineCount``, labelled as vLLM labels its own."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {}
-        for name, documentation in COUNTERS.items():
+        for counter in EngineCount:
+            name = counter.flat_name
             metric = self._counter_cls(
-                name=f"vllm:kvstore_{name}", documentation=f"{documentation}.", labelnames=labelnames
+                name=f"vllm:kvstore_{name}", documentation=f"{counter.about}.", labelnames=labelnames
             )
             for engine, values in per_engine_labelvalues.items():
                 self._counters[engine, name] = metric.labels(*values)

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to namespaces: everything that must be equal for two engines to share KV.
+"""Namespaces made from vLLM's configuration: everything that must be equal for two engines to share KV.
 
 One namespace per parallel rank, because each rank holds other heads or layers.  The scheduler names all of them, a
 worker its own, and both come to the same names because they look at nothing that only one of them knows.
@@ -33,7 +33,7 @@ _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
 class Shape:
-    """How one engine cuts its KV: token counts of blocks per group, and which ranks keep which part."""
+    """The shape of one engine's KV: token counts of blocks per group, and which ranks keep which part."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         parallel = vllm_config.parallel_config
@@ -58,7 +58,7 @@ class Shape:
             or min(self.block_tokens)
         )
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
-            raise InvalidRequest(f"blocks of {self.block_tokens} tokens are no multiples of {self.hash_tokens}")
+            raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
         self.kinds = [_kind(group.kv_cache_spec) for group in groups]
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
@@ -226,14 +226,14 @@ def _length(model: Any) -> str:
 
 
 def _media(model: Any) -> str:
-    """How pictures and sound are prepared where the command line says so, which vLLM's hash need not have."""
+    """The command line's settings for pictures and sound, which vLLM's hash may lack."""
     config = getattr(model, "multimodal_config", None)
     fields = {key: getattr(config, key, None) for key in _MEDIA_FIELDS}
     return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)
 
 
 def _release(version: str) -> str:
-    """The minor version: what is changed between two of them may change KV. Of builds in between, the whole."""
+    """The minor version, because a change between two of them may change KV; the whole version of a pre-release."""
     parsed = Version(version)
     return version if parsed.is_prerelease else f"{parsed.major}.{parsed.minor}"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, block_key
@@ -37,7 +37,7 @@ class Tracked:
     request: Any
     lookup: Lookup | None = None
     answered_s: float | None = None
-    """When the look-up had an answer."""
+    """The time of the look-up's answer."""
     asked_tokens: int = 0
     """Tokens in the engine's own cache, as of the last look-up."""
     stored_tokens: int = 0
@@ -68,7 +68,7 @@ class SchedulerHalf:
         self._workers = shape.tp * shape.pp
         self._is_async = shape.is_async(settings)
         self._unit = math.lcm(*shape.block_tokens)
-        self.counts = Counts()
+        self.counts = EngineCounts()
         self._link = Link(settings.looking_only(), namespaces)
         self._lookups = Lookups(
             self._link,
@@ -92,7 +92,7 @@ class SchedulerHalf:
         """See ``on_new_request``."""
         if request.lora_request is not None:
             # vLLM's hash has the adapter's name and path, and another engine may have another adapter there.
-            self.counts.add("skipped_lora_requests")
+            self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
         else:
             self._tracked[request.request_id] = Tracked(request)
 
@@ -111,7 +111,7 @@ class SchedulerHalf:
         if lookup is None:
             tracked.asked_tokens = computed_tokens
             lookup = tracked.lookup = self._lookups.begin(self._unit_keys(request), computed_tokens // self._unit)
-            self.counts.add("lookups")
+            self.counts.add(EngineCount.LOOKUPS)
         found = self._lookups.result(lookup)
         if found is None:
             return None, False
@@ -141,7 +141,7 @@ class SchedulerHalf:
         load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
         self._next_load += 1
         self._new_loads.append(load)
-        self.counts.add("lookup_hit_tokens", external_tokens)
+        self.counts.add(EngineCount.LOOKUP_HIT_TOKENS, external_tokens)
         if not self._is_async:
             self._unconfirmed[load.number] = self._workers
 

@@ -27,7 +27,7 @@ class Settings(opening.Settings):
     layerwise: bool = False
     """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
     wait_s: float = setting(0.0, least=0)
-    """How long a look-up waits for blocks that are not there yet: for decode engines, while a prefill engine writes."""
+    """The time that a look-up waits for missing blocks: for decode engines, while a prefill engine writes."""
     pause_s: float = setting(10.0, least=0)
     """After a time-out, look-ups are misses at once for this long."""
     store_bytes_max: int = setting(2 << 30, least=1)
@@ -39,7 +39,7 @@ class Settings(opening.Settings):
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
     drain_s: float = setting(5.0, least=0)
-    """How long a worker that shuts down goes on storing."""
+    """The time that a worker goes on storing when it shuts down."""
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
@@ -62,5 +62,5 @@ class Settings(opening.Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str = WHERE) -> Self:
-        """As that of the base. Raises InvalidRequest."""
+        """See the base. Raises InvalidRequest."""
         return super().of(given, where)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvstore.connectors.tasks import TaskThreads
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.pages import Copy, Pages
@@ -30,7 +30,9 @@ COPY_BYTES = 32 << 20
 class Storer:
     """One thread that publishes. ``pages`` has one per group, ``link`` one cache."""
 
-    def __init__(self, link: Link, pages: Sequence[Pages], counts: Counts, *, bytes_max: int, pause_s: float) -> None:
+    def __init__(
+        self, link: Link, pages: Sequence[Pages], counts: EngineCounts, *, bytes_max: int, pause_s: float
+    ) -> None:
         self._link = link
         self._pages = pages
         self._counts = counts
@@ -61,13 +63,13 @@ class Storer:
     def _admit(self, run: Run) -> Run | None:
         """The blocks of ``run`` that are to be copied out, whose memory counts from now on; None where none are."""
         if self._link.caches() is None or time.monotonic() < self._paused_until_s:
-            self._counts.add("store_shed_blocks", len(run.keys))
+            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(run.keys))
             return None
         with self._lock:
             pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
             size = len(pairs) * self._pages[run.group].block_bytes
             if not pairs or self._bytes + size > self._bytes_max:
-                self._counts.add("store_shed_blocks", len(pairs))
+                self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(pairs))
                 return None
             self._bytes += size
             self._on_the_way.update(key for key, _ in pairs)
@@ -89,9 +91,9 @@ class Storer:
 
     def _done(self, run: Run, stored: int) -> None:
         size = self._pages[run.group].block_bytes
-        self._counts.add("stored_blocks", stored)
-        self._counts.add("stored_bytes", stored * size)
-        self._counts.add("store_failed_blocks", len(run.keys) - stored)
+        self._counts.add(EngineCount.STORED_BLOCKS, stored)
+        self._counts.add(EngineCount.STORED_BYTES, stored * size)
+        self._counts.add(EngineCount.STORE_FAILED_BLOCKS, len(run.keys) - stored)
         with self._lock:
             self._bytes -= len(run.keys) * size
             self._on_the_way.difference_update(run.keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvstore.connectors.vllm.counts import Counts
+from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.loading import Loader, Loading
 from kvstore.connectors.vllm.messages import Orders, Report
@@ -23,9 +23,8 @@ class WorkerHalf:
 
     def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
         self._settings = settings
-        self._shape = shape
         self._stores = stores
-        self.counts = Counts()
+        self.counts = EngineCounts()
         self._link = Link(settings, [namespace])
         self._pages: list[Pages] = []
         self._loader: Loader | None = None

@@ -17,7 +17,7 @@ PEM_BYTES_MAX = 1 << 20
 class EtcdTls:
     """PEM files for TLS. Without ``ca_file`` the system's roots count; ``cert_file`` and ``key_file`` go together.
 
-    ``server_name`` is the name expected in the server's certificate where it differs from the endpoint's host.
+    ``server_name`` is the name expected in the server's certificate if it differs from the endpoint's host.
     """
 
     ca_file: str | Path | None = None
@@ -51,7 +51,7 @@ class Endpoints:
 
     @classmethod
     def parse(cls, text: str | Sequence[str]) -> Endpoints:
-        """Endpoints from ``host:port[,host:port]`` or a sequence of them, with or without http:// or https://.
+        """Parses ``host:port[,host:port]`` or a sequence of them, with or without http:// or https://.
 
         Raises InvalidRequest for an empty list, a missing or wrong port, a path, or http and https mixed.
         """
@@ -84,7 +84,7 @@ def _target(part: str) -> str:
 
 
 def read_pem(what: str, path: str | Path | None) -> bytes | None:
-    """The content of a PEM file. Raises InvalidRequest, naming file and reason, where it cannot be read."""
+    """Returns the content of a PEM file. Raises InvalidRequest, naming file and reason, if it cannot be read."""
     if path is None:
         return None
     try:
@@ -98,7 +98,7 @@ def read_pem(what: str, path: str | Path | None) -> bytes | None:
 
 
 def read_key(path: str | Path | None) -> bytes | None:
-    """The content of a key's PEM file, which nobody else may read. Raises InvalidRequest."""
+    """Returns the content of a key's PEM file, which nobody else may read. Raises InvalidRequest."""
     if path is None:
         return None
     content = read_secret(path, "etcd TLS client key", PEM_BYTES_MAX)

@@ -87,7 +87,8 @@ class EtcdMeta:
             except Refused as refused:
                 if refused.effect is not Effect.COMPACTED:
                     raise
-                # Compacted under our feet: the whole list again, at a newer revision, while there is time.
+                # The revision was compacted during the read: read the whole list again, at a newer revision, while
+                # there is time.
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
         """See ``interface.Meta``."""
@@ -139,7 +140,7 @@ class EtcdMeta:
         """See ``interface.Meta``."""
         check_ttl(ttl_s)
         deadline = self._begin(timeout_s)
-        # The id is chosen here, so that asking again after a lost reply finds the same lease instead of leaking one.
+        # Choose the id here: asking again after a lost reply then finds the same lease instead of leaking one.
         lease = LeaseId((int.from_bytes(self._ids.fresh()[:8], "big") >> 1) or 1)
         request = rpc().LeaseGrantRequest(ID=lease, TTL=ttl_s)
 
@@ -204,7 +205,7 @@ class EtcdMeta:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
     def _read(self, prefix: str, deadline: Deadline) -> Snapshot:
-        """All pages of ``prefix``, all at the revision of the first."""
+        """Returns all pages of ``prefix``, all at the revision of the first."""
         key, range_end = prefix_range(prefix)
         items: list[KeyValue] = []
         revision, page_keys = 0, PAGE_KEYS_FIRST
@@ -214,7 +215,7 @@ class EtcdMeta:
                 reply = self._members.call(f"list {prefix}", _range, request, deadline, resend=True)
             except Refused as refused:
                 if refused.effect is Effect.TOO_LARGE and page_keys > 1:
-                    page_keys = 1  # large keys after small ones: this page again
+                    page_keys = 1  # large keys after small ones: read this page again
                     continue
                 raise
             revision = revision or reply.header.revision
@@ -232,7 +233,7 @@ def _range(member: Member) -> Method:
 
 
 def _keep_alive(member: Member) -> Method:
-    """A keepalive is a stream in etcd's protocol: one request, and the first answer."""
+    """Wraps a keepalive, which is a stream in etcd's protocol: one request, and the first answer."""
 
     def send(request: Message, *, timeout: float, metadata: Metadata) -> Message:
         stream = member.lease.LeaseKeepAlive(iter([request]), timeout=timeout, metadata=metadata)

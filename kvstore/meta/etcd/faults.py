@@ -93,7 +93,7 @@ _CODES: dict[grpc.StatusCode, tuple[Effect, str]] = {
 
 
 def fault_of(error: grpc.RpcError) -> Fault:
-    """The meaning of ``error``. Unknown ones are UNSURE: nothing is sent twice that may not be."""
+    """Returns the meaning of ``error``. Unknown errors are UNSURE, so nothing is sent twice that must not be."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     text = f"{code.name}: {(error.details() if isinstance(error, grpc.Call) else '') or 'no details'}"[:1000]
     lower = text.lower()

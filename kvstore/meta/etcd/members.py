@@ -38,7 +38,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # Lost connections are tried again quickly: our own backoff keeps the rate low, the caller's deadline bounds it.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # in gRPC's core also the time-out of one connection attempt
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # in gRPC's core also the timeout of one connection attempt
     # A frozen member keeps its connections open: pings notice within 15 s. etcd refuses pings more often than 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -102,7 +102,7 @@ class Members:
         self._closed = Flag()
 
     def current(self) -> Member:
-        """The member to ask next. If TLS files have changed, it has a new connection."""
+        """Returns the member to ask next. If TLS files have changed, it has a new connection."""
         if self._watched.changed():
             self._renew()
         with self._lock:
@@ -117,9 +117,9 @@ class Members:
     def call(
         self, what: str, method: Callable[[Member], Method], request: Message, deadline: Deadline, *, resend: bool
     ) -> Message:
-        """The answer to one request, from the first member that gives one before ``deadline``.
+        """Returns the answer to one request, from the first member that gives one before ``deadline``.
 
-        ``method`` gives a member's method to send it with. If ``resend`` is false, the request is not sent again once
+        ``method`` returns a member's method that sends it. If ``resend`` is false, the request is not sent again once
         it may have taken effect. Raises Unavailable, PermissionDenied, InvalidRequest, or Refused for answers that the
         operation interprets.
         """
@@ -130,7 +130,7 @@ class Members:
         while True:
             self._check(what, deadline, last)
             member = self.current()
-            # One frozen member must leave time for the others; a request that goes out once may use all of it.
+            # One frozen member must leave time for the others; a request that is sent only once may use all of it.
             untried_count = len(self._members) - tries_count % len(self._members)
             attempt_s = deadline.left_s(1 / untried_count if resend else 1)
             sent, token = False, None
@@ -150,7 +150,7 @@ class Members:
                 if last.effect not in (Effect.NONE, Effect.UNSURE):
                     raise _final(what, last) from error
             except ValueError:
-                # gRPC's answer to a call on a channel that another thread closed in this moment.
+                # gRPC raises it for a call on a channel that another thread closed at this moment.
                 if not self._closed.is_set():
                     raise
                 continue
@@ -161,7 +161,7 @@ class Members:
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def metadata(self, member: Member, timeout_s: float) -> Metadata:
-        """Metadata for a stream to ``member``. Raises grpc.RpcError if authentication fails."""
+        """Returns metadata for a stream to ``member``. Raises grpc.RpcError if authentication fails."""
         return _metadata(self._token_from(member, timeout_s))
 
     def drop_token(self, token: str | None = None) -> None:
@@ -177,7 +177,7 @@ class Members:
             within(CLOSE_S, member.channel.close)
 
     def _connected(self) -> tuple[Member, ...]:
-        """All members, with the TLS files as they are now. Raises InvalidRequest."""
+        """Returns all members, with the TLS files as they are now. Raises InvalidRequest."""
         tls, credentials = self._tls, None
         if tls is not None:
             credentials = grpc.ssl_channel_credentials(
@@ -192,7 +192,7 @@ class Members:
         try:
             members = self._connected()
         except InvalidRequest as error:
-            log.error("etcd.certificate_not_reloaded the one before stays in use: %s", error)
+            log.error("etcd.certificate_not_reloaded the previous one stays in use: %s", error)
             return
         with self._lock:
             over, self._retired, self._members = self._retired, self._members, members
@@ -201,7 +201,7 @@ class Members:
         log.warning("etcd.certificate_reloaded")
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
-        """The token, from ``member`` if there is none yet; "" if etcd has authentication switched off."""
+        """Returns the token, from ``member`` if there is none yet; "" if etcd has authentication switched off."""
         if self._user is None:
             return None
         with self._lock:
@@ -225,7 +225,7 @@ class Members:
         try:
             return str(member.auth.Authenticate(request, timeout=timeout_s).token)
         except grpc.RpcError as error:
-            # As etcd's own client: a user may be configured before the operator switches authentication on.
+            # etcd's own client does the same: a user may be configured before the operator switches authentication on.
             if "authentication is not enabled" in fault_of(error).text:
                 return ""
             raise

@@ -89,7 +89,7 @@ class EtcdWatch:
             backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def _end_of(self, fault: Fault, down_s: float) -> WatchLost | PermissionDenied | None:
-        """Why the watch ends with ``fault``; None if the stream is to be opened again."""
+        """Returns why the watch ends with ``fault``; None if the stream should be opened again."""
         what = f"watch of {self._prefix!r} from revision {self._from_revision}"
         if fault.effect in (Effect.TOKEN, Effect.DENIED):
             return PermissionDenied(f"etcd: {what}: {fault.text}: {fault.advice}")
@@ -100,7 +100,7 @@ class EtcdWatch:
         return None
 
     def _follow(self, member: Member) -> tuple[Fault, bool]:
-        """Reads one stream to its end: why it ended, and whether it was ever opened."""
+        """Reads one stream to its end; returns why it ended, and whether it was ever opened."""
         opened = False
         key, range_end = prefix_range(self._prefix)
         request = rpc().WatchRequest(
@@ -122,7 +122,7 @@ class EtcdWatch:
         except grpc.RpcError as error:
             return fault_of(error), opened
         except (ValueError, Unavailable) as error:
-            # A channel that another thread closed in this moment, or no token in time.
+            # A channel that another thread closed at this moment, or no token in time.
             return Fault(Effect.UNSURE, str(error), "the watch opens the stream again"), opened
         return Fault(Effect.UNSURE, "the stream ended", "the watch opens it again"), opened
 

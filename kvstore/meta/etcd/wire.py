@@ -1,9 +1,9 @@
 """etcd's protocol messages, and the only import of ``pyetcd``, whose generated code they are.
 
-Only its messages and stubs are used. Its client (0.0.7) has one time-out for all calls instead of a deadline for each,
-drops the text of an error (so that a lost lease looks like any other refusal) and the revision of a transaction, never
-renews a token, marks a lone endpoint failed for 300 s after one failure, and may wait for ever in a watch. It is
-imported on first use, so that a store without etcd does not need the package.
+Only its messages and stubs are used. Its client (0.0.7) has one timeout for all calls instead of a deadline for each.
+It drops the text of an error, so that a lost lease looks like any other refusal, and the revision of a transaction. It
+never renews a token, marks a lone endpoint as failed for 300 s after one failure, and may wait for ever in a watch. The
+package is imported on first use, so that a store without etcd does not need it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rpc() -> ModuleType:
 
 
 def prefix_range(prefix: str) -> tuple[bytes, bytes]:
-    """First key and end (exclusive) of all keys that start with ``prefix``."""
+    """Returns first key and end (exclusive) of all keys that start with ``prefix``."""
     if not prefix:
         return b"\0", b"\0"
     first = prefix.encode()
@@ -68,7 +68,7 @@ def event(message: Message) -> Event:
 
 
 def _text(key: bytes) -> str:
-    # A key that is no text is not ours, and must not stop the reading of those that are.
+    # A key that is not text is not ours, and must not stop us from reading the others.
     return key.decode(errors="replace")
 
 
@@ -86,5 +86,5 @@ def _compare(compare: Compare) -> Message:
             return kind(result=kind.EQUAL, target=kind.CREATE, key=key, create_revision=0)
         case ModifiedAt():
             return kind(result=kind.EQUAL, target=kind.MOD, key=key, mod_revision=compare.mod_revision)
-    # A compare of values fails for a key that does not exist, which is what ValueIs says.
+    # A compare of values fails for a key that does not exist, as ValueIs requires.
     return kind(result=kind.EQUAL, target=kind.VALUE, key=key, value=compare.value)

@@ -1,1 +1,1 @@
-"""The bulk protocol: bytes of chunks past gRPC, through shared memory or a socket of their own. Rules: BULK.md."""
+"""The bulk protocol: bytes of chunks past gRPC, through shared memory or a separate socket. Rules: BULK.md."""

@@ -1,7 +1,7 @@
-"""One connection of the bulk protocol: frames in and out, files handed over, and no step without an end.
+"""One connection of the bulk protocol: frames in and out, files handed over, and a time limit on every step.
 
-The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end, so bytes
-arrive in the caller's memory only while the caller is in a call of ours.  Used by one thread at a time.
+The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end. So bytes
+arrive in the caller's memory only while the caller is in a call of this module. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from kvstore.wire.bulk.records import receive_records, send_records
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 STEP_BYTES = 1 << 19
-"""Most bytes of one system call where what came is verified while it is in the cache, or TLS is made of it."""
+"""Most bytes of one system call if they are then verified in the cache, or encrypted with TLS."""
 BUFFER_BYTES = 4 << 20
-"""Of a unix socket, whose buffer does not grow by itself as that of TCP does."""
+"""Buffer of a unix socket, which does not grow by itself as that of TCP does."""
 SILENCE_S = 60
 PROBE_S = 15
 PROBES = 4
-"""A TCP peer that is silent for a minute is asked by the kernel, and given up when it does not answer for another:
-without that a connection to a host that vanished would stay open for hours."""
+"""The kernel probes a TCP peer that is silent for a minute, and gives it up after another minute without an answer.
+Otherwise a connection to a vanished host would stay open for hours.
+"""
 _FD = array.array("i").itemsize
 
 
 class LinkBroken(Unavailable):
-    """The connection ended, or its peer does not keep to the protocol."""
+    """The connection ended, or its peer broke the protocol."""
 
 
 class LinkShort(LinkBroken):
@@ -68,24 +69,24 @@ class Channel:
         self._returned = memoryview(b"")
         self._poll = select.poll()
         self.alive = True
-        """False once it is closed, or failed: then it is of no use any more."""
+        """False once it is closed or has failed: then it has no use any more."""
 
     @property
     def is_unix(self) -> bool:
-        """Whether files can be handed over."""
+        """True if files can be handed over."""
         return self._is_unix
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Returns the descriptor, for selectors."""
         return self._socket.fileno()
 
     def limit(self, idle_s: float, most_s: float) -> None:
-        """From now on a step may take ``idle_s``, all of them together ``most_s``."""
+        """Limits each step from now on to ``idle_s``, and all of them together to ``most_s``."""
         self._idle_s = idle_s
         self._ends_s = time.monotonic() + most_s
 
     def is_quiet(self) -> bool:
-        """Whether nothing came and the peer is there: between requests it has nothing to say."""
+        """True if nothing came and the peer is there: between requests it has nothing to say."""
         if not self.alive or self.has_pending:
             return False
         self._poll.register(self._socket, select.POLLIN)
@@ -93,7 +94,7 @@ class Channel:
 
     @property
     def has_pending(self) -> bool:
-        """Whether bytes have come that were not received, and that no selector sees."""
+        """True if bytes have come that were not received and that no selector sees."""
         return bool(self._returned) or (isinstance(self._socket, ssl.SSLSocket) and bool(self._socket.pending()))
 
     def send(
@@ -107,10 +108,6 @@ class Channel:
         views = [memoryview(piece) for piece in pieces]
         head = encode_head(kind, request, byte_length(views))
         self.send_bytes([memoryview(head), *views], files)
-
-    def send_head(self, kind: Kind, request: int, length: int) -> None:
-        """Begins a frame whose ``length`` bytes follow by ``send_bytes``."""
-        self.send_bytes([memoryview(encode_head(kind, request, length))])
 
     def send_bytes(self, pieces: Pieces, files: Sequence[int] = ()) -> None:
         """Sends bytes of a frame that was begun."""
@@ -136,26 +133,26 @@ class Channel:
                 pieces = skip(pieces, count)
 
     def receive_head(self) -> Head:
-        """The head of the next frame. Raises LinkBroken also where it is none."""
+        """Receives the head of the next frame. Raises LinkBroken also if it is not a head."""
         raw = bytearray(HEAD_BYTES)
         self._receive_small(memoryview(raw))
         return self.head_in(raw)
 
     def head_in(self, raw: bytearray | memoryview) -> Head:
-        """The head that was received among other bytes. Raises LinkBroken where it is none."""
+        """Decodes a head that was received among other bytes. Raises LinkBroken if it is not one."""
         try:
             return decode_head(raw)
         except InvalidRequest as cause:
             raise self._broken(str(cause)) from cause
 
     def receive(self, length: int) -> bytes:
-        """A payload of a frame that is not bulky."""
+        """Receives the payload of a frame that is not bulky."""
         payload = bytearray(length)
         self._receive_small(memoryview(payload))
         return bytes(payload)
 
     def receive_frame(self, *kinds: Kind) -> tuple[Head, bytes]:
-        """The next frame, which must be one of ``kinds``, none of them bulky. Raises LinkBroken otherwise."""
+        """Receives the next frame, which must be one of ``kinds``, none of them bulky. Raises LinkBroken otherwise."""
         head = self.receive_head()
         self.expect(head, *kinds)
         return head, self.receive(head.length)
@@ -166,7 +163,7 @@ class Channel:
             raise self._broken(f"a {head.kind.name} frame came: expected {' or '.join(kind.name for kind in kinds)}")
 
     def receive_some(self, pieces: Pieces, bytes_max: int = STEP_BYTES) -> int:
-        """Writes what came, at most ``bytes_max``, into ``pieces``; returns the count, at least 1."""
+        """Writes received bytes, at most ``bytes_max``, into ``pieces``; returns the count, at least 1."""
         if self._returned:
             return self._again(pieces[0])
         while True:
@@ -188,7 +185,7 @@ class Channel:
             return count
 
     def give_back(self, came: memoryview) -> None:
-        """Has bytes that came by ``receive_some``, behind what was wanted, come again; ``came`` must not change."""
+        """Takes back bytes received behind the wanted ones, so that they come again; ``came`` must not change."""
         self._returned = came
 
     def receive_into(self, pieces: Pieces) -> None:
@@ -202,19 +199,19 @@ class Channel:
 
     @property
     def moves_natively(self) -> bool:
-        """Whether native code may move bytes here: it knows nothing of TLS, nor of what was given back."""
+        """True if native code may move bytes here: it does not know TLS, nor bytes that were given back."""
         return native.library is not None and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
 
     def receive_by(self, step: Callable[[int], int]) -> int:
-        """What ``step(descriptor)``, native code that receives, says, waiting as often as it says BLOCKED."""
+        """Calls ``step(descriptor)``, native code that receives, until it is not BLOCKED; returns its result."""
         return self._moved("receiving", step, select.POLLIN)
 
     def send_by(self, step: Callable[[int], int]) -> int:
-        """The same of native code that sends."""
+        """Calls ``step(descriptor)``, native code that sends, until it is not BLOCKED; returns its result."""
         return self._moved("sending", step, select.POLLOUT)
 
     def take_files(self, count: int) -> list[int]:
-        """The files that came with the last frame, now the caller's to close. Raises LinkBroken for another count."""
+        """Returns the files of the last frame, which the caller closes. Raises LinkBroken for another count."""
         files, self._files = self._files, []
         if len(files) != count:
             _close(files)
@@ -222,25 +219,25 @@ class Channel:
         return files
 
     def break_off(self, why: str) -> LinkBroken:
-        """Closes the connection because of what the peer did; the error to raise."""
+        """Closes the connection because of what the peer did; returns the error to raise."""
         return self._broken(why)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection. Idempotent."""
         self.alive = False
         files, self._files = self._files, []
         _close(files)
         self._socket.close()
 
     def cut(self) -> None:
-        """Ends the connection under a thread that uses it, which then fails; that thread closes it."""
+        """Ends the connection under a thread that uses it: that thread then fails, and closes it."""
         self.alive = False
         with suppress(OSError):
-            # Not that of SSLSocket: it first forgets the encryption, and the other thread would go on without.
+            # Not SSLSocket's shutdown: it first drops the encryption, and the other thread would go on in plain text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _receive_small(self, view: memoryview) -> None:
-        """Fills ``view``, taking in the files that come along."""
+        """Fills ``view``, and takes in the files that come along."""
         room = socket.CMSG_SPACE(self._files_max * _FD) if self._is_unix else 0
         while self._returned and len(view):
             view = view[self._again(view) :]
@@ -264,7 +261,7 @@ class Channel:
             view = view[count:]
 
     def _take_in(self, ancillary: list[tuple[int, int, bytes]], is_cut: bool) -> None:
-        """Keeps the files that came along. Raises LinkBroken where they are too many, LinkShort where some are lost."""
+        """Keeps the files that came along. Raises LinkBroken if they are too many, LinkShort if some are lost."""
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
@@ -300,7 +297,7 @@ class Channel:
 
 
 def _step(pieces: Pieces, bytes_max: int) -> Pieces:
-    """The first pieces, as many bytes as one system call may take."""
+    """Returns the first pieces, as many bytes as one system call may take."""
     size = 0
     for count, piece in enumerate(pieces):
         size += len(piece)

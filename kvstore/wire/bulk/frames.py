@@ -1,4 +1,4 @@
-"""The frames of the bulk protocol and their short payloads, as bytes and back. BULK.md has the rules."""
+"""Encodes and decodes the frames of the bulk protocol and their short payloads. BULK.md has the rules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAGIC = b"KV"
 HEAD = struct.Struct("<2sHIQ")
 HEAD_BYTES = HEAD.size
 CONTROL_BYTES_MAX = 128 << 10
-"""A payload that is neither a request nor bytes of chunks."""
+"""Limit of a payload that is neither a request nor bytes of chunks."""
 RUN_BYTES_MAX = 8 << 20
-"""A run of several chunks in one CHUNKS frame; one chunk alone may be larger."""
+"""Limit of several chunks in one CHUNKS frame; one chunk alone may be larger."""
 FILES_MAX = 64
-"""Chunks that one WANT asks for, and so files that one FILES frame hands over; the kernel allows 253."""
+"""Limit of chunks in one WANT, and so of files in one FILES frame; the kernel allows 253."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Below 64 from client to worker, above from worker to client."""
+    """The kinds of frames. Below 64 from client to worker, above from worker to client."""
 
     HELLO = 1
     ARENA = 2
@@ -65,7 +65,7 @@ class Head:
 
 
 class Mode(enum.IntEnum):
-    """How a GET or GET_BLOCKS is answered."""
+    """The ways to answer a GET or GET_BLOCKS."""
 
     STREAM = 0
     FILES = 1
@@ -74,7 +74,7 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is before the message in a request."""
+    """The fields before the message in a request."""
 
     timeout_s: float
     flag: int
@@ -109,29 +109,29 @@ INDEX_BYTES = _INDEX.size
 
 
 def encode_head(kind: Kind, request: int, length: int) -> bytes:
-    """The head of a frame."""
+    """Encodes the head of a frame."""
     return HEAD.pack(MAGIC, kind, request, length)
 
 
 def decode_head(raw: bytes | bytearray | memoryview) -> Head:
-    """The fields of a head. Raises InvalidRequest where it is none, or its payload is larger than its kind may have."""
+    """Decodes a head. Raises InvalidRequest if it is not one, or if its payload is larger than its kind may have."""
     magic, number, request, length = HEAD.unpack(raw)
     if magic != MAGIC or number not in Kind._value2member_map_:
-        raise InvalidRequest("what came is no frame of the bulk protocol: the connection is closed")
+        raise InvalidRequest("the peer sent bytes that are not a frame of the bulk protocol: the connection is closed")
     kind = Kind(number)
     most = REQUEST_BYTES_MAX if kind in REQUESTS else CONTROL_BYTES_MAX
     if kind not in BULKY and length > most:
-        raise InvalidRequest(f"a {kind.name} frame says {length} bytes: expected at most {most}")
+        raise InvalidRequest(f"a {kind.name} frame claims {length} bytes: expected at most {most}")
     return Head(kind, request, length)
 
 
 def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
-    """The payload of a request."""
+    """Encodes the payload of a request."""
     return _REQUEST.pack(timeout_s, flag) + message
 
 
 def decode_request(payload: bytes) -> Request:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes the payload of a request. Raises InvalidRequest."""
     if len(payload) < _REQUEST.size:
         raise InvalidRequest(f"a request has {len(payload)} bytes: expected at least {_REQUEST.size}")
     timeout_s, flag = _REQUEST.unpack_from(payload)
@@ -141,24 +141,24 @@ def decode_request(payload: bytes) -> Request:
 
 
 def encode_span(first: int, count: int) -> bytes:
-    """The payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, and what is before the bytes in CHUNKS."""
+    """Encodes the payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, which also begins that of CHUNKS."""
     return _SPAN.pack(first, count)
 
 
 def decode_span(payload: bytes) -> tuple[int, int]:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes the payload of ``encode_span``. Raises InvalidRequest."""
     first, count = _unpacked(_SPAN, payload)
     return first, count
 
 
 def encode_slots(given: Given) -> bytes:
-    """The payload of SLOTS."""
+    """Encodes the payload of SLOTS."""
     count = len(given.offsets)
     return _SPAN.pack(given.first, count) + struct.pack(f"<{count}Q", *given.offsets)
 
 
 def decode_slots(payload: bytes) -> Given:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes the payload of SLOTS. Raises InvalidRequest."""
     first, count = decode_span(payload[:SPAN_BYTES])
     if not 1 <= count <= FILES_MAX or len(payload) != SPAN_BYTES + 8 * count:
         raise InvalidRequest(f"{count} slots came in {len(payload)} bytes: expected 1 to {FILES_MAX}, of 8 bytes each")
@@ -166,33 +166,33 @@ def decode_slots(payload: bytes) -> Given:
 
 
 def encode_arena(size_bytes: int) -> bytes:
-    """The payload of ARENA and MEMORY."""
+    """Encodes the payload of ARENA and MEMORY."""
     return _ARENA.pack(size_bytes)
 
 
 def decode_arena(payload: bytes) -> int:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes the payload of ARENA and MEMORY. Raises InvalidRequest."""
     return _unpacked(_ARENA, payload)[0]
 
 
 def encode_placed(placed: Placed) -> bytes:
-    """The payload of PLACED."""
+    """Encodes the payload of PLACED."""
     return _PLACED.pack(placed.first, placed.count, placed.offset)
 
 
 def decode_placed(payload: bytes) -> Placed:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes the payload of PLACED. Raises InvalidRequest."""
     first, count, offset = _unpacked(_PLACED, payload)
     return Placed(first, count, offset)
 
 
 def encode_index(index: int) -> bytes:
-    """What is before the bytes in FILE and LAYER: which chunk of the prompt it is, or which layer."""
+    """Encodes the index before the bytes in FILE and LAYER: that of the chunk in the prompt, or of the layer."""
     return _INDEX.pack(index)
 
 
 def decode_index(payload: bytes | bytearray | memoryview) -> int:
-    """The inverse. Raises InvalidRequest."""
+    """Decodes that index. Raises InvalidRequest."""
     return _unpacked(_INDEX, bytes(payload))[0]
 
 

@@ -1,4 +1,4 @@
-"""How two ends that met over gRPC know each other on another connection, without sending what they know."""
+"""Grants: two ends that met over gRPC prove it on another connection, without sending their secret."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to open one connection."""
+    """Permission to open one connection."""
 
     id: bytes
     secret: bytes
 
     @classmethod
     def fresh(cls) -> Grant:
-        """A grant that nobody else has."""
+        """Returns a grant that nobody else has."""
         return cls(os.urandom(GRANT_BYTES), os.urandom(SECRET_BYTES))
 
     def hello(self, nonce: bytes) -> bytes:
-        """What a client says first."""
+        """Returns the client's greeting."""
         return _HELLO.pack(self.id, nonce, _proof(self.secret, b"client", nonce))
 
     def welcome(self, nonce: bytes) -> bytes:
-        """What the worker answers."""
+        """Returns the worker's answer."""
         return _proof(self.secret, b"worker", nonce)
 
     def is_welcome(self, nonce: bytes, payload: bytes) -> bool:
-        """Whether an answer comes from the worker that gave the grant."""
+        """True if an answer comes from the worker that gave the grant."""
         return hmac.compare_digest(self.welcome(nonce), payload)
 
     def is_hello(self, nonce: bytes, proof: bytes) -> bool:
-        """Whether a greeting comes from the client that was given the grant."""
+        """True if a greeting comes from the client that was given the grant."""
         return hmac.compare_digest(_proof(self.secret, b"client", nonce), proof)
 
 
 def read_hello(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Grant id, nonce and proof of a greeting of HELLO_BYTES bytes."""
+    """Returns grant id, nonce and proof of a greeting of HELLO_BYTES bytes."""
     grant, nonce, proof = _HELLO.unpack(payload)
     return grant, nonce, proof
 
 
 def boot_id() -> str:
-    """Names this boot of this host; empty where the system does not say.
+    """Returns the id of this boot of this host; empty if the system does not say.
 
-    Raises OSError where this process has no file descriptor to read it: that says nothing about the host.
+    Raises OSError if this process has no file descriptor left to read it: that says nothing about the host.
     """
     try:
         with open(BOOT_ID, encoding="ascii") as file:

@@ -1,9 +1,8 @@
-"""The page that a worker shares with a client: of each of its last puts, how many chunks the arena may forget."""
+"""The page that a worker shares with a client: how many chunks of each recent put the arena may forget."""
 
 from __future__ import annotations
 
 ENTRIES = 64
-ENTRY_BYTES = 8
 LEDGER_BYTES = 4096
 COUNT_BITS = 32
 PUTS_MAX = ENTRIES - 1
@@ -11,15 +10,15 @@ PUTS_MAX = ENTRIES - 1
 
 
 def entry_of(request: int) -> int:
-    """Where a put has its entry."""
+    """Returns the index of a put's entry."""
     return request % ENTRIES
 
 
 def entry_value(request: int, count: int) -> int:
-    """What the entry says when ``count`` leading chunks of that put are released."""
+    """Returns the entry that says that ``count`` leading chunks of the put are released."""
     return request << COUNT_BITS | count
 
 
 def released_count(entry: int, request: int) -> int:
-    """How many leading chunks of a put are released; 0 while the entry is still of an older put."""
+    """Returns how many leading chunks of a put are released; 0 while the entry is still an older put's."""
     return entry & (1 << COUNT_BITS) - 1 if entry >> COUNT_BITS == request else 0

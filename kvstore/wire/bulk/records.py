@@ -1,6 +1,6 @@
-"""Bytes of the bulk protocol over TLS, which knows neither pieces nor several buffers, but one record at a time.
+"""Bytes of the bulk protocol over TLS, which handles one record at a time, not pieces or several buffers.
 
-Apart from the channel, which sends and receives in the same way by whatever means.
+Separate from the channel, which sends and receives in the same way over TLS and without.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ RECORD_BYTES = 1 << 14
 
 
 def send_records(sock: ssl.SSLSocket, pieces: Pieces, bytes_max: int) -> int:
-    """Sends as many records as go, at least one, and about ``bytes_max``; returns how many bytes.
+    """Sends as many records as it can, at least one, and about ``bytes_max``; returns how many bytes.
 
-    Raises SSLWantReadError or SSLWantWriteError where nothing goes: then the same pieces must come again.
+    Raises SSLWantReadError or SSLWantWriteError if it can send nothing: then the same pieces must come again.
     """
     sent = 0
     while sent < bytes_max and pieces:
@@ -32,9 +32,9 @@ def send_records(sock: ssl.SSLSocket, pieces: Pieces, bytes_max: int) -> int:
 
 
 def receive_records(sock: ssl.SSLSocket, pieces: Pieces, bytes_max: int) -> int:
-    """Fills ``pieces`` with what is there, at least a byte, and about ``bytes_max``; returns how many, 0 at the end.
+    """Fills ``pieces`` with available bytes, at least one, and about ``bytes_max``; returns how many, 0 at the end.
 
-    Raises SSLWantReadError or SSLWantWriteError where nothing is there yet.
+    Raises SSLWantReadError or SSLWantWriteError if nothing is there yet.
     """
     came = 0
     for piece in pieces:
@@ -54,7 +54,7 @@ def receive_records(sock: ssl.SSLSocket, pieces: Pieces, bytes_max: int) -> int:
 
 
 def _record(pieces: Pieces, bytes_max: int) -> bytes | memoryview:
-    """The first bytes, for one call. Small pieces are joined, or each were a record of its own."""
+    """Returns the first bytes, for one call. Joins small pieces: else each would be a record of its own."""
     first = next(at for at, piece in enumerate(pieces) if len(piece))
     if len(pieces[first]) >= RECORD_BYTES:
         return pieces[first][:bytes_max]

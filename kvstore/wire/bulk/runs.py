@@ -1,6 +1,6 @@
-"""Bytes with their checksums: a run of chunks by planes, or the two planes of a layer, then the XXH3-64 of each plane.
+"""Runs with their checksums: chunks by planes, or the two planes of a layer, then the XXH3-64 of each plane.
 
-By native code where it may, which sums each piece while it is in the cache; both ends of it are here.
+Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
 
 
 def receive_planes(channel: Channel, planes: Pieces) -> bool:
-    """Fills ``planes``, all of one size, and says whether the checksums that follow are theirs."""
+    """Fills ``planes``, all of one size; True if the checksums that follow match them."""
     if channel.moves_natively:
         bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
         rows, sums = _rows(bases, 0, len(planes[0])), np.zeros(len(planes), "<u8")
@@ -50,7 +50,7 @@ def receive_planes(channel: Channel, planes: Pieces) -> bool:
 
 
 def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:
-    """For native code: as many bytes from each base on."""
+    """Returns the structure for native code: ``size_bytes`` from each base on."""
     rows: npt.NDArray[np.void] = np.zeros(1, native.CHUNK)
     rows["bases"] = _at(bases)
     rows["offset"] = offset

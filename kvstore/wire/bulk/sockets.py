@@ -1,4 +1,4 @@
-"""The one place where sockets of the bulk protocol are made, at both ends; TLS wraps those that leave the host."""
+"""Makes the sockets of the bulk protocol at both ends, as no other module does. TLS wraps those between hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BACKLOG = 128
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A listening unix socket at ``path``, for this user alone. Raises OSError."""
+    """Returns a listening unix socket at ``path``, for this user alone. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -23,7 +23,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 is of the system's choice, ``host`` may have brackets. Raises OSError."""
+    """Returns a listening TCP socket. The system chooses port 0; ``host`` may have brackets. Raises OSError."""
     host = host.removeprefix("[").removesuffix("]")
     host = "0.0.0.0" if host == "*" else host
     is_v6 = ":" in host

@@ -1,4 +1,4 @@
-"""The checksums that travel with a run: one for each plane of chunks, or each block, so few that they cost nothing."""
+"""The checksums that travel with a run: one for each plane of chunks, or each block, few enough to cost nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvstore.sections import Planes
 
 
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
-    """XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
+    """Returns the XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
     return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)
 
 
 def block_sums(blocks: Pieces) -> tuple[int, ...]:
-    """XXH3-64 of each block, in order."""
+    """Returns the XXH3-64 of each block, in order."""
     return tuple(map(checksum, blocks))

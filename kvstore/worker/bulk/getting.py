@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from kvstore.address import Chain
+from collections.abc import Sequence
+
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.holds import Hold
 from kvstore.node.node import Node
+from kvstore.node.wanted import Wanted, sizes_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.bulk.handing import ChunkHanding
+from kvstore.worker.bulk.asked import Asked
+from kvstore.worker.bulk.handing import ImageHanding
 from kvstore.worker.bulk.layering import send_layers
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.bulk.streaming import ChunkStream
+from kvstore.worker.bulk.streaming import ImageStream
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
@@ -24,7 +26,7 @@ from kvstore.worker.prompts import Prompts
 
 
 class BulkGets:
-    """Serves GET frames. ``leases`` is None where the node has no memory."""
+    """Serves GET and GET_BLOCKS frames. ``leases`` is None where the node has no memory."""
 
     def __init__(
         self,
@@ -45,36 +47,56 @@ class BulkGets:
         self._leases = leases
 
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request."""
+        """Answers one request about a prompt."""
         request = parse(pb.GetRequest, message)
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
             raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
         if by_layer and (mode != Mode.STREAM or request.first or request.memory_only):
             raise InvalidRequest("layer by layer: expected mode 0 (a stream), first 0 and no memory_only")
-        if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
-            raise InvalidRequest(f"the mode of a GET is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
-        if mode == Mode.FILES and not (channel.is_unix and self._node.hands_files):
-            raise InvalidRequest("files can be handed over only on a unix socket, of a root that has files")
-        if mode == Mode.SLOTS and not (channel.is_unix and self._leases is not None):
-            raise InvalidRequest("slots can be given only on a unix socket, by a worker that has memory")
-        if mode != Mode.STREAM:
-            context.allow_every()  # what is shared is not one tenant's alone (rule X8)
+        self._check_mode(channel, mode, context)
         if request.memory_only:
             self._from_memory(channel, number, mode, request, context)
             return
         with self._prompts.held(request, context) as (hold, count):
             self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
+            asked = Asked(hold.chain, hold)
             if mode != Mode.STREAM:
-                self._hand_over(channel, number, mode, hold, request.first, count, context)
-                return
-            if by_layer and count:
+                handing = self._handing(channel, number, mode, asked, count, context)
+                good = handing.serve()
+                self._count(handing, hold.chain, range(request.first, good))
+                self._node.used(hold, good)
+            elif by_layer and count:
                 send_layers(
                     self._node, channel, number, hold, count, self._in_flight, self._buffers, self._calls, context
                 )
-            elif request.first < count:
-                self._stream(channel, number, hold.chain, hold).send(request.first, count, context)
-            channel.send(Kind.END, number)
+                channel.send(Kind.END, number)
+            else:
+                stream = self._stream(channel, number, asked)
+                try:
+                    stream.send(request.first, count, context)
+                finally:
+                    if request.first < count:
+                        self._node.used(hold, request.first + len(stream.sent))
+
+    def get_blocks(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
+        """Answers one request about engine-hashed blocks."""
+        request = parse(pb.GetBlocksRequest, message)
+        self._check_mode(channel, mode, context)
+        wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
+        asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
+        self._prompts.settle_blocks(wanted.namespace, wanted.keys)
+        if mode == Mode.STREAM:
+            stream = self._stream(channel, number, asked)
+            try:
+                stream.send(0, len(wanted), context)
+            finally:
+                self._node.handing.used(wanted, sorted(stream.sent))
+            return
+        handing = self._handing(channel, number, mode, asked, len(wanted), context)
+        handing.serve()
+        self._count(handing, wanted, handing.given)
+        self._node.handing.used(wanted, handing.given)
 
     def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         """Gives what memory has at this moment, and asks nobody else: the client is a peer (rule P2)."""
@@ -85,38 +107,50 @@ class BulkGets:
         first = request.first
         count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
         self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
+        asked = Asked(chain, memory_only=True)
         if mode == Mode.SLOTS:
-            ChunkHanding(self._node, channel, number, chain, None, count, self._leases, context).serve(mode)
-            return
-        if first < count:
-            self._stream(channel, number, chain, None).send(first, count, context)
-        channel.send(Kind.END, number)
+            self._handing(channel, number, mode, asked, count, context).serve()
+        else:
+            self._stream(channel, number, asked).send(first, count, context)
 
-    def _hand_over(
-        self, channel: Channel, number: int, mode: int, hold: Hold, first: int, count: int, context: Call
-    ) -> None:
-        handing = ChunkHanding(self._node, channel, number, hold.chain, hold, count, self._leases, context)
-        good = handing.serve(mode)
-        read = max(0, good - first)
-        chunk_bytes = hold.chain.namespace.layout.chunk_bytes
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, read * chunk_bytes)
-        from_files = max(0, read - handing.from_memory_count)
-        self._node.counters.add_read(from_files * chunk_bytes, from_files)
-        self._node.used(hold, good)
+    def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
+        if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
+            raise InvalidRequest(f"the mode of a get is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
+        if mode == Mode.STREAM:
+            return
+        if not channel.is_unix:
+            raise InvalidRequest("files and slots can be given only on a unix socket")
+        if mode == Mode.FILES and not self._node.hands_files:
+            raise InvalidRequest("files can be handed over only of a root that has files")
+        if mode == Mode.SLOTS and self._leases is None:
+            raise InvalidRequest("slots can be given only by a worker that has memory")
+        context.allow_every()  # what is shared is not one tenant's alone (rule X8)
+
+    def _count(self, handing: ImageHanding, wanted: Wanted, indexes: Sequence[int]) -> None:
+        """Counts those that a client read of what was handed over."""
+        sizes = sizes_of(wanted)
+        from_files = [index for index in indexes if index not in handing.in_memory]
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(sizes[index] for index in indexes))
+        self._node.counters.add_read(sum(sizes[index] for index in from_files), len(from_files))
 
     def _start(self, channel: Channel, number: int, count: int, chunk_tokens: int) -> None:
         start = pb.GetStart(chunks=count, tokens=count * chunk_tokens)
         channel.send(Kind.START, number, [start.SerializeToString()])
 
-    def _stream(self, channel: Channel, number: int, chain: Chain, hold: Hold | None) -> ChunkStream:
-        return ChunkStream(
+    def _stream(self, channel: Channel, number: int, asked: Asked) -> ImageStream:
+        return ImageStream(
             self._node,
             channel,
             number,
-            chain,
-            hold,
+            asked,
             self._in_flight,
             self._calls,
             self._buffers,
             self._limits.window_bytes,
         )
+
+    def _handing(
+        self, channel: Channel, number: int, mode: int, asked: Asked, count: int, context: Call
+    ) -> ImageHanding:
+        leases = self._leases if mode == Mode.SLOTS else None
+        return ImageHanding(self._node, channel, number, asked, count, leases, context)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.holds import Hold
+from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.slots import Slots
 from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, decode_span, encode_slots, encode_span
+from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, decode_span, encode_slots, encode_span
+from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.leases import Lease, Leases
 from kvstore.worker.calls import CallContext, seconds_left
 
@@ -89,89 +91,97 @@ class HandingOver:
                     self._leases.keep(lease)
 
 
-class ChunkHanding:
-    """Chunks of a prompt, after START. ``hold`` is None where only memory may be asked (rule P2)."""
+class ImageHanding:
+    """One GET or GET_BLOCKS of mode FILES or SLOTS, after START."""
 
     def __init__(
         self,
         node: Node,
         channel: Channel,
         number: int,
-        chain: Chain,
-        hold: Hold | None,
+        asked: Asked,
         count: int,
         leases: Leases | None,
         context: CallContext,
     ) -> None:
+        """``leases`` is None for a client that gets files alone."""
         self._node = node
         self._channel = channel
         self._number = number
-        self._chain = chain
-        self._hold = hold
+        self._asked = asked
+        self._wanted = asked.wanted
+        self._is_chain = isinstance(asked.wanted, Chain)
         self._context = context
         self._handing = HandingOver(channel, number, count, leases)
-        self.from_memory_count = 0
-        """Chunks that were handed over in memory; the others in files."""
+        self._has_slots = leases is not None
+        self.given: list[int] = []
+        """The chunks that were handed over."""
+        self.in_memory: set[int] = set()
+        """Those of them that were in memory; the others were files."""
 
-    def serve(self, mode: int) -> int:
-        """Hands over what the client wants until it says how many leading chunks it read, which this returns."""
-        return self._handing.serve(self._files if mode == Mode.FILES else self._slots_or_files)
+    def serve(self) -> int:
+        """Hands over what the client wants until it says how many chunks it read, which this returns."""
+        return self._handing.serve(self._answer)
 
-    def _slots_or_files(self, first: int, wanted: int) -> None:
-        """Answers one WANT by as many frames as it takes; END where the next chunk is not to be had in this way."""
-        at, stop = first, first + wanted
-        self._bring(first, wanted)
-        while at < stop:
-            given = self._slots(at, stop - at)
-            if not given and self._hold is not None and self._node.hands_files:
-                given = self._files(at, self._missing(at, stop), may_be_none=False)
-            if not given:
-                self._channel.send(Kind.END, self._number)
-                return
-            at += given
-
-    def _bring(self, first: int, wanted: int) -> None:
-        memory = self._node.memory
-        if memory is not None and self._hold is not None and memory.leading(self._chain, first) < wanted:
-            self._node.bring(self._hold, first, wanted, self._left_s())
-
-    def _slots(self, first: int, wanted: int) -> int:
-        """Says where the leading chunks lie; returns how many there are in memory, and may be leased."""
-        memory = self._node.memory
-        if memory is None:
-            return 0
-        found = min(wanted, memory.leading(self._chain, first))
-        if not found:
-            return 0
-        slots = memory.refer(self._chain, first, found)
-        offsets = [entry.offset for entry in slots.entries[: slots.leading_count] if entry is not None]
-        if not offsets or not self._handing.lease(slots):
-            slots.release()  # evicted since we looked, or too much is leased
-            return 0
-        self._handing.send_slots(first, offsets)
-        self._node.counters.add(NodeCount.MEMORY_HITS, len(offsets))
-        self.from_memory_count += len(offsets)
-        return len(offsets)
-
-    def _missing(self, first: int, stop: int) -> int:
-        """How many leading chunks are not in memory; at least one, which could not be leased."""
-        assert self._node.memory is not None
-        at = first + 1
-        while at < stop and not self._node.memory.leading(self._chain, at):
-            at += 1
-        return at - first
-
-    def _files(self, first: int, wanted: int, *, may_be_none: bool = True) -> int:
-        """Opens the files of the leading chunks; returns how many there are."""
-        assert self._hold is not None
-        readers = self._node.open_files(self._hold, first, wanted, self._left_s())
+    def _answer(self, first: int, count: int) -> None:
+        """One WANT: frames for each run of chunks that are to be had in the same way, or not at all."""
+        handing, deadline = self._node.handing, Deadline(self._node.clock, self._left_s())
+        indexes = range(first, first + count)
+        allowed = self._asked.allowed(self._node, indexes)
+        how = dict.fromkeys(indexes, Kind.ABSENT)
+        offsets: dict[int, int] = {}
+        readers: dict[int, PosixReader] = {}
+        slots = self._found(allowed, deadline)
         try:
-            if readers or may_be_none:
-                self._handing.send_files(first, readers)
+            there = _there(allowed, slots)
+            if there and slots is not None and self._handing.lease(slots):
+                slots, offsets = None, there
+                self._node.counters.add(NodeCount.MEMORY_HITS, len(there))
+                self.in_memory.update(there)
+            left = [index for index in allowed if index not in offsets]
+            if left and self._node.hands_files and not self._asked.memory_only:
+                readers = handing.open_files(self._wanted, left, deadline)
+                left = [
+                    index
+                    for index in left
+                    if index not in readers and (index in there or handing.is_elsewhere(self._wanted, index))
+                ]
+            # Of a root that has no files to hand over it is not known here whether it has them.
+            how.update(dict.fromkeys(left, Kind.ELSEWHERE))
+            how.update(dict.fromkeys(offsets, Kind.SLOTS))
+            how.update(dict.fromkeys(readers, Kind.FILES))
+            for kind, run in groupby(how, how.__getitem__):
+                if not self._send(kind, list(run), offsets, readers):
+                    break
         finally:
-            for reader in readers:
+            if slots is not None:
+                slots.release()
+            for reader in readers.values():
                 reader.close()
-        return len(readers)
+
+    def _found(self, allowed: Sequence[int], deadline: Deadline) -> Slots | None:
+        """Those in memory. A prompt whose client takes files alone is not looked for there."""
+        if not allowed or (self._is_chain and not self._has_slots):
+            return None
+        return self._node.handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
+
+    def _send(self, kind: Kind, run: list[int], offsets: dict[int, int], readers: dict[int, PosixReader]) -> bool:
+        """Says how a run is to be had; whether anything may follow it."""
+        if kind is Kind.SLOTS:
+            self._handing.send_slots(run[0], [offsets[index] for index in run])
+        elif kind is Kind.FILES:
+            self._handing.send_files(run[0], [readers[index] for index in run])
+        else:
+            self._channel.send(kind, self._number, [encode_span(run[0], len(run))])
+            return not self._is_chain
+        self.given += run
+        return True
 
     def _left_s(self) -> float:
         return seconds_left(self._context, self._node.limits.read_deadline_s)
+
+
+def _there(indexes: Sequence[int], slots: Slots | None) -> dict[int, int]:
+    """Where those chunks lie that are in memory."""
+    entries = slots.entries if slots is not None else []
+    return {index: entry.offset for index, entry in zip(indexes, entries, strict=False) if entry is not None}

@@ -18,7 +18,6 @@ from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.context import BulkContext, Refused
 from kvstore.worker.bulk.getting import BulkGets
-from kvstore.worker.bulk.getting_blocks import BlockGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.puts_behind import PutsBehind
@@ -53,7 +52,6 @@ class BulkRequests:
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
-        self._block_gets = BlockGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         arriving = Arriving(in_flight, calls, buffers, limits.behind_bytes_max)
         self._puts = BulkPuts(node, prompts, arriving, behind)
 
@@ -83,7 +81,7 @@ class BulkRequests:
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:
-                    self._block_gets.get(channel, number, request.flag, request.message, call)
+                    self._gets.get_blocks(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.PUT_BLOCKS:
                     self._puts.put_blocks(connection, number, request.flag, request.message, call)
                 else:

@@ -1,45 +1,49 @@
-"""Whole chunks sent as bytes: from memory as they lie there, others while the next are read on the node's lanes.
+"""Whole images sent as bytes: from memory as they lie there, others while the next are read on the node's lanes.
 
 The client verifies: what it gets is whole files, with their headers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from kvstore.address import Chain
+from kvstore.buffers import byte_length
 from kvstore.counts import NodeCount, WorkerCount
-from kvstore.format.header import expected_chunk
 from kvstore.node.deadline import Deadline
-from kvstore.node.holds import Hold
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
+from kvstore.node.wanted import image_bytes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 
+WINDOW_CHUNKS = 1024
+"""Chunks that are looked for at once: so many that tiny ones cost little each, so few that the first come soon."""
+TINY_BYTES = 1024
+"""Pieces smaller than this on average are joined before they are sent: a copy is cheaper than a piece to the kernel."""
+WINDOWS = 2
+"""On their way at once: one is sent while the next is read."""
 
+
+@dataclass(slots=True, eq=False)
 class Window:
-    """Some consecutive chunks on their way: ``slots`` where memory has them, or ``reading`` into a buffer of ours."""
+    """Some chunks on their way: images in memory, and others that are read into a buffer."""
 
-    __slots__ = ("files", "first", "reading", "slots")
-
-    def __init__(self, first: int, files: Sequence[memoryview], slots: Slots | None, reading: Reading | None) -> None:
-        self.first = first
-        self.files = files
-        self.slots = slots
-        self.reading = reading
-
-    def good_count(self, deadline: Deadline) -> int:
-        """Waits; how many leading ones are here."""
-        if self.reading is None:
-            return len(self.files)
-        first_miss = self.reading.wait(deadline).find(0)
-        return len(self.files) if first_miss < 0 else first_miss
+    indexes: range
+    slots: Slots | None = None
+    hot: dict[int, memoryview] = field(default_factory=dict)
+    images: dict[int, memoryview] = field(default_factory=dict)
+    """Of those that are read."""
+    buffer: memoryview | None = None
+    reading: Reading | None = None
 
     def close(self) -> None:
         """Nobody writes into the buffer any more, and the memory may be given away. Idempotent."""
@@ -49,16 +53,15 @@ class Window:
             self.slots.release()
 
 
-class ChunkStream:
-    """One GET of mode STREAM, after its START. ``hold`` is None where only memory may be asked (rule P2)."""
+class ImageStream:
+    """One GET or GET_BLOCKS of mode STREAM."""
 
     def __init__(
         self,
         node: Node,
         channel: Channel,
         number: int,
-        chain: Chain,
-        hold: Hold | None,
+        asked: Asked,
         in_flight: BytesInFlight,
         calls: Calls,
         buffers: Buffers,
@@ -67,82 +70,118 @@ class ChunkStream:
         self._node = node
         self._channel = channel
         self._number = number
-        self._chain = chain
-        self._hold = hold
+        self._asked = asked
+        self._wanted = asked.wanted
+        self._is_chain = isinstance(asked.wanted, Chain)
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
-        self._file_bytes = expected_chunk(chain, 0).file_bytes
-        self._window = max(1, 2 * window_bytes // self._file_bytes)
-        self._taken: list[memoryview] = []
+        self._window_bytes = window_bytes
+        self._payloads = sizes_of(asked.wanted)
+        self._most_bytes = 0
+        self._is_reserved = False
+        self.sent: list[int] = []
+        """The chunks that were sent."""
 
-    def send(self, first: int, count: int, context: CallContext) -> None:
-        """Sends chunks ``first`` to ``count - 1``, at least one, up to the first that is missing."""
-        node, good = self._node, first
-        self._window = min(self._window, count - first)
-        windows: list[Window] = []
+    def send(self, first: int, stop: int, context: CallContext) -> None:
+        """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first that is missing; then END."""
+        indexes = range(first, stop)
+        sizes = self._image_sizes(indexes)
+        cuts = list(windows(sizes, 2 * self._window_bytes))
+        self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
+        begun: deque[Window] = deque()
         whole = True
         with ExitStack() as reserved:
             try:
-                at = first
-                while whole and good < count:
-                    if not windows:
-                        windows.append(self._begin(at, count, reserved, context))
-                    window = windows[0]
-                    deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
-                    here = window.good_count(deadline)
-                    whole = here == len(window.files) > 0
-                    good, at = window.first + here, window.first + len(window.files)
-                    if whole and at < count:
-                        windows.append(self._begin(at, count, reserved, context))
-                    self._send(window.first, window.files[:here])
-                    windows.pop(0).close()
+                for cut in cuts:
+                    begun.append(Window(indexes[cut]))
+                    self._begin(begun[-1], sizes[cut], reserved, self._deadline(context))
+                    if len(begun) == WINDOWS:
+                        whole = self._finish(begun, self._deadline(context))
+                        if not whole:
+                            break
+                while begun and whole:
+                    whole = self._finish(begun, self._deadline(context))
             finally:
-                for window in windows:
+                for window in begun:
                     window.close()
-                if self._hold is not None:
-                    node.used(self._hold, good)
-            if whole:
-                # Whoever missed its deadline may still be reading into the others: those are nobody's any more.
-                for buffer in self._taken:
-                    self._buffers.give(buffer)
+        self._channel.send(Kind.END, self._number)
 
-    def _begin(self, first: int, count: int, reserved: ExitStack, context: CallContext) -> Window:
-        """The next chunks that are all in memory, or all not, at most a window. Brings what is worth it there first."""
-        stop, memory = min(count, first + self._window), self._node.memory
-        end = first if memory is not None else stop
-        if memory is not None:
-            if self._hold is not None and memory.leading(self._chain, first) < stop - first:
-                left_s = seconds_left(context, self._node.limits.read_deadline_s)
-                self._node.bring(self._hold, first, stop - first, left_s)
-            slots = memory.refer(self._chain, first, stop - first)
-            if slots.leading_count:
-                self._node.counters.add(NodeCount.MEMORY_HITS, slots.leading_count)
-                return Window(first, slots.images(first, first + slots.leading_count), slots, None)
-            slots.release()
-            end = next((first + at for at, entry in enumerate(slots.entries) if entry is not None), stop)
-        if self._hold is None:
-            return Window(first, [], None, None)
-        size, buffer = self._file_bytes, self._buffer(reserved)
-        files = [buffer[at * size : (at + 1) * size] for at in range(end - first)]
-        reading = self._node.begin_copy(self._hold, first, end - first, lambda index: files[index - first])
-        return Window(first, files, None, reading)
+    def _image_sizes(self, indexes: range) -> list[int]:
+        if self._is_chain and indexes:
+            return [image_bytes(self._wanted, indexes[0])] * len(indexes)
+        return [image_bytes(self._wanted, index) for index in indexes]
 
-    def _buffer(self, reserved: ExitStack) -> memoryview:
-        """Two in turn: when a window is begun, the one before the last was sent."""
-        if not self._taken:
-            reserved.enter_context(self._in_flight.reserved(2 * self._window * self._file_bytes))
-        if len(self._taken) < 2:
-            self._taken.append(self._buffers.take(self._window * self._file_bytes))
-        else:
-            self._taken.reverse()
-        return self._taken[-1]
+    def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
+        handing = self._node.handing
+        allowed = self._asked.allowed(self._node, window.indexes)
+        if allowed:
+            window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
+        if window.slots is not None:
+            entries = zip(allowed, window.slots.entries, strict=True)
+            there = [index for index, entry in entries if entry is not None]
+            window.hot = dict(zip(there, window.slots.present_images(), strict=True))
+        left = [index for index in allowed if index not in window.hot]
+        if not left or self._asked.memory_only:
+            return
+        if not self._is_reserved:
+            reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
+            self._is_reserved = True
+        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
+        at = 0
+        for index in left:
+            size = sizes[index - window.indexes.start]
+            window.images[index] = window.buffer[at : at + size]
+            at += size
+        window.reading = handing.begin_copy(self._wanted, left, window.images.__getitem__)
 
-    def _send(self, first: int, files: Sequence[memoryview]) -> None:
+    def _finish(self, begun: deque[Window], deadline: Deadline) -> bool:
+        """Sends what there is of the oldest window; whether more may be sent after it."""
+        window, came = begun[0], list[int]()
+        if not self._is_chain:
+            self._send(window.hot)  # while the others are read
+        if window.reading is not None:
+            done = window.reading.wait(deadline)
+            came = [index for index, whole in zip(window.images, done, strict=True) if whole]
+        images = {index: window.images[index] for index in came}
+        whole = True
+        if self._is_chain:
+            found = window.hot | images
+            end = next((index for index in window.indexes if index not in found), window.indexes.stop)
+            images = {index: found[index] for index in range(window.indexes.start, end)}
+            whole = end == window.indexes.stop
+        self._send(images)
+        self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
+        window.close()
+        if window.buffer is not None and len(came) == len(window.images):
+            # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
+            self._buffers.give(window.buffer)
+        begun.popleft()
+        return whole
+
+    def _send(self, images: dict[int, memoryview]) -> None:
         # In as few system calls as they take together: the heads of small chunks would cost more than their bytes.
         pieces: list[memoryview] = []
-        for index, file in enumerate(files, first):
-            head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(file))
-            pieces += (memoryview(head + encode_index(index)), file)
+        for index, image in images.items():
+            head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
+            pieces += (memoryview(head + encode_index(index)), image)
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(self._payloads[index] for index in images))
+        if byte_length(pieces) < TINY_BYTES * len(pieces):
+            pieces = [memoryview(b"".join(pieces))]
         self._channel.send_bytes(pieces)
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, len(files) * self._chain.namespace.layout.chunk_bytes)
+        self.sent += images
+
+    def _deadline(self, context: CallContext) -> Deadline:
+        return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
+
+
+def windows(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:
+    """Neighbours that are on their way together: at most WINDOW_CHUNKS, of ``bytes_max`` or one alone."""
+    start = used = 0
+    for index, size in enumerate(sizes):
+        if index > start and (used + size > bytes_max or index - start == WINDOW_CHUNKS):
+            yield slice(start, index)
+            start, used = index, 0
+        used += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))

@@ -16,7 +16,7 @@ from kvstore.format.places import Name
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import moved_on
 from kvstore.node.node import Node
-from kvstore.node.recoding import Outcome, Recoded, Recoding, recode
+from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.lineages import read_writers
 from kvstore.worker.control.runner import Step
 
@@ -84,7 +84,7 @@ def _recoded(node: Node, name: Name, act: Recoding, step: Step) -> Recoded:
     troubles = 0
     while True:
         try:
-            return recode(node, name, act)
+            return node.on_root(lambda: node.recoder.recode(name, act))
         except Overloaded:
             pass  # what was replaced lately must not go yet, or a collector is making room
         except Unavailable:

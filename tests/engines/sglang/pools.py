@@ -152,17 +152,24 @@ def fill(pool: Any, page: int, seed: int) -> None:
 
 
 def same(left: Any, left_page: int, right: Any, right_page: int) -> bool:
-    """Whether two pages are equal bit for bit."""
+    """True if two pages are equal bit for bit."""
     a, b = left.page(left_page * PAGE), right.page(right_page * PAGE)
     return bool(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)))
 
 
 def config(extra: dict[str, Any] | None = None, **told: Any) -> HiCacheStorageConfig:
     fields: dict[str, Any] = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False,
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": False,
         "model_name": "org/model",
-    }  # fmt: skip
+    }
     names = {
         "backend_name": "kvstore",
         "module_path": "kvstore.connectors.sglang",

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 CHUNK = 16
 WINDOW = 24
-"""Of the models with a sliding window: shorter than the prompts, and no multiple of a chunk."""
+"""The window of models with a sliding window: shorter than the prompts, and not a multiple of a chunk."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,

@@ -42,9 +42,15 @@ def mamba() -> Any:
 def hybrid() -> Any:
     """Full attention in one layer of four, a recurrent state in the others."""
     config = transformers.Qwen3NextConfig(
-        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
-    )  # fmt: skip
+        **SMALL,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
     return made(transformers.Qwen3NextForCausalLM, config)
 
 
@@ -166,12 +172,16 @@ def test_anything_but_a_store(tmp_root: Path) -> None:
     [
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
         {
-            "rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
         },
     ],
     ids=["dynamic", "longrope"],
-)  # fmt: skip
+)
 def test_rope_that_depends_on_the_length_is_served_up_to_the_length_it_starts_at(
     rope: dict[str, Any], tmp_root: Path
 ) -> None:

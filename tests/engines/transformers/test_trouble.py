@@ -37,7 +37,7 @@ EXPECTED = logits_without_store(MODEL, IDS, 96)
 
 
 def is_right(store: Store) -> bool:
-    """Whether a prefill with this store gives what a run without it does; raises where it takes too long."""
+    """True if a prefill with this store gives what a run without it does; raises where it takes too long."""
     began_s = time.monotonic()
     past = prefill_with_store(MODEL, IDS, store, chunk_tokens=CHUNK, piece_tokens=96)
     assert time.monotonic() - began_s < IN_TIME_S

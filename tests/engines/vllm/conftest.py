@@ -49,8 +49,11 @@ def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path
     folder = workplace / name
     subprocess.run(
         [str(PYTHON), str(HERE / "tiny_model.py"), str(folder), "--seed", str(seed), "--changes", json.dumps(changes)],
-        check=True, timeout=300, env=engine_environment(workplace), cwd=workplace,
-    )  # fmt: skip
+        check=True,
+        timeout=300,
+        env=engine_environment(workplace),
+        cwd=workplace,
+    )
     return folder
 
 

@@ -80,7 +80,7 @@ class Answer:
     seconds: float
 
     def check_same(self, other: Answer) -> None:
-        """The same tokens, and the same log-probabilities to 5 decimals."""
+        """Asserts equal tokens, and equal log-probabilities to 5 decimals."""
         assert self.tokens == other.tokens
         for mine, others in zip(self.logprobs, other.logprobs, strict=True):
             assert [abs(a - b) < 0.5e-5 for a, b in zip(mine, others, strict=True)] == [True] * len(mine)
@@ -97,9 +97,15 @@ class Engine:
         with open(self._log, "wb") as log:
             self.child = subprocess.Popen(
                 [str(PYTHON), str(HERE / "engine.py"), json.dumps(settings), str(write)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[write], cwd=folder,
-                env=engine_environment(folder, processes=processes), start_new_session=True, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write],
+                cwd=folder,
+                env=engine_environment(folder, processes=processes),
+                start_new_session=True,
+                text=True,
+            )
         os.close(write)
         self._answers = os.fdopen(read)
 
@@ -113,7 +119,7 @@ class Engine:
         return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens}))
 
     def begin(self, *prompts: list[int], tokens: int = 8) -> None:
-        """The same without waiting for the answer."""
+        """Asks without waiting for the answer."""
         self._send({"prompts": list(prompts), "tokens": tokens})
 
     def end(self) -> Answer:
@@ -214,9 +220,12 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """One of our own commands, stopped at the end."""
     child = subprocess.Popen(
         [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'gc'}"},
-    )  # fmt: skip
+    )
     try:
         yield child
     finally:
@@ -269,8 +278,12 @@ def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """``kvstore fsck``, which exits with 0 where it finds nothing wrong."""
     return subprocess.run(
         [sys.executable, "-m", "kvstore.cli.main", "fsck", str(root), *options],
-        capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=REPOSITORY,
+    )
 
 
 def check_clean(root: Path) -> None:

@@ -129,9 +129,14 @@ def test_every_setting_that_changes_the_kv_changes_the_namespace(workplace: Path
         name: {"model": str(empty if "weights" in name else model), **changes} for name, (changes, _) in REFUSED.items()
     }
     done = subprocess.run(
-        [str(PYTHON), str(HERE / "names.py"), json.dumps(engines)], capture_output=True, text=True, timeout=300,
-        check=False, cwd=workplace, env=engine_environment(workplace),
-    )  # fmt: skip
+        [str(PYTHON), str(HERE / "names.py"), json.dumps(engines)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=workplace,
+        env=engine_environment(workplace),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[str] | str] = json.loads(done.stdout.splitlines()[-1])
     for name, (_, said) in REFUSED.items():

@@ -128,9 +128,20 @@ def test_garbage_collection_at_full_tilt_costs_misses_only(
     engine: Engine, root: Path, etcd: str, reference: dict[str, Answer]
 ) -> None:
     with running_program(
-        "kvstore_gc", "--root", str(root), "--etcd", etcd, "--interval", "0.1", "--max-bytes", "600KiB",
-        "--high", "0.6", "--low", "0.1",
-    ):  # fmt: skip
+        "kvstore_gc",
+        "--root",
+        str(root),
+        "--etcd",
+        etcd,
+        "--interval",
+        "0.1",
+        "--max-bytes",
+        "600KiB",
+        "--high",
+        "0.6",
+        "--low",
+        "0.1",
+    ):
         ends_s = time.monotonic() + 8
         cached = []
         while time.monotonic() < ends_s:

@@ -35,12 +35,35 @@ def running_server(workplace: Path, model: Path, config: dict[str, object]) -> I
     port = 20_000 + os.getpid() % 20_000
     with open(workplace / "server.log", "wb") as log:
         child = subprocess.Popen(
-            [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
-             "tiny", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", "32",
-             "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config",
-             json.dumps(config)],
-            stdout=log, stderr=log, cwd=workplace, env=engine_environment(workplace), start_new_session=True,
-        )  # fmt: skip
+            [
+                str(PYTHON),
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(model),
+                "--served-model-name",
+                "tiny",
+                "--skip-tokenizer-init",
+                "--enforce-eager",
+                "--dtype",
+                "float32",
+                "--block-size",
+                "32",
+                "--max-model-len",
+                "1024",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--kv-transfer-config",
+                json.dumps(config),
+            ],
+            stdout=log,
+            stderr=log,
+            cwd=workplace,
+            env=engine_environment(workplace),
+            start_new_session=True,
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         ends_s = time.monotonic() + START_S
@@ -82,8 +105,14 @@ def test_a_server_that_decodes_loads_what_another_engine_prefilled(
     stored = stored_files(root)
     with running_server(workplace, model, transfer({**place, "wait_s": 0.5}, "kv_consumer")) as url:
         for prompt in (LONG, PROMPTS["other"]):
-            request = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-                       "return_token_ids": True}  # fmt: skip
+            request = {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": 8,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
             body = urllib.request.Request(
                 f"{url}/v1/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
             )

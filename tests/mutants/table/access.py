@@ -88,6 +88,16 @@ PERMISSIONS = [
         f"{MATRIX}[cert:spiffe://test/reader, certificate]",
     ),
     access(
+        "block-hold-of-another-namespace",
+        "blocks are read under a hold of their namespace",
+        edit(
+            "kvstore.worker.prompts:Prompts.block_hold",
+            "if hold.chain.namespace.digest != namespace.digest:",
+            "if False:",
+        ),
+        "gc/test_block_holds.py::test_what_a_worker_refuses_of_holds_of_blocks[grpc]",
+    ),
+    access(
         "hold-of-another-tenant",
         "reading a hold needs read in its tenant",
         edit(

@@ -5,32 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import edit, replace, several, skip
 
-HEADER = "format/test_header.py::test_"
-REASONS = f"{HEADER}each_reason_is_told_apart"
-FIELDS = f"{HEADER}every_field_of_the_identity_counts"
-DAMAGE = "node/test_damage.py::test_"
-LARGE = "node/test_verifying.py::test_"
 IMAGES = "node/test_images.py::test_"
 CODEC = "encodings/test_codec.py::test_"
 ENCODED = "encodings/test_node.py::test_"
-DISK = "node/test_disk_tier.py::test_"
+DISK = "disk/test_disk_tier.py::test_"
 TIERS = "tiers/test_reading.py::test_"
 PAST = "tiers/test_read_image.py::test_"
-FSCK = "fsck/test_fsck.py::test_"
-IDENTITY = "root/test_identity.py::test_"
-
-DECODE = "kvstore.format.header:decode"
-MATCHES = "kvstore.format.header:matches"
-
-
-def unmatched(field: str) -> Mutant:
-    """A header whose ``field`` may be any."""
-    return mutant(
-        f"header-{field}",
-        f"FORMAT 4.3: {field}",
-        edit(MATCHES, f"header.{field} == expected.{field}", "True"),
-        FIELDS,
-    )
 
 
 MEMORY = [
@@ -169,7 +149,7 @@ MEMORY = [
     mutant(
         "put-behind-fails-with-the-root",
         "MEMORY W1: a put behind says what memory took, whatever the root does",
-        edit("kvstore.node.write:Write._root_may_refuse", "if self.mode is not WriteMode.BEHIND:", "if True:"),
+        edit("kvstore.node.write:Write.finish", "if self.mode is not WriteMode.BEHIND:", "if True:"),
         "node/test_write.py::test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took",
     ),
 ]
@@ -180,7 +160,7 @@ DISKS = [
         "disk-adds-any-header",
         "MEMORY D1: an image whose header is wrong is not written",
         edit(
-            "kvstore.node.disk_tier:DiskTier._add",
+            "kvstore.node.disk_tier:_header_of",
             "if header.address != place.address or header.file_bytes != len(image):",
             "if False:",
         ),
@@ -203,7 +183,7 @@ DISKS = [
                 "if plain.read([image], 0, Borrowed()) < 0:",
             ),
         ),
-        f"{DISK}a_missing_or_short_file_is_a_miss_and_forgotten",
+        "disk/test_disk_trouble.py::test_a_missing_or_short_file_is_a_miss_and_forgotten",
     ),
     mutant(
         "disk-takes-any-folder",
@@ -213,7 +193,7 @@ DISKS = [
             "if entry.name not in _OURS_BEFORE_FORMAT and entry.name != places.FORMAT:",
             "if False:",
         ),
-        f"{DISK}a_folder_that_holds_something_else_is_refused",
+        "disk/test_disk_start.py::test_a_folder_that_holds_something_else_is_refused",
     ),
 ]
 

@@ -169,6 +169,18 @@ COUNTED = [
         f"{COUNTS}a_node_has_no_more_holds_than_allowed",
     ),
     limit(
+        "dropped-store",
+        "threads of a store that is dropped",
+        edit("kvstore.client.dropping:_close_dropped", "target=close,", "target=str,"),
+        "client/test_dropped.py::test_a_dropped_store_warns_and_its_threads_end[embedded]",
+    ),
+    limit(
+        "changed",
+        "limits that change reach every part of a node",
+        skip("kvstore.node.node:Node.adjust"),
+        "client/test_moves.py::test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room",
+    ),
+    limit(
         "tickets",
         "tickets that are not done",
         edit(
@@ -236,7 +248,7 @@ DEADLINES = [
         "deadline-disk",
         "deadlines: nothing is read from the disk after the deadline",
         edit("kvstore.node.disk_tier:DiskTier.fetch", "or deadline.passed", ""),
-        "node/test_disk_tier.py::test_past_the_deadline_nothing_is_read",
+        "disk/test_disk_tier.py::test_past_the_deadline_nothing_is_read",
     ),
     mutant(
         "deadline-answer-revives",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import Planter, edit, replace, simulated, skip
+from tests.mutants.mutant import Mutant, rule
+from tests.mutants.planters import edit, replace, simulated, skip
 
-LEDGER = "gc/test_ledger.py::test_"
 RULES = "gc/test_rules.py::test_"
 SWEEPS = "gc/test_protocol.py::test_"
 NODE = "node/test_follower_rules.py::test_"
 SESSION = "meta/test_meta_session.py::test_"
 PINS = "meta/test_pins.py::test_"
 VIEW = "node/test_view.py::test_"
-
-
-def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
-    """A row whose name begins with its rule."""
-    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)
+BLOCKS = "gc/test_block_holds.py::test_"
 
 
 PUBLISHING = [
@@ -119,6 +114,19 @@ HOLDING = [
         "look-before-hold",
         simulated("look_before_hold"),
         f"{RULES}h2_a_hold_is_registered_before_the_root_is_looked_at",
+    ),
+    rule(
+        "H2",
+        "hold-of-blocks-not-read-under",
+        edit("kvstore.worker.prompts:Prompts.block_hold", "if not hold_id:", "if True:"),
+        f"{BLOCKS}held_blocks_outlive_a_sweep_and_are_read_while_it_waits[shared]",
+        f"{BLOCKS}a_hold_that_its_node_lost_is_broken[grpc]",
+    ),
+    rule(
+        "H2",
+        "hold-of-blocks-holds-nothing",
+        edit("kvstore.worker.service:Service._hold", "self.holds.add(hold)", "self._node.release(hold)"),
+        f"{BLOCKS}held_blocks_outlive_a_sweep_and_are_read_while_it_waits[grpc]",
     ),
     rule(
         "H3",

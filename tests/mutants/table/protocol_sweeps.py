@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import Planter, before, edit, replace, simulated
+from tests.mutants.mutant import Mutant, rule
+from tests.mutants.planters import before, edit, replace, simulated
 
 LEDGER = "gc/test_ledger.py::test_"
 RULES = "gc/test_rules.py::test_"
 SWEEPS = "gc/test_protocol.py::test_"
-NODE = "node/test_follower_rules.py::test_"
 SESSION = "meta/test_meta_session.py::test_"
 PINS = "meta/test_pins.py::test_"
 VIEW = "node/test_view.py::test_"
-
-
-def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
-    """A row whose name begins with its rule."""
-    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)
 
 
 SWEEPING = [
@@ -235,7 +229,7 @@ RESTORED = [
         "C6",
         "collector-runs-on-a-foreign-etcd",
         edit("kvstore_gc.rounds:Rounds._join", "raise RootMismatch(standing.why)", "pass"),
-        "gc/test_service.py::test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root",
+        "gc/test_rounds.py::test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root",
     ),
 ]
 

@@ -6,7 +6,6 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import Planter, edit, replace, skip
 
 LEVEL = "gc/test_capacity.py::test_"
-REPORTS = "gc/test_reports.py::test_"
 USAGE = "node/test_usage.py::test_"
 ORPHANS = "gc/test_orphans.py::test_"
 UNREADABLE = "node/test_unreadable.py::test_"

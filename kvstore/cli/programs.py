@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from kvstore.children import Program as Program
-
 
 def kvstore_command(*arguments: str) -> list[str]:
     """The command line that runs ``kvstore``."""

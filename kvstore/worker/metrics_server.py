@@ -1,6 +1,6 @@
-"""Prometheus metrics of a worker, over HTTP. Its own registry: the process may have metrics of somebody else.
+"""Serves a worker's metrics over HTTP. Its registry is its own: the process may have metrics of somebody else.
 
-Which there are, and what they say, is in METRICS.md; how a counter becomes one, in exposition.py.
+A new counter or gauge is a line in kvstore/counts.py; exposition.py makes metrics of them; METRICS.md lists them.
 """
 
 from __future__ import annotations

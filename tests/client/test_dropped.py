@@ -1,0 +1,203 @@
+"""Stores that nobody closed: they warn, and what they started ends, whoever drops them and whenever that is."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client.cache import Cache
+from kvstore.client.dropping import close_when_dropped
+from kvstore.client.store import Store
+from tests.node.stores import TINY, kv_of
+from tests.patience import PATIENCE_S, eventually
+from tests.worker.serving import serving
+
+TOKENS = range(8 * TINY.chunk_tokens)
+KEYS = [bytes([number]) * 16 for number in range(3)]
+SERVING = ("kvstore-call", "kvstore-bulk", "kvstore-puts-behind", "kvstore-worker", "kvstore-leases")
+"""Names of the threads that a worker has."""
+PATHS = ("embedded", "grpc", "tcp", "shared")
+
+
+@contextmanager
+def opener(path: str, root: Path) -> Iterator[Callable[[], Store]]:
+    """Opens stores of one kind."""
+    if path == "embedded":
+        yield lambda: kvstore.open(str(root), memory=64 << 20)
+        return
+    with serving(root) as served:
+        yield lambda: kvstore.connect(served.address, bulk=path)
+
+
+def use(store: Store) -> Cache:
+    """Calls everything that has threads of its own, or gives threads something to do."""
+    cache = store.namespace("m", TINY)
+    cache.put(TOKENS, kv_of(TINY, TOKENS))
+    out = np.empty(TINY.shape(len(TOKENS)), TINY.numpy_dtype)
+    assert cache.get(TOKENS)[0] == cache.get(TOKENS, out) == len(TOKENS)
+    with cache.hold(TOKENS) as hold:
+        assert len(hold.view()) == 8
+        assert len(list(hold.layers())) == TINY.layers
+        assert hold.read_into(out) == len(TOKENS)
+    cache.pin(TOKENS, ttl=60).release()
+    assert all(cache.blocks.put(KEYS, [b"abc"] * 3))
+    with cache.blocks.hold(KEYS) as blocks:
+        assert all(blocks.get(KEYS, [bytearray(3) for _ in KEYS]))
+    return cache
+
+
+@contextmanager
+def expected_warning() -> Iterator[None]:
+    """Checks that a store is dropped within, and that its threads end."""
+    before = _threads()
+    with pytest.warns(ResourceWarning, match=r"kvstore: the store of .* dropped without close\(\)"):
+        yield
+        gc.collect()
+    eventually(lambda: not _threads() - before)
+
+
+def _threads() -> set[threading.Thread]:
+    """The live threads of stores; a worker of this process has others, which come and go as it is called."""
+    found = {each for each in threading.enumerate() if each.name.startswith("kvstore-")}
+    return {each for each in found if not each.name.startswith(SERVING)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) -> None:
+    with opener(path, tmp_root) as open_store:
+        with expected_warning():
+            cache = use(open_store())  # the store is gone by now, and its cache keeps it open
+            assert cache.match(TOKENS) == len(TOKENS)
+            del cache
+        with open_store() as store:
+            assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hold_keeps_a_dropped_store_open(path: str, tmp_root: Path) -> None:
+    with opener(path, tmp_root) as open_store, expected_warning():
+        hold = use(open_store()).hold(TOKENS)
+        blocks = use(open_store()).blocks.hold(KEYS)
+        gc.collect()
+        assert len(hold.view()) == 8
+        assert blocks.get(KEYS, [bytearray(3) for _ in KEYS]) == [True] * 3
+        del hold, blocks
+
+
+def test_control_keeps_a_dropped_store_open(tmp_root: Path) -> None:
+    with opener("grpc", tmp_root) as open_store, expected_warning():
+        control = open_store().control
+        gc.collect()
+        assert control.health()
+        del control
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_closed_store_says_nothing(path: str, tmp_root: Path) -> None:
+    with opener(path, tmp_root) as open_store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = open_store()
+        use(store)
+        store.close()
+        store.close()
+        del store
+        gc.collect()
+
+
+def test_a_store_may_be_dropped_by_a_thread_that_has_the_lock_that_closing_needs() -> None:
+    class Port:
+        """Nothing but something to drop."""
+
+    lock, closed = threading.Lock(), threading.Event()
+
+    def close() -> None:
+        with lock:
+            closed.set()
+
+    port = Port()
+    close_when_dropped(port, close, "a test")  # type: ignore[arg-type]
+    with lock, pytest.warns(ResourceWarning, match="the store of a test"):
+        del port
+        assert not closed.is_set()
+    assert closed.wait(PATIENCE_S)
+
+
+FORKING = """
+import gc, os, sys, threading, warnings
+import kvstore
+
+warnings.simplefilter("error")
+store = kvstore.open(sys.argv[1])
+child = os.fork()
+if not child:
+    del store
+    gc.collect()
+    os._exit(len([each for each in threading.enumerate() if each.name == "kvstore-closing"]))
+assert os.waitpid(child, 0)[1] == 0
+assert store.namespaces() == []
+store.close()
+"""
+
+
+def test_a_forked_child_closes_nothing(tmp_root: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_root)], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert not ended.stderr
+
+
+ENDING = """
+import sys, kvstore
+from tests.node.stores import TINY, kv_of
+
+def opened():
+    store = kvstore.open(sys.argv[1], memory=64 << 20) if sys.argv[2] == "embedded" else kvstore.connect(sys.argv[2])
+    cache = store.namespace("m", TINY)
+    cache.put(range(8), kv_of(TINY, range(8)))
+    assert cache.match(range(8)) == 8
+    return cache
+
+if sys.argv[3] == "global":
+    cache = opened()
+elif sys.argv[3] == "dropped":
+    opened()
+else:
+    import atexit
+    atexit.register(lambda cache: None, opened())
+"""
+
+
+@pytest.mark.parametrize("option", ["default", "error"])
+@pytest.mark.parametrize("where", ["global", "dropped", "atexit"])
+@pytest.mark.parametrize("path", ["embedded", "grpc"])
+def test_the_interpreter_ends_without_a_word_that_is_not_ours(
+    path: str, where: str, option: str, tmp_root: Path
+) -> None:
+    with serving(tmp_root / "served") as served:
+        place = served.address if path == "grpc" else path
+        ended = subprocess.run(
+            [sys.executable, "-W", f"{option}::ResourceWarning", "-c", ENDING, str(tmp_root / "own"), place, where],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+    said = ended.stderr
+    if where == "dropped":
+        assert said.count("dropped without close()") == 1
+        assert said.count("Traceback") == (option == "error"), said
+    elif where == "global":
+        assert not said
+    else:  # it is let go after all calls of atexit: too late to close it
+        assert "kvstore: " not in said
+        assert "Traceback" not in said

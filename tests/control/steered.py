@@ -1,0 +1,47 @@
+"""Workers with their control service, for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.client.control import Control
+from kvstore.errors import KVStoreError
+from kvstore.results import LimitValue
+from kvstore.v1.control_pb2_grpc import ControlStub
+from tests.node.stores import SMALL, kv_of
+from tests.worker.serving import Served, connected, raw_channel
+
+SIZE = SMALL.chunk_tokens
+TOKENS = np.arange(4 * SIZE)
+KV = kv_of(SMALL, TOKENS)
+
+
+@contextmanager
+def steering(served: Served) -> Iterator[Control]:
+    with connected(served) as store:
+        yield store.control
+
+
+@contextmanager
+def raw_control(served: Served) -> Iterator[ControlStub]:
+    """The generated stub, all that a client in another language has."""
+    with raw_channel(served) as channel:
+        yield ControlStub(channel)
+
+
+def damage_payload(path: Path) -> None:
+    """Turns the last byte of a chunk, which no reader would take then."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def value(found: list[LimitValue] | KVStoreError, name: str) -> LimitValue:
+    assert not isinstance(found, KVStoreError), found
+    return next(each for each in found if each.name == name)

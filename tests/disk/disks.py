@@ -1,0 +1,156 @@
+"""A local disk tier for tests, with a clock of its own and a root that can fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.address import Chain
+from kvstore.format.checksum import checksum
+from kvstore.format.header import Expected, Incarnation, encode, expected_chunk
+from kvstore.hints import Hints
+from kvstore.memory.inventory import place_of
+from kvstore.namespace import Namespace
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.disk_tier import DiskTier
+from kvstore.root.interface import Root
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.node.stores import TINY
+from tests.patience import PATIENCE_S
+from tests.root.faulty import FaultyRoot, Rule
+
+NAMESPACE = Namespace.of("m", TINY)
+OTHER = Namespace.of("other", TINY)
+CHUNKS = 12
+MIB = 1 << 20
+
+
+class FakeClock:
+    """Both clocks as the test sets them."""
+
+    def __init__(self) -> None:
+        self.wall_s = 1_700_000_000.0
+        self.mono_s = 0.0
+
+    def now_s(self) -> float:
+        return self.wall_s
+
+    def monotonic_s(self) -> float:
+        return self.mono_s
+
+    def pass_s(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.mono_s += seconds
+
+
+def chain_of(seed: int = 0, chunks: int = CHUNKS, namespace: Namespace = NAMESPACE) -> Chain:
+    return Chain.of(namespace, np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + np.uint32(seed * 1_000_000))
+
+
+def image_as(expected: Expected) -> memoryview:
+    """The image of a chunk, whose bytes its address determines."""
+    generator = np.random.default_rng(int.from_bytes(expected.address[:8], "little"))
+    payload = generator.bytes(expected.payload_bytes)
+    size = expected.section_bytes
+    sums = [checksum(payload[at * size : (at + 1) * size]) for at in range(expected.section_count)]
+    return memoryview(bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload)
+
+
+def image_of(chain: Chain, index: int) -> memoryview:
+    return image_as(expected_chunk(chain, index))
+
+
+def is_right(image: bytearray, chain: Chain, index: int) -> bool:
+    return bytes(image) == bytes(image_of(chain, index))
+
+
+IMAGE_BYTES = len(image_of(chain_of(), 0))
+FILE_BYTES = (-(-IMAGE_BYTES // 4096) + 1) * 4096
+"""What one is charged."""
+
+
+class Disk:
+    """A tier on a folder, with what it is made of."""
+
+    def __init__(
+        self, path: Path, files: int = 100, *, size_bytes: int | None = None, rules: Sequence[Rule] = ()
+    ) -> None:
+        self.path = path
+        self._rules = rules
+        self.clock = FakeClock()
+        self.counters = Counters()
+        self.root: FaultyRoot | None = None
+        self.tier = DiskTier(
+            str(path),
+            files * FILE_BYTES if size_bytes is None else size_bytes,
+            self.counters,
+            self.clock,
+            RandomIds(),
+            make_root=self._faulty,
+        )
+
+    def _faulty(self, path: str) -> Root:
+        self.root = FaultyRoot(PosixRoot(path), self._rules)
+        return self.root
+
+    def add(self, chain: Chain, *indexes: int, hints: Hints | None = None) -> list[bool]:
+        given = {} if hints is None else {"hints": hints}
+        return [self.tier.add(place_of(chain, index), image_of(chain, index), **given) for index in indexes]
+
+    def fetch(self, chain: Chain, *indexes: int, deadline_s: float = 10.0) -> list[bytearray | None]:
+        images = [bytearray(IMAGE_BYTES) for _ in indexes]
+        deadline = Deadline(self.clock, deadline_s)
+        came = self.tier.fetch(chain, indexes, [memoryview(image) for image in images], deadline)
+        return [image if whole else None for image, whole in zip(images, came, strict=True)]
+
+    def has(self, chain: Chain, *indexes: int) -> bool:
+        """True if these chunks are there, and their bytes right."""
+        found = self.fetch(chain, *indexes)
+        pairs = zip(found, indexes, strict=True)
+        return all(image is not None and is_right(image, chain, index) for image, index in pairs)
+
+    def count(self, name: str) -> int:
+        return self.counters.snapshot()[name]
+
+    def rules(self, *rules: Rule) -> None:
+        assert self.root is not None
+        self.root.set_rules(rules)
+
+    def wait_refilled(self) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while self.tier.stats()["disk_refilling"]:
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+
+
+@contextmanager
+def disk_on(path: Path, files: int = 100, *, refilled: bool = True, size_bytes: int | None = None) -> Iterator[Disk]:
+    disk = Disk(path, files, size_bytes=size_bytes)
+    disk.tier.open()
+    try:
+        if refilled:
+            disk.wait_refilled()
+        yield disk
+    finally:
+        disk.tier.close()
+
+
+def files_under(path: Path) -> list[Path]:
+    """Chunk files, staged ones too."""
+    return [file for part in ("chunks", "staging") for file in (path / part).rglob("*") if file.is_file()]
+
+
+def bytes_under(path: Path) -> int:
+    total = 0
+    for file in files_under(path):
+        try:
+            total += file.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total

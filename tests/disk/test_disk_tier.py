@@ -1,0 +1,357 @@
+"""The local disk tier: bounded at each moment, whole files or misses, cleared with its namespaces."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.address import NO_PARENT, block_address
+from kvstore.format.header import Damaged, decode, expected_block
+from kvstore.memory.inventory import Place, place_of
+from kvstore.node import disk_refill, disk_tier
+from kvstore.node.counters import Counters
+from kvstore.node.deadline import Deadline
+from kvstore.node.disk_tier import DiskTier
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds
+from tests.disk.disks import (
+    CHUNKS,
+    FILE_BYTES,
+    IMAGE_BYTES,
+    NAMESPACE,
+    OTHER,
+    Disk,
+    FakeClock,
+    bytes_under,
+    chain_of,
+    disk_on,
+    files_under,
+    image_as,
+    image_of,
+    is_right,
+)
+from tests.patience import PATIENCE_S, returns
+from tests.root.faulty import EIO, Hang, Rule
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes in comes out
+
+
+def test_what_was_added_is_said_and_read(disk: Disk) -> None:
+    chain = chain_of()
+    assert disk.tier.leading(chain, 0) == 0
+    assert disk.add(chain, *range(5)) == [True] * 5
+    assert [disk.tier.leading(chain, first) for first in (0, 2, 5)] == [5, 3, 0]
+    assert disk.has(chain, 0, 1, 2, 3, 4)
+    assert disk.fetch(chain, 5) == [None]
+    assert disk.add(chain, 2) == [False], "first writer wins"
+    stats = disk.tier.stats()
+    assert (stats["disk_entries"], stats["disk_held_bytes"]) == (5, 5 * FILE_BYTES)
+    assert disk.count("disk_hits") == 5 and disk.count("disk_bytes") == 5 * IMAGE_BYTES
+    assert disk.count("disk_writes") == 5 and disk.count("disk_write_bytes") == 5 * IMAGE_BYTES
+
+
+def test_asking_does_no_io(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, *range(5))
+    assert disk.root is not None
+    before = sum(disk.root.calls.values())
+    disk.tier.leading(chain, 0)
+    assert sum(disk.root.calls.values()) == before
+
+
+def test_blocks_that_an_engine_hashed_are_kept_too(folder: Path) -> None:
+    key = b"k" * 32
+    image = image_as(expected_block(NAMESPACE, key, 100))
+    address = block_address(NAMESPACE, key)
+    place = Place(NAMESPACE.digest, address, NO_PARENT, b"")
+    with disk_on(folder) as disk:
+        assert disk.tier.add(place, image)
+    with disk_on(folder) as disk:
+        assert disk.tier.stats()["disk_entries"] == 1
+        assert disk.tier.drop(address) and not disk.tier.drop(address)
+        assert not files_under(folder)
+
+
+def test_an_image_of_another_size_is_not_filled_and_the_file_stays(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, 0)
+    for size in (IMAGE_BYTES - 1, IMAGE_BYTES + 1):
+        image = memoryview(bytearray(size))
+        assert disk.tier.fetch(chain, [0], [image], Deadline(disk.clock, 1.0)) == [False]
+        assert not any(image)
+    assert disk.has(chain, 0)
+
+
+def test_past_the_deadline_nothing_is_read(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, 0, 1)
+    assert disk.fetch(chain, 0, 1, deadline_s=0.0) == [None, None]
+    assert disk.has(chain, 0, 1)
+
+
+def test_an_image_whose_header_is_wrong_is_not_written(disk: Disk) -> None:
+    chain = chain_of()
+    broken = bytearray(image_of(chain, 0))
+    broken[200] ^= 1
+    assert not disk.tier.add(place_of(chain, 0), memoryview(broken))
+    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 1)), "of another chunk"
+    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 0)[:-1])
+    assert not files_under(disk.path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bound
+
+
+def test_the_bound_holds_at_each_moment_under_random_adds(folder: Path) -> None:
+    """E1, E2: watched from outside while it works; leaves go before their parents."""
+    rng = random.Random(7)
+    chains = [chain_of(seed) for seed in range(12)]
+    limit = 30 * FILE_BYTES
+    over: list[int] = []
+    with disk_on(folder, 30) as disk:
+        assert disk.root is not None
+
+        def step(operation: Callable[[], object]) -> None:
+            operation()
+            held = bytes_under(folder)
+            if held > limit or held > disk.tier.stats()["disk_held_bytes"]:
+                over.append(held)
+
+        for _ in range(400):
+            disk.clock.pass_s(rng.random() * 40)
+            chain = rng.choice(chains)
+            index = disk.tier.leading(chain, 0)
+            if index < CHUNKS and rng.random() < 0.7:
+                step(lambda: disk.add(chain, index))  # noqa: B023 - called at once
+            else:
+                step(lambda: disk.fetch(chain, rng.randrange(CHUNKS)))  # noqa: B023
+        assert disk.count("disk_evicted") > 50
+        stats = disk.tier.stats()
+        assert stats["disk_held_bytes"] == len(files_under(folder)) * FILE_BYTES <= limit
+        assert stats["disk_entries"] == len(files_under(folder)) > 20
+        for chain in chains:
+            count = disk.tier.leading(chain, 0)
+            assert disk.tier.leading(chain, count + 1) == 0, "a child outlived its parent"
+            assert disk.has(chain, *range(count))
+    assert not over
+
+
+def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
+    """The file that goes is removed before the first byte of the one that comes is written."""
+    chain = chain_of(chunks=6)
+    highest = 0
+
+    def look(point: str) -> None:
+        nonlocal highest
+        highest = max(highest, bytes_under(folder))
+
+    tier = DiskTier(
+        str(folder),
+        3 * FILE_BYTES,
+        Counters(),
+        FakeClock(),
+        RandomIds(),
+        make_root=lambda path: PosixRoot(path, step=look),
+    )
+    tier.open()
+    try:
+        until_s = time.monotonic() + PATIENCE_S
+        while tier.stats()["disk_refilling"] and time.monotonic() < until_s:
+            time.sleep(0.002)
+        for seed in range(6):
+            single = chain_of(seed, 1)
+            assert tier.add(place_of(single, 0), image_of(single, 0))
+        assert len(files_under(folder)) == 3
+        assert tier.leading(chain, 0) == 0, "the least recently used went"
+    finally:
+        tier.close()
+    assert 0 < highest <= 3 * FILE_BYTES
+
+
+def test_a_chunk_is_not_made_room_for_by_its_parent(folder: Path) -> None:
+    chain = chain_of()
+    with disk_on(folder, 2) as disk:
+        disk.add(chain, 0)
+        disk.clock.pass_s(1000)
+        other = chain_of(1)
+        disk.add(other, 0)
+        assert disk.add(chain, 1) == [True]
+        assert disk.tier.leading(chain, 0) == 2 and disk.tier.leading(other, 0) == 0
+
+
+def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path) -> None:
+    chain = chain_of()
+    with disk_on(folder, size_bytes=2 * FILE_BYTES) as disk:
+        disk.add(chain, 0)
+        key = b"k" * 32
+        large = image_as(expected_block(NAMESPACE, key, 3 * FILE_BYTES))
+        place = Place(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT, b"")
+        assert not disk.tier.add(place, large)
+        assert disk.has(chain, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Clear
+
+
+def test_a_cleared_namespace_is_gone_files_too(disk: Disk) -> None:
+    chain, other = chain_of(), chain_of(namespace=OTHER)
+    disk.add(chain, *range(5))
+    disk.add(other, 0)
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None]
+    assert disk.has(other, 0) and len(files_under(disk.path)) == 1
+    assert disk.tier.stats()["disk_held_bytes"] == FILE_BYTES
+    assert disk.add(chain, 0) == [True]
+
+
+def test_a_cleared_namespace_is_not_found_even_where_its_files_cannot_be_removed(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, *range(5))
+    disk.rules(Rule("remove", EIO))
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None]
+    assert disk.tier.stats()["disk_held_bytes"] == 5 * FILE_BYTES, "they still take room"
+    disk.rules()
+    disk.tier.drop_namespace(NAMESPACE.digest)
+    assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
+
+
+def test_a_clear_waits_for_a_disk_that_hangs_within_its_time_alone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "CLEAR_S", 0.05)
+    chain, other = chain_of(), chain_of(namespace=OTHER)
+    disk.add(chain, *range(5))
+    disk.add(other, 0)
+    hang = Hang()
+    disk.rules(Rule("remove", hang))
+    returns(lambda: disk.tier.drop_namespace(NAMESPACE.digest))
+    assert hang.reached.is_set()
+    assert disk.tier.leading(chain, 0) == 0 and disk.has(other, 0)
+    hang.release.set()
+    until_s = time.monotonic() + PATIENCE_S
+    while len(files_under(disk.path)) > 1:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:
+    chain, other = chain_of(), chain_of(namespace=OTHER)
+    with disk_on(folder) as disk:
+        disk.add(chain, *range(3))
+        disk.add(other, 0)
+    hang = Hang()
+    disk = Disk(folder, rules=[Rule("read", hang, lambda name: "chunks/" in name)])
+    disk.tier.open()
+    try:
+        assert hang.reached.wait(PATIENCE_S)
+        disk.tier.drop_namespace(NAMESPACE.digest)
+        assert disk.add(chain, 7) == [True], "what is put after it is new"
+        hang.release.set()
+        disk.wait_refilled()
+        assert disk.tier.stats()["disk_entries"] == 2 == len(files_under(folder))
+        assert disk.has(other, 0) and disk.has(chain, 7)
+    finally:
+        hang.release.set()
+        disk.tier.close()
+    with disk_on(folder) as disk:
+        staging = Hang()
+        disk.rules(Rule("publish", staging))
+        adding = threading.Thread(target=disk.add, args=(chain, 1))
+        adding.start()
+        assert staging.reached.wait(PATIENCE_S)
+        disk.tier.drop_namespace(NAMESPACE.digest)
+        staging.release.set()
+        adding.join(PATIENCE_S)
+        assert disk.tier.leading(chain, 1) == 0 and len(files_under(folder)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# At once
+
+
+def test_added_fetched_evicted_and_dropped_at_once(folder: Path) -> None:
+    """No wrong byte, the bound kept, nothing leaked: every file has its entry at the end."""
+    chains = [chain_of(seed) for seed in range(10)]
+    limit = 40 * FILE_BYTES
+    wrong: list[str] = []
+    stop = threading.Event()
+    with disk_on(folder, 40) as disk:
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            while not stop.is_set():
+                chain = rng.choice(chains)
+                index = rng.randrange(CHUNKS)
+                match rng.randrange(20):
+                    case 0:
+                        disk.tier.damaged(chain, index)
+                    case 1 if rng.random() < 0.1:
+                        disk.tier.drop_namespace(NAMESPACE.digest)
+                    case drawn if drawn < 11:
+                        disk.add(chain, min(index, disk.tier.leading(chain, 0)))
+                    case _:
+                        (image,) = disk.fetch(chain, index)
+                        if image is not None and not is_right(image, chain, index):
+                            wrong.append(f"{index}")
+
+        def watch() -> None:
+            while not stop.is_set():
+                held = disk.tier.stats()["disk_held_bytes"]
+                if held > limit:
+                    wrong.append(f"held {held}")
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+        threads.append(threading.Thread(target=watch))
+        for thread in threads:
+            thread.start()
+        time.sleep(1.5)
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert not wrong
+        assert disk.count("disk_failed") == 0 and disk.count("disk_hits") > 50 and disk.count("disk_writes") > 50
+        stats = disk.tier.stats()
+        files = files_under(folder)
+        assert stats["disk_entries"] == len(files) and stats["disk_held_bytes"] == len(files) * FILE_BYTES
+        assert not list(folder.glob("staging/*/*.part"))
+
+
+def test_no_descriptor_and_no_thread_is_left(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with disk_on(folder) as disk:
+            disk.add(chain_of(), 0, 1)
+            disk.fetch(chain_of(), 0, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-disk-refill"]
+
+
+def test_a_listing_that_fails_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_refill, "RETRY_S", 0.01)
+    chain = chain_of()
+    with disk_on(folder) as disk:
+        disk.add(chain, 0, 1)
+    disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)])
+    disk.tier.open()
+    try:
+        disk.wait_refilled()
+        assert disk.has(chain, 0, 1) and disk.tier.stats()["disk_held_bytes"] == 2 * FILE_BYTES
+    finally:
+        disk.tier.close()
+
+
+def test_images_are_whole_chunk_files(disk: Disk) -> None:
+    chain = chain_of()
+    disk.add(chain, 0)
+    header = decode(files_under(disk.path)[0].read_bytes())
+    assert header.address == chain.addresses[0] and header.file_bytes == IMAGE_BYTES
+    with pytest.raises(Damaged):
+        decode(bytes(IMAGE_BYTES))

@@ -1,0 +1,67 @@
+"""A cluster with one node and rounds of a collector, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvstore.address import Chain
+from kvstore.format import places
+from kvstore.meta.interface import Meta
+from kvstore.recency import NS_PER_S
+from kvstore.root.interface import Root
+from kvstore.sources import SystemClock
+from kvstore_gc.capacity import Watermarks
+from kvstore_gc.config import Config
+from kvstore_gc.rounds import Rounds
+from kvstore_gc.safety import Timings
+from kvstore_gc.threads import Stop
+from tests.gc.cluster import TIMINGS, Cluster
+
+LONG_S = 3600.0
+
+
+@dataclass
+class Place:
+    """A cluster with one node, and collectors that run whole rounds on it."""
+
+    cluster: Cluster
+    stop: Stop = field(default_factory=Stop)
+
+    def rounds(
+        self,
+        config: Config | None = None,
+        *,
+        root: Root | None = None,
+        meta: Meta | None = None,
+        shards: Callable[[int], range] = range,
+        timings: Timings = TIMINGS,
+        watermarks: Watermarks | None = None,
+    ) -> Rounds:
+        config = config or Config()
+        site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
+        return Rounds(site, config, watermarks or Watermarks(config.max_bytes, config.high), shards=shards)
+
+    def age(self, chain: Chain, age_s: float = LONG_S) -> None:
+        """As if nobody had used it for so long."""
+        for depth, address in enumerate(chain.addresses):
+            stamp_s = int(SystemClock().now_s() - age_s) // 60 * 60 + 1
+            assert self.cluster.root.touch(self.cluster.name(address), stamp_s * NS_PER_S - 3000 * depth)
+
+    def bytes_of(self, chain: Chain) -> int:
+        stats = [self.cluster.root.stat(self.cluster.name(address)) for address in chain.addresses]
+        return sum(stat.size_bytes for stat in stats if stat)
+
+    def tree(self) -> dict[str, object]:
+        """All files of the root, with sizes and times."""
+
+        def walk(folder: places.Name) -> Iterator[tuple[str, object]]:
+            for entry in self.cluster.root.list(folder):
+                name = places.Name(f"{folder}/{entry.name}" if folder else entry.name)
+                if entry.stat is None:
+                    yield name, None
+                    yield from walk(name)
+                else:
+                    yield name, entry.stat
+
+        return dict(walk(places.Name("")))

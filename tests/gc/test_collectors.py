@@ -1,0 +1,115 @@
+"""Collectors that share the shards of a root."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore_gc.collectors import TTL_S, Collectors, owner
+from kvstore_gc.config import Config
+from kvstore_gc.summary import Summary
+from tests.gc.cluster import prompt, put, site_of
+from tests.gc.place import Place
+from tests.meta.fakes import CountingIds, FakeClock
+from tests.meta.faulty import Fault, FaultyMeta
+from tests.meta.faulty import Rule as MetaRule
+from tests.patience import PATIENCE_S
+
+
+def test_shards_are_shared_and_change_hands_only_where_they_must() -> None:
+    ids = [SessionId(bytes([number]) * 16) for number in range(4)]
+    before = [owner(shard, ids) for shard in range(1000)]
+    after = [owner(shard, ids[:3]) for shard in range(1000)]
+    assert all(200 < before.count(one) < 300 for one in ids)
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != ids[3])
+
+
+def test_each_shard_is_one_live_collector_s() -> None:
+    clock, ids = FakeClock(), CountingIds()
+    store = MemoryStore(clock)
+    one, two = (Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids)) for _ in range(2))
+    with pytest.raises(Unavailable, match="joins again"):
+        one.shards(16)
+    one.beat()
+    assert one.shards(16) == list(range(16))
+    two.beat()
+    shared = one.shards(16) + two.shards(16)
+    assert sorted(shared) == list(range(16)) and 0 < len(one.shards(16)) < 16
+    two.close()
+    assert one.shards(16) == list(range(16))
+    clock.advance(TTL_S)
+    assert one.me is None
+    with pytest.raises(Unavailable):
+        one.shards(16)
+    one.beat()
+    assert one.shards(16) == list(range(16)), "under a new id"
+
+
+def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock, ids = FakeClock(), CountingIds()
+    store = MemoryStore(clock)
+    one, two, three = (
+        Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids), max_bytes) for max_bytes in (100, None, 50)
+    )
+    one.beat()
+    two.beat()
+    assert (one.smallest_bytes, two.smallest_bytes) == (None, 100)
+    three.beat()
+    for _ in range(3):
+        clock.advance(TTL_S / 3)
+        for each in (one, two, three):
+            each.beat()
+    assert (one.smallest_bytes, two.smallest_bytes, three.smallest_bytes) == (50, 50, 100)
+    said = [record.message for record in caplog.records if record.message.startswith("gc.smaller_limit")]
+    assert len(said) == 3, "two of it, when one was there, and one and two of three"
+    three.close()
+    one.look()
+    assert one.smallest_bytes is None
+
+
+def test_a_collector_costs_a_keepalive_and_a_look_at_the_others_in_a_third_of_its_ttl() -> None:
+    clock = FakeClock()
+    meta = MemoryMeta(MemoryStore(clock))
+    one = Collectors(site_of(meta, clock=clock))
+    one.beat()
+    joined = meta.operations_count
+    for _ in range(TTL_S):
+        clock.advance(1)
+        one.beat()
+    assert meta.operations_count - joined == 6
+
+
+def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
+    clock, keys = FakeClock(), Keys(bytes(16))
+    meta = FaultyMeta(MemoryMeta(MemoryStore(clock)))
+    meta.add(MetaRule(Fault.REPLY_LOST, ("put",), times=1))
+    one = Collectors(site_of(meta, clock=clock))
+    with pytest.raises(Unavailable):
+        one.beat()
+    one.beat()
+    assert len(meta.list(keys.collectors).items) == 1
+
+
+def test_two_collectors_empty_a_root_together(place: Place) -> None:
+    node, chains = place.cluster.node(), [prompt(number, 6) for number in range(6)]
+    for chain in chains:
+        put(node, chain)
+        place.age(chain)
+    halves = (lambda count: range(0, count, 2), lambda count: range(1, count, 2))
+    summaries: list[Summary] = []
+    threads = [
+        threading.Thread(target=lambda h=half: summaries.append(place.rounds(Config(ttl_s=60), shards=h).run()))
+        for half in halves
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sum(summary.reaped.count for summary in summaries) == 36
+    assert all(summary.reaped.count for summary in summaries)
+    assert place.cluster.leftovers() == []

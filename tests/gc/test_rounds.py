@@ -1,0 +1,199 @@
+"""One round of a collector on real nodes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.errors import RootMismatch, Unavailable
+from kvstore.meta.memory import MemoryMeta
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore_gc.config import Config, Share
+from kvstore_gc.threads import Stopped
+from tests.gc.cluster import SPACE, cluster, eventually, prompt, put
+from tests.gc.place import LONG_S, Place
+from tests.meta.faulty import FaultyMeta
+from tests.patience import PATIENCE_S
+from tests.root.faulty import FaultyRoot, Hang, Rule
+
+
+def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place) -> None:
+    node, old, new = place.cluster.node(), prompt(1, 6), prompt(2, 4)
+    put(node, old)
+    put(node, new)
+    place.age(old)
+    size = place.bytes_of(old)
+    summary = place.rounds(Config(ttl_s=600)).run()
+    assert (place.cluster.present(old), place.cluster.present(new)) == (0, 4)
+    assert (summary.reaped.count, summary.reaped.bytes, summary.unfinished) == (6, size, [])
+    assert summary.used_after_bytes == summary.used_before_bytes - size == place.bytes_of(new)
+    assert place.cluster.leftovers() == []
+    told = summary.to_json()
+    assert told["chosen"] == {"past its time to live": {"chunks": 6, "bytes": size}}
+    assert told["kept"] == {"within capacity": {"chunks": 4, "bytes": place.bytes_of(new)}}
+    assert [(each["name"], each["scanned"]["chunks"]) for each in told["namespaces"]] == [(SPACE.name, 10)]
+    assert {"check", "survey", "plan", "condemn", "grace", "reap", "close"} <= set(told["seconds"])
+    assert "chosen_past_its_time_to_live=6" in summary.to_line() and "unfinished" not in summary.to_line()
+
+
+def test_a_round_brings_a_full_root_below_its_low_watermark_leaves_first(place: Place) -> None:
+    node, chains = place.cluster.node(), [prompt(number, 5) for number in range(4)]
+    for number, chain in enumerate(chains):
+        put(node, chain)
+        place.age(chain, LONG_S * (4 - number))
+    used = sum(map(place.bytes_of, chains))
+    summary = place.rounds(Config(max_bytes=used)).run()
+    assert summary.unfinished == [] and summary.low_bytes is not None
+    assert summary.used_after_bytes <= summary.low_bytes
+    assert [place.cluster.present(chain) for chain in chains] == [1, 5, 5, 5], "4 of 20 chunks, the oldest leaves"
+    assert node.node.match(chains[0]) == 1
+
+
+def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 5)
+    put(node, chain)
+    place.age(chain)
+    node.pin(chain, 3600, "me")
+    summary = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2)).run()
+    assert place.cluster.present(chain) == 5
+    assert summary.to_json()["kept"]["pinned"]["chunks"] == 5
+    assert [said for said in summary.unfinished if "over the high watermark" in said]
+
+
+def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_gc.rounds.SHARE_CHUNKS_MIN", 10)
+    node, chains = place.cluster.node(), [prompt(number, 1) for number in range(200)]
+    for number, chain in enumerate(chains):
+        put(node, chain)
+        place.age(chain, LONG_S + 60 * number)
+    used = sum(map(place.bytes_of, chains))
+    collectors = [
+        place.rounds(Config(max_bytes=used), shards=lambda count, odd=odd: range(odd, count, 2))  # type: ignore[misc]
+        for odd in (0, 1)
+    ]
+    summaries = [each.run() for each in collectors]
+    assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
+    left = sum(map(place.bytes_of, chains))
+    assert 0.75 * used < left < 0.85 * used
+    assert all(summary.reaped.count > 10 for summary in summaries)
+
+
+def test_a_quota_counts_for_its_namespaces(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 10)
+    put(node, chain)
+    share = Share(SPACE.tenant, None, place.bytes_of(chain) // 2)
+    summary = place.rounds(Config(shares=(share,))).run()
+    assert set(summary.to_json()["chosen"]) == {"over quota"}
+    assert 0 < place.bytes_of(chain) <= 0.8 * share.max_bytes
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 6)
+    put(node, chain)
+    place.age(chain)
+    place.rounds().run()  # what the first round makes is there
+    root, meta = FaultyRoot(place.cluster.root), FaultyMeta(MemoryMeta(place.cluster.store))
+    tree, keys = place.tree(), MemoryMeta(place.cluster.store).list("/kv/")
+    explain = [chain.addresses[0], chain.addresses[5], prompt(9, 1).addresses[0]]
+    rounds = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2), root=root, meta=meta)
+    summary = rounds.dry_run(examples_max=2, explain=explain)
+    assert place.tree() == tree
+    assert MemoryMeta(place.cluster.store).list("/kv/").revision == keys.revision
+    assert not set(root.calls) & {"stage", "publish", "discard", "touch", "move", "make_folder", "remove"}
+    assert [each.address for each in summary.examples] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
+    assert [(each.goes, each.reason) for each in summary.explained] == [
+        (False, "within capacity"),
+        (True, "over capacity"),
+    ]
+    done = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2)).run()
+    assert done.to_json()["chosen"] == summary.to_json()["chosen"]
+    assert done.used_after_bytes == summary.used_after_bytes
+
+
+def test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root(place: Place) -> None:
+    put(place.cluster.node(), prompt(1, 3))
+    foreign = MemoryMeta()
+    for run in (place.rounds(Config(ttl_s=0), meta=foreign).run, place.rounds(Config(ttl_s=0), meta=foreign).dry_run):
+        with pytest.raises(RootMismatch, match="fsck"):
+            run()
+    assert place.cluster.present(prompt(1, 3)) == 3
+
+
+def test_a_round_stopped_in_its_middle_is_finished_by_the_next(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 8)
+    put(node, chain)
+    place.age(chain)
+
+    striking = Rule("move", Hang(), nth=3, times=1)
+    root = FaultyRoot(place.cluster.root, [striking])
+    config, first = Config(ttl_s=60), Place(place.cluster)
+    rounds = first.rounds(config, root=root)
+    crashed = threading.Thread(target=lambda: _quietly(rounds.run), daemon=True)
+    crashed.start()
+    assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(PATIENCE_S)
+    summary = place.rounds(config).run()
+    assert summary.sweeps["adopted"] > 0 and summary.unfinished == []
+    striking.fault.release.set()
+    crashed.join(PATIENCE_S)
+    assert place.cluster.present(chain) == 0
+    place.rounds(config).run()
+    assert place.cluster.leftovers() == []
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Unavailable:
+        pass
+
+
+def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 4)
+    put(node, chain)
+    place.age(chain)
+    hold = node.node.hold(chain)
+    ended: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            place.rounds(Config(ttl_s=60)).run()
+        except Stopped as stopped:
+            ended.append(type(stopped))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    eventually(lambda: node.node.gc_view.leading(chain.addresses) < 4)
+    place.stop.ask()
+    thread.join(PATIENCE_S)
+    assert ended == [Stopped] and place.cluster.present(chain) == 4
+    node.node.release(hold)
+    assert place.cluster.leftovers() == []
+
+
+def test_without_any_limit_nothing_is_deleted_and_that_is_said_once(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(place.cluster.node(), prompt(1, 3))
+    rounds = place.rounds()
+    with caplog.at_level(logging.WARNING, "kvstore_gc"):
+        assert rounds.run().chosen == {} and rounds.run().chosen == {}
+    assert [record.message.split()[0] for record in caplog.records] == ["gc.no_limit"]
+
+
+def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:
+    files = MemoryFiles(capacity_bytes=100_000)
+    with cluster(MemoryRoot(files)) as made:
+        place, chains = Place(made), [prompt(number, 10) for number in range(2)]
+        node = made.node()
+        put(node, chains[0])
+        place.age(chains[0])
+        put(node, chains[1])
+        files.capacity_bytes = files.used_bytes + 1000
+        summary = place.rounds().run()
+        assert summary.capacity_bytes is not None and summary.capacity_bytes < files.capacity_bytes
+        assert summary.reaped.count > 0 and made.present(chains[1]) == 10
