@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not bench and not real_fs and not cluster and not browser and not alerts and not deploy and not guide
 

@@ -32,6 +32,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SHM = Path("/dev/shm")
 SHM_FREE_MIN_BYTES = 512 << 20
 LEFTOVER_GRACE_S = 10.0
+LONGEST = (
+    "bulk/test_blocks.py",
+    "chaos/test_pauses.py",
+    "tiers/test_hanging.py",
+    "client/test_remote_failover.py",
+    "cli/test_up.py",
+    "gc/test_gc_cli.py",
+    "peers_memory/test_workers.py",
+    "bulk/test_failures.py",
+    "bulk/test_ways.py",
+    "meta/test_meta_etcd.py",
+    "node/test_cluster.py",
+    "chaos/test_chaos.py",
+    "census/test_clearing.py",
+    "tiers/test_simulation.py",
+    "node/test_damage.py",
+    "cli/test_demo.py",
+    "chaos/test_filling.py",
+    "node/test_pins.py",
+    "gc/test_bound.py",
+    "census/test_roll_out.py",
+    "worker/test_leased_holds.py",
+)
+"""Files of tests that take 10 s or more by themselves, the longest first (``make test ARGS=--durations=0``)."""
 
 # The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -46,6 +70,12 @@ def _scratch() -> Path | None:
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
         return SHM
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first: a run of several processes ends with the last file of any."""
+    rank = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.name}", len(rank)))
 
 
 @pytest.fixture(scope="module", autouse=True)
