@@ -14,7 +14,7 @@ from kvstore.encodings.keys import Key
 from kvstore.encodings.squeezing import join_planes, split_planes
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import decode_any, decode_encoded
-from kvstore.format.header import Damage, Damaged, Encoding, decode, decode_as
+from kvstore.format.header import Damage, Damaged, Encoding, Header, decode, decode_as
 from tests.encodings.keyed import secret
 from tests.format.strategies import ChunkFile, chunk_files
 
@@ -79,6 +79,17 @@ def _sealed_anew(content: bytearray) -> bytearray:
     return content
 
 
+def _summed_anew(content: bytearray, header: Header, inner: int) -> bytearray:
+    """The same with the checksums of the sections as they are stored now."""
+    table, offset = 160 + inner, header.header_bytes
+    for index, stored in enumerate(header.stored):
+        content[table + 16 * index : table + 16 * index + 8] = checksum(
+            memoryview(content)[offset : offset + stored.size_bytes]
+        ).to_bytes(8, "little")
+        offset += stored.size_bytes
+    return content
+
+
 @settings(max_examples=25)
 @given(chunk_files(), salts, st.data())
 def test_what_somebody_changes_who_has_no_key_is_found(file: ChunkFile, salt: bytes, data: st.DataObject) -> None:
@@ -93,14 +104,24 @@ def test_what_somebody_changes_who_has_no_key_is_found(file: ChunkFile, salt: by
         )
     )
     content[at] ^= 1 << data.draw(st.integers(0, 7))
-    table, offset = 160 + inner, header.header_bytes
-    for index, stored in enumerate(header.stored):
-        content[table + 16 * index : table + 16 * index + 8] = checksum(
-            memoryview(content)[offset : offset + stored.size_bytes]
-        ).to_bytes(8, "little")
-        offset += stored.size_bytes
     with pytest.raises(Damaged):
-        decoded(file, _sealed_anew(content), KEY)
+        decoded(file, _sealed_anew(_summed_anew(content, header, inner)), KEY)
+
+
+@settings(max_examples=10)
+@given(chunk_files(), salts, st.integers(0, 127))
+def test_a_bit_turned_in_the_tag_of_any_section_is_found(file: ChunkFile, salt: bytes, bit: int) -> None:
+    """Nothing else sees it: the bytes of the section are right."""
+    content = encoded(file, Wish(key=KEY), salt)
+    header = decode_encoded(content)
+    inner = -(-len(file.expected.identity) // 8) * 8 + 8 * file.expected.section_count
+    end = header.header_bytes
+    for stored in header.stored:
+        end += stored.size_bytes
+        turned = bytearray(content)
+        turned[end - 16 + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            decoded(file, _sealed_anew(_summed_anew(turned, header, inner)), KEY)
 
 
 @settings(max_examples=25)

@@ -83,6 +83,11 @@ def connected(
     return kvstore.connect(*addresses, limits=limits, bulk=bulk, write=write)
 
 
+def _state(thread: Path) -> str:
+    """The state of a thread by /proc: ``T`` if it is stopped."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 @contextmanager
 def raw_channel(served: Served) -> Iterator[grpc.Channel]:
     """A plain channel with the defaults of gRPC."""
@@ -165,7 +170,11 @@ class WorkerProcess:
         assert self.address, "the worker did not start"
 
     def send(self, number: signal.Signals) -> None:
+        """Returns when it is stopped, if the signal stops it: until then its threads may still answer."""
         os.kill(self._child.pid, number)
+        if number is signal.SIGSTOP:
+            threads = Path(f"/proc/{self._child.pid}/task")
+            eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "it stands still")
 
     def drain(self) -> str:
         """Lets it drain and end; what it said."""

@@ -149,7 +149,7 @@ MEMORY = [
     mutant(
         "put-behind-fails-with-the-root",
         "MEMORY W1: a put behind says what memory took, whatever the root does",
-        edit("kvstore.node.write:Write.finish", "if self.mode is not WriteMode.BEHIND:", "if True:"),
+        edit("kvstore.node.write:Write.add", "if self.mode is not WriteMode.BEHIND:", "if True:"),
         "node/test_write.py::test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took",
     ),
 ]
@@ -236,7 +236,7 @@ ENCODINGS = [
                 "            return opened.update(bytes(sealed)[:-16])",
             ),
         ),
-        f"{CODEC}what_somebody_changes_who_has_no_key_is_found",
+        f"{CODEC}a_bit_turned_in_the_tag_of_any_section_is_found",
     ),
     mutant(
         "seal-place",
