@@ -42,6 +42,8 @@ class Window:
     hot: dict[int, memoryview] = field(default_factory=dict)
     images: dict[int, memoryview] = field(default_factory=dict)
     """Of those that are read."""
+    is_whole: bool = False
+    """Whether all of those came."""
     buffer: memoryview | None = None
     reading: Reading | None = None
 
@@ -90,18 +92,20 @@ class ImageStream:
         cuts = list(windows(sizes, 2 * self._window_bytes))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
-        whole = True
         with ExitStack() as reserved:
             try:
-                for cut in cuts:
-                    begun.append(Window(indexes[cut]))
-                    self._begin(begun[-1], sizes[cut], reserved, self._deadline(context))
-                    if len(begun) == WINDOWS:
-                        whole = self._finish(begun, self._deadline(context))
-                        if not whole:
-                            break
-                while begun and whole:
-                    whole = self._finish(begun, self._deadline(context))
+                for at, cut in enumerate(cuts):
+                    if not begun:
+                        begun.append(Window(indexes[cut]))
+                        self._begin(begun[0], sizes[cut], reserved, self._deadline(context))
+                    images, whole = self._wait(begun[0], self._deadline(context))
+                    if whole and at + 1 < len(cuts):
+                        begun.append(Window(indexes[cuts[at + 1]]))  # read while this one is sent
+                        self._begin(begun[1], sizes[cuts[at + 1]], reserved, self._deadline(context))
+                    self._send(images)
+                    self._end(begun.popleft())
+                    if not whole:
+                        break
             finally:
                 for window in begun:
                     window.close()
@@ -135,29 +139,28 @@ class ImageStream:
             at += size
         window.reading = handing.begin_copy(self._wanted, left, window.images.__getitem__)
 
-    def _finish(self, begun: deque[Window], deadline: Deadline) -> bool:
-        """Sends what there is of the oldest window; whether more may be sent after it."""
-        window, came = begun[0], list[int]()
+    def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
+        """Waits for a window: the images to be sent, and whether more may be sent after them."""
         if not self._is_chain:
             self._send(window.hot)  # while the others are read
         if window.reading is not None:
             done = window.reading.wait(deadline)
             came = [index for index, whole in zip(window.images, done, strict=True) if whole]
-        images = {index: window.images[index] for index in came}
-        whole = True
-        if self._is_chain:
-            found = window.hot | images
-            end = next((index for index in window.indexes if index not in found), window.indexes.stop)
-            images = {index: found[index] for index in range(window.indexes.start, end)}
-            whole = end == window.indexes.stop
-        self._send(images)
+            window.is_whole = len(came) == len(window.images)
+            window.images = {index: window.images[index] for index in came}
+        if not self._is_chain:
+            return window.images, True
+        found = window.hot | window.images
+        end = next((index for index in window.indexes if index not in found), window.indexes.stop)
+        return {index: found[index] for index in range(window.indexes.start, end)}, end == window.indexes.stop
+
+    def _end(self, window: Window) -> None:
+        """All that is there of a window was sent."""
         self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
         window.close()
-        if window.buffer is not None and len(came) == len(window.images):
+        if window.buffer is not None and window.is_whole:
             # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
             self._buffers.give(window.buffer)
-        begun.popleft()
-        return whole
 
     def _send(self, images: dict[int, memoryview]) -> None:
         # In as few system calls as they take together: the heads of small chunks would cost more than their bytes.
