@@ -7,8 +7,9 @@ import enum
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
-"""Runs of one put that are on their way to the root at once. The memory for a put's runs has room for one more,
-which arrives meanwhile."""
+"""Runs of one put that are on their way to the root at once."""
+RUNS_IN_MEMORY = RUNS_MAX + 1
+"""Runs of one put that need memory: the one that arrives, too."""
 
 
 class WriteMode(enum.Enum):

@@ -92,7 +92,7 @@ class BlockHold:
     def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
         self._owner = Owner()
         self._hold = hold
-        self._cache = cache  # kept alive: a store of which nothing is left closes, and ends its holds
+        self._cache = cache  # keeps the store open: one that nobody refers to closes, and ends its holds
 
     @property
     def present(self) -> list[bool]:

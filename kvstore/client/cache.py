@@ -203,7 +203,7 @@ class Hold:
     def __init__(self, held: PortHold, cache: Cache) -> None:
         self._owner = Owner()
         self._held = held
-        self._cache = cache  # kept alive: a store of which nothing is left closes, and ends its holds
+        self._cache = cache  # keeps the store open: one that nobody refers to closes, and ends its holds
         self._layout = cache.layout
         self.tokens = held.chunks * cache.layout.chunk_tokens
         """Leading tokens that are held, a multiple of chunk_tokens."""

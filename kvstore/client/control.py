@@ -43,7 +43,7 @@ WATCH_S = 300.0
 
 
 class HasNamespace(Protocol):
-    """A Cache, of which nothing but its namespace matters to a worker's control service."""
+    """A Cache. A worker's control service uses only its namespace."""
 
     @property
     def namespace(self) -> Namespace:

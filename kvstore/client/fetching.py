@@ -39,9 +39,9 @@ LEASES_MAX = 256
 
 
 class ChunkFetch:
-    """One read of leading chunks. ``run`` may be called again, for another worker: it goes on where the last failed.
+    """One read of leading chunks. ``receive`` may be called for another worker, and goes on where the last one failed.
 
-    Everything happens in the calling thread, so nothing is written into the caller's memory after ``run`` returns.
+    Everything happens in the calling thread, so nothing is written into the caller's memory once it returns.
     """
 
     def __init__(
@@ -72,12 +72,11 @@ class ChunkFetch:
         self.good = 0
         """Leading chunks that are in the caller's memory, verified."""
 
-    def run(self, endpoint: Endpoint) -> None:
-        """Reads what is missing from one worker. Raises CallFailed, with ``good`` up to date."""
-        self._tools.caller.at(endpoint, lambda: self.receive(endpoint))
-
     def receive(self, endpoint: Endpoint) -> None:
-        """The same inside a call of ``Caller``, which turns what this raises into CallFailed."""
+        """Reads what is missing from one worker, with ``good`` up to date whatever happens.
+
+        Called inside a call of ``Caller``, which turns what this raises into CallFailed.
+        """
         request, layout, first = self._request, self._layout, self.good
         if self._sections is not None and first == self._found:
             return  # the last one failed behind its last byte

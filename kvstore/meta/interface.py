@@ -35,10 +35,17 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class ModifiedAt:
-    """Holds when the key exists and was last written at ``mod_revision``."""
+    """Holds when the key exists and was last written at ``mod_revision``, which is 1 or more.
+
+    Raises ValueError for 0: etcd would take it for a key that does not exist, which is ``Absent``.
+    """
 
     key: str
     mod_revision: int
+
+    def __post_init__(self) -> None:
+        if self.mod_revision < 1:
+            raise ValueError(f"mod_revision is {self.mod_revision}; revisions begin at 1. For no key, use Absent")
 
 
 @dataclass(frozen=True, slots=True)

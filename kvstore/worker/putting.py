@@ -21,15 +21,13 @@ from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
-from kvstore.writes import RUNS_MAX
+from kvstore.writes import RUNS_IN_MEMORY
 
 RUN_BYTES = 4 << 20
-"""Chunks are written in runs of so many bytes, or one by one where they are larger."""
-RUNS_IN_MEMORY = RUNS_MAX + 1
-"""Those on their way to the root, and the one that is arriving."""
+"""A run is written once it has so many bytes: at most that and one chunk."""
 
 Chunk = list[memoryview]
-"""The sections of one."""
+"""The sections of one chunk; a block has one section."""
 
 
 class PutStreams:
@@ -42,14 +40,14 @@ class PutStreams:
         self._calls = calls
 
     def put(self, frames: Iterator[Frame], context: Call) -> bytes:
-        """The encoded answer to one stream of chunks."""
+        """Stores one stream of chunks; returns the encoded answer."""
         opening = next(frames)
         start = parse(pb.PutStart, opening.start or b"")
         chain = self._prompts.chain_to_put(start, context)
         return chunks_answer(chain, self._store(chain, start.first, start, opening, frames, context))
 
     def put_blocks(self, frames: Iterator[Frame], context: Call) -> bytes:
-        """The encoded answer to one stream of blocks."""
+        """Stores one stream of blocks; returns the encoded answer."""
         opening = next(frames)
         start = parse(pb.PutBlocksStart, opening.start or b"")
         blocks = self._prompts.blocks(start.namespace, start.keys, start.sizes, context)
@@ -70,7 +68,7 @@ class PutStreams:
             return Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
 
         sizes = sizes_of(wanted)[first:]
-        in_memory_bytes = min(sum(sizes), RUNS_IN_MEMORY * max(RUN_BYTES, *sizes, 0))
+        in_memory_bytes = min(sum(sizes), RUNS_IN_MEMORY * (RUN_BYTES + max(sizes, default=0)))
         with self._in_flight.reserved(in_memory_bytes + MESSAGE_BYTES_MAX):
             write = self._node.puts.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
             try:
@@ -86,7 +84,7 @@ class PutStreams:
     def _runs(
         self, wanted: Wanted, first: int, opening: Frame, frames: Iterator[Frame]
     ) -> Iterator[tuple[int, list[Chunk]]]:
-        """The chunks of a stream in runs, each with its first index."""
+        """Yields the chunks of a stream in runs, each with its first index."""
         if isinstance(wanted, Chain):
             per_chunk = wanted.namespace.layout.section_count
             incoming = Incoming(SameSize(section_bytes(wanted, first), (len(wanted) - first) * per_chunk))
@@ -125,7 +123,7 @@ def _sections(wanted: Wanted, first: int, run: list[Chunk]) -> Sections:
 
 
 def chunks_answer(chain: Chain, written: Written) -> bytes:
-    """What a client is told of a prompt."""
+    """Encodes the answer to a put of a prompt."""
     result = written.of_prompt(chain.namespace.layout.chunk_tokens)
     return pb.PutResponse(
         tokens_present=result.tokens_present,
@@ -136,5 +134,5 @@ def chunks_answer(chain: Chain, written: Written) -> bytes:
 
 
 def blocks_answer(written: Written) -> bytes:
-    """What a client is told of its blocks."""
+    """Encodes the answer to a put of blocks."""
     return pb.PutBlocksResponse(stored=written.there.tobytes()).SerializeToString()

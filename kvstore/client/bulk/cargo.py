@@ -1,6 +1,6 @@
-"""What a put sends over a bulk connection: the chunks of an array, or engine-hashed blocks, run by run.
+"""The chunks of an array, or engine-hashed blocks, that a put sends over a bulk connection, run by run.
 
-Apart from how it is sent, which is the same for both.
+Separate from how they are sent, which is the same for both.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX
 from kvstore.wire.bulk.runs import send_run
 from kvstore.wire.bulk.sums import block_sums
-from kvstore.writes import RUNS_MAX
+from kvstore.writes import RUNS_IN_MEMORY
 
-ARENA_RUNS = RUNS_MAX + 2
-"""Runs for which an arena must have room: those on their way to the root and the one that is copied; and the end of
-the ring may be too short for one."""
+ARENA_RUNS = RUNS_IN_MEMORY + 1
+"""Runs for which an arena must have room: those that need memory, and one more, since the end of the ring may be too
+short for a run."""
 BLOCKS_BYTES = 32 << 20
 """A run of blocks in the arena. Each costs a hand-over, and while one is being written to the root we copy the next: on
 two cores runs of 8 MiB took four times as long.
@@ -38,17 +38,17 @@ class Cargo(ABC):
 
     count: int
     largest_bytes: int
-    """Of the largest chunk."""
+    """The size of the largest chunk."""
     placed_bytes: int
-    """Of a run in the arena, if that may be so large."""
+    """The size of a run in the arena, if the arena has room for it."""
 
     @abstractmethod
     def size_bytes(self, first: int, count: int) -> int:
-        """Of ``count`` chunks from index ``first`` on."""
+        """Returns the bytes of ``count`` chunks from index ``first`` on."""
 
     @abstractmethod
     def sums_count(self, count: int) -> int:
-        """Checksums that a run of so many chunks has."""
+        """Returns how many checksums go with a run of ``count`` chunks."""
 
     @abstractmethod
     def place(self, first: int, count: int, target: npt.NDArray[np.uint8], copy: Copy) -> None:
@@ -59,7 +59,7 @@ class Cargo(ABC):
         """Sends the bytes of a run, and its checksums."""
 
     def runs(self, first: int, count: int, bytes_max: int) -> Iterator[tuple[int, int]]:
-        """The first index and the count of each run: as many chunks as fit into ``bytes_max``, or one."""
+        """Yields the first index and the count of each run: as many chunks as fit into ``bytes_max``, or one."""
         start, used = first, 0
         for index in range(first, first + count):
             size = self.size_bytes(index, 1)

@@ -1,6 +1,6 @@
-"""What a bulk put is about, as runs of bytes: how large each is, and what lies where in it.
+"""The chunks or blocks that a bulk put brings: how large a run of them is, and what lies where in it.
 
-Apart from how runs arrive and where they go, which is the same for chunks and for engine-hashed blocks.
+Separate from how runs arrive and where they go, which is the same for both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from kvstore.sections import Buffers, Planes, Sections
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.writes import RUNS_MAX
-
-RUNS_IN_MEMORY = RUNS_MAX + 1
-"""Runs of one put that have memory: those on their way to the root, and the one that arrives."""
+from kvstore.writes import RUNS_IN_MEMORY
 
 
 class Cargo:
@@ -32,25 +29,25 @@ class Cargo:
 
     @property
     def all_bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them."""
         return self._ends[-1]
 
     @property
     def in_memory_bytes(self) -> int:
-        """Memory for the runs that are here at once, where they come as bytes."""
+        """The memory for the runs that are here at once, if they come as bytes."""
         largest = max((b - a for a, b in pairwise(self._ends)), default=0)
         return min(self.all_bytes, RUNS_IN_MEMORY * max(RUN_BYTES_MAX, largest))
 
     def size_bytes(self, first: int, count: int) -> int:
-        """Of ``count`` chunks from index ``first`` on."""
+        """Returns the bytes of ``count`` chunks from index ``first`` on."""
         return self._ends[first + count - self.first] - self._ends[first - self.first]
 
     def sums_count(self, count: int) -> int:
-        """Checksums that a run of so many chunks has."""
+        """Returns how many checksums come with a run of ``count`` chunks."""
         return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
 
     def sections(self, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Sections:
-        """Those of a run that is here. Raises BrokenTransfer where they do not match its checksums, if it has any."""
+        """Returns the sections of a run that is here. Raises BrokenTransfer if they do not match its checksums."""
         return (
             self._planes(self._wanted, first, count, memory, sums)
             if isinstance(self._wanted, Chain)

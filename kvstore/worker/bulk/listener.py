@@ -48,8 +48,8 @@ class BulkListener:
     """Listens for bulk connections, on a unix socket in a folder of its own and on ``port`` of ``host`` if there is one
     (0: of the system's choice).
 
-    ``folder`` is where that folder is made: both ends must see it under the same path. The system's folder for
-    temporary files where it is None.  With ``tls`` the port speaks it; the unix socket does not leave this host.
+    The folder is made in the system's folder for temporary files: both ends must see it under the same path. With
+    ``tls`` the port speaks it; the unix socket does not leave this host.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class BulkListener:
         limits: WorkerLimits,
         host: str | None,
         port: int = 0,
-        folder: str | None = None,
         tls: Certificate | None = None,
     ) -> None:
         self._requests = requests
@@ -68,7 +67,7 @@ class BulkListener:
         self._host = host
         self._port = port
         self._tls = tls
-        self._folder = SocketFolder(folder or tempfile.gettempdir())
+        self._folder = SocketFolder(tempfile.gettempdir())
         self._lock = threading.Lock()
         self._grants: dict[bytes, tuple[Grant, float, Presented]] = {}
         self._connections: set[Connection] = set()
