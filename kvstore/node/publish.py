@@ -7,7 +7,6 @@ and all that wait behind it. Engine-hashed blocks have no parents: each is publi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -26,6 +25,7 @@ from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run
 from kvstore.node.shared_runs import SharedPut, Sizes
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
+from kvstore.waiting import Monitor
 
 STEP_BYTES = 1 << 20
 """Bytes that a lane takes at once."""
@@ -35,6 +35,8 @@ TURN_FILES_MAX = 256
 """Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
 """Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
+ROOM_S = 1.0
+"""How long a lane that finds the root full waits for the turns of the others to end."""
 PUBLISHED_MAX = 64
 """Files published by one call, for the same reason."""
 
@@ -85,7 +87,8 @@ class Publication:
         self._durable = durable
         self._hints = hints
         self._lacking: set[int] = set()
-        self._lock = threading.Lock()
+        self._changed = Monitor()
+        self._turns = 0
         self._ready: dict[int, Ready] = {}
         self._there = np.zeros(len(wanted), np.bool_)
         self._next = first
@@ -136,28 +139,37 @@ class Publication:
         """
         if self.is_abandoned:
             put.stop()
-        places, more = self._chunks.runs.stage(put)
-        left: list[int] = []
-        ready: dict[int, Ready] = {}
-        for place, status in zip(places.tolist(), put.statuses(places), strict=True):
-            index = put.run.first + place
-            if status == native.DONE:
-                ready[index] = put
-            elif status == native.FOUND:
-                if self._chunks.lacks(put.stat(place), self._hints):
-                    self._lacking.add(index)
-                ready[index] = None
-            else:
-                left.append(index)
-        self._completed(ready)
-        return left, more
+        with self._changed:
+            self._turns += 1
+        try:
+            places, more = self._chunks.runs.stage(put)
+            left: list[int] = []
+            ready: dict[int, Ready] = {}
+            for place, status in zip(places.tolist(), put.statuses(places), strict=True):
+                index = put.run.first + place
+                if status == native.DONE:
+                    ready[index] = put
+                elif status == native.FOUND:
+                    if self._chunks.lacks(put.stat(place), self._hints):
+                        self._lacking.add(index)
+                    ready[index] = None
+                else:
+                    left.append(index)
+            self._completed(ready)
+            return left, more
+        finally:
+            with self._changed:
+                self._turns -= 1
+                self._changed.notify_all()
 
     def make_room(self, index: int) -> bool:
         """Discards, on a full root, what is staged behind chunk ``index`` and can be published only after it.
 
-        False if there is nothing. What was discarded is lost to this put.
+        First waits for turns of other lanes to end, since what they stage is not known before. False if there is
+        nothing to discard. What was discarded is lost to this put.
         """
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._turns, ROOM_S)
             behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
             for at in behind:
                 del self._ready[at]
@@ -166,7 +178,7 @@ class Publication:
 
     def abandon(self) -> list[Staged]:
         """Publishes nothing more. Returns what is staged, for the caller to discard without hurry. Idempotent."""
-        with self._lock:
+        with self._changed:
             self.is_abandoned = True
             waiting = {index: ready for index, ready in self._ready.items() if ready}
             self._ready = {index: None for index, ready in self._ready.items() if not ready}
@@ -197,7 +209,7 @@ class Publication:
 
     def there(self) -> Mask:
         """Returns which chunks are in the store as far as this write knows; those before ``first`` count as there."""
-        with self._lock:
+        with self._changed:
             there = self._there.copy()
             there[: self.first] = True
             if self._is_chain:
@@ -212,7 +224,7 @@ class Publication:
         if not self._is_chain:
             self._publish_each(ready)
             return
-        with self._lock:
+        with self._changed:
             if self._publishing:
                 return  # the lane that publishes now takes these too
             self._publishing = True
@@ -224,7 +236,7 @@ class Publication:
         The caller gave up while they were being written and may have changed its memory since, so they never get a
         name.
         """
-        with self._lock:
+        with self._changed:
             if not self.is_abandoned:
                 self._ready.update(ready)
                 return True
@@ -256,7 +268,7 @@ class Publication:
             if isinstance(put, SharedPut):
                 indexes = self._publish_unordered(put, indexes)
             for index in indexes:
-                with self._lock:
+                with self._changed:
                     claimed = self._ready.pop(index, None)
                 if put is None:
                     self._there[index] = True
@@ -268,7 +280,7 @@ class Publication:
         if not self._still_right(indexes).all():
             return indexes
         places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
-        with self._lock:
+        with self._changed:
             if self.is_abandoned:
                 return []
             for index in indexes:
@@ -297,7 +309,7 @@ class Publication:
                         self._publish(index, staged)
                     self._next = index + 1
         except BaseException:
-            with self._lock:
+            with self._changed:
                 self._publishing = False
             raise
 
@@ -306,7 +318,7 @@ class Publication:
 
         Empty if the next chunk is not ready: then no lane publishes any more.
         """
-        with self._lock:
+        with self._changed:
             claimed: list[Ready] = []
             while len(claimed) < PUBLISHED_MAX and (index := self._next + len(claimed)) in self._ready:
                 if claimed and (claimed[0] is None or self._ready[index] is not claimed[0]):
@@ -359,6 +371,6 @@ class Publication:
             self._count(1, staged.expected.payload_bytes)
 
     def _count(self, chunks: int, size_bytes: int) -> None:
-        with self._lock:
+        with self._changed:
             self.written += chunks
             self.bytes_written += size_bytes

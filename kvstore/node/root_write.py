@@ -18,6 +18,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
+from kvstore.node.shared_runs import SharedPut
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
@@ -117,7 +118,7 @@ class RootWrite:
             try:
                 while more:
                     left, more = publication.add_turn(put)
-                    self._store_left(source, left)
+                    self._store_left(source, left, put)
                     moved_on()
             except BaseException:
                 put.stop()
@@ -126,17 +127,22 @@ class RootWrite:
 
         return self._lanes.start(min(count, self._lanes.width), store)
 
-    def _store_left(self, source: Sections, left: Sequence[int]) -> None:
-        """Stores one by one the chunks that could not be stored at once."""
+    def _store_left(self, source: Sections, left: Sequence[int], put: SharedPut) -> None:
+        """Stores one by one the chunks of a lane's turn that could not be stored at once.
+
+        On a full root the chunks in front win over those behind, so that as many as fit are published.
+        """
         full: Overloaded | None = None
         for index in left:
-            try:
-                self._store(source, index)
-            except Overloaded as error:
-                if not self.publication.make_room(index):
-                    raise
-                full = error
-                self._store(source, index)
+            while True:
+                try:
+                    self._store(source, index)
+                    break
+                except Overloaded as error:
+                    put.stop()
+                    if not self.publication.make_room(index):
+                        raise
+                    full = error
         if full is not None:
             raise full  # chunks discarded to make room are not stored
 

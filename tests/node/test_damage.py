@@ -25,6 +25,8 @@ from tests.native.modes import chunks_of
 from tests.node.stores import TINY, chunk_files, counted, kv_of, resealed, same, store_on
 
 Spoil = Callable[[bytes], bytes]
+PADDING_FROM = 512
+"""The header of a tiny chunk ends before this byte; zeros follow up to the payload."""
 
 
 @pytest.fixture
@@ -36,6 +38,11 @@ def store(tmp_root: Path) -> Iterator[Store]:
 def the_file(root: Path) -> Path:
     (file,) = chunk_files(root)
     return file
+
+
+def telling(size: int) -> list[int]:
+    """Every byte of the header and of the payload, and every 16th of the zeros between them."""
+    return sorted({*range(PADDING_FROM), *range(PADDING_FROM, 4096, 16), *range(4080, size)})
 
 
 def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Path, spoil: Spoil) -> None:
@@ -89,7 +96,9 @@ def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) 
     cache.put(tokens, kv)
     file = the_file(tmp_root)
     whole = bytearray(file.read_bytes())
-    for position in range(len(whole)):
+    assert not any(whole[PADDING_FROM:4080]) and len(whole) > 4096
+    positions = telling(len(whole))
+    for position in positions:
         spoiled = whole.copy()
         spoiled[position] ^= 1 << position % 8
         file.write_bytes(spoiled)
@@ -97,7 +106,7 @@ def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) 
         assert not file.exists()
         assert cache.put(tokens, kv).chunks_written == 1
         whole = bytearray(file.read_bytes())  # another incarnation
-    assert store.stats()["miss_damaged"] == len(whole)
+    assert store.stats()["miss_damaged"] == len(positions)
     assert same(cache.get(tokens)[1], kv)
 
 
@@ -107,14 +116,14 @@ def test_each_length_truncated_is_a_miss_and_repaired(store: Store, tmp_root: Pa
     kv = kv_of(TINY, tokens)
     cache.put(tokens, kv)
     file = the_file(tmp_root)
-    size = file.stat().st_size
-    for length in range(size):
+    lengths = telling(file.stat().st_size)
+    for length in lengths:
         with file.open("r+b") as opened:
             opened.truncate(length)
         # The put alone finds it, by its size, without a read before it.
         assert cache.put(tokens, kv).chunks_written == 1, f"length {length}"
         assert same(cache.get(tokens)[1], kv)
-    assert store.stats()["damage_size"] == size
+    assert store.stats()["damage_size"] == len(lengths)
 
 
 @pytest.mark.parametrize(

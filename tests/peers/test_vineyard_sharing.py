@@ -22,9 +22,15 @@ import pytest
 import kvstore
 from kvstore import Layout, errors
 from kvstore.client import Cache, Store
+from kvstore.native import library as native
+from kvstore.node import publish
+from kvstore.node.chunk_runs import ChunkRuns
+from kvstore.node.publish import Publication
+from kvstore.node.shared_runs import Places, SharedPut, Sizes
 from kvstore.recency import is_fresh
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import store_on
+from tests.patience import PATIENCE_S
 from tests.peers.heartbeat import others_run_during
 from tests.peers.prompts import (
     CHUNK,
@@ -207,6 +213,40 @@ def test_8_a_full_disk_is_an_error_and_leaves_nothing_that_keeps_it_full(small_r
         for path in files_under(small_root / "chunks"):
             path.unlink()
         assert cache.put(tokens[:16], kv[:, :, :16]).tokens_present == 16
+
+
+def test_8_a_full_disk_keeps_room_for_the_first_chunk_while_others_are_staged(
+    small_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk finds no room, and the lanes that took it are still at work."""
+    layout = Layout(layers=1, kv_heads=1, head_dim=65_536, dtype="int8", chunk_tokens=4)  # chunks of 512 KiB
+    is_full, needs_room = threading.Event(), threading.Event()
+    really_stage, make_room = ChunkRuns.stage, Publication.make_room
+
+    def stage(self: ChunkRuns, put: SharedPut) -> tuple[Places, bool]:
+        taken, more = really_stage(self, put)
+        if native.OTHER in put.statuses(taken):
+            is_full.set()
+        if 0 in taken:
+            assert is_full.wait(PATIENCE_S)
+            put.run.items["status"][taken] = native.OTHER
+        else:
+            assert needs_room.wait(PATIENCE_S)
+        return taken, more
+
+    def told_to_make_room(self: Publication, index: int) -> bool:
+        needs_room.set()
+        return make_room(self, index)
+
+    monkeypatch.setattr(publish, "put_sizes", lambda *_: Sizes(4, 4))
+    monkeypatch.setattr(publish, "ROOM_S", PATIENCE_S)
+    monkeypatch.setattr(ChunkRuns, "stage", stage)
+    monkeypatch.setattr(Publication, "make_room", told_to_make_room)
+    with kvstore.open(str(small_root)) as store:
+        cache = store.namespace("model", layout)
+        with pytest.raises(errors.Overloaded, match="No space left"):
+            cache.put(list(range(64)), np.zeros(layout.shape(64), np.int8))
+        assert 0 < cache.match(list(range(64))) < 64
 
 
 @pytest.mark.parametrize("operation", ["stage", "publish", "stat"])

@@ -125,6 +125,16 @@ MEMORY = [
         "tiers/test_writing.py::test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name",
     ),
     mutant(
+        "full-root-does-not-wait-for-lanes",
+        "on a full root the chunks in front win over those behind",
+        edit(
+            "kvstore.node.publish:Publication.make_room",
+            "self._changed.wait_for(lambda: not self._turns, ROOM_S)",
+            "pass",
+        ),
+        "peers/test_vineyard_sharing.py::test_8_a_full_disk_keeps_room_for_the_first_chunk_while_others_are_staged",
+    ),
+    mutant(
         "put-run-given-back-too-soon",
         "a run's memory is the caller's again when its bytes are on the root",
         edit(
