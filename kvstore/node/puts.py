@@ -71,7 +71,7 @@ class Puts:
         self._limits = limits
         self._chunks = chunks
         self._lanes = lanes
-        self._view = view
+        self.view = view
         self._refresher = refresher
         self._reads = reads
         self._clock = clock
@@ -106,14 +106,14 @@ class Puts:
         far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
         while the root is full, and the root's errors.
         """
-        self._view.check_room()
+        self.view.check_room()
         mode = self.mode(write, hints)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         self.counters.add(NodeCount.REQUESTS_PUT)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
-        chain, found = wanted.leading(self._view.leading(wanted.addresses)), 0
+        chain, found = wanted.leading(self.view.leading(wanted.addresses)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
             look = Deadline(self._clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
@@ -150,8 +150,8 @@ class Puts:
         if isinstance(wanted, Keyed):
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
-        self._view.check_room()
-        chain = wanted.leading(self._view.leading(wanted.addresses))
+        self.view.check_room()
+        chain = wanted.leading(self.view.leading(wanted.addresses))
         count = min(memory.verified(slots), len(chain) - job.first)
         root, present = self._begin_root(
             chain, job.first, job.hints, deadline, lambda indexes: memory.all_still_right(slots, indexes)
@@ -159,7 +159,7 @@ class Puts:
         if root is None:
             return present
         there = self._store(root, slots.sections(job.first, job.first + max(0, count)), job.first, count, deadline)
-        return min(leading(there), self._view.leading(chain.addresses))
+        return min(leading(there), self.view.leading(chain.addresses))
 
     def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
         """Notes that a put behind found chunks there: a use of them, which raises their hints.
@@ -176,12 +176,6 @@ class Puts:
         self._refresher.used(part.namespace.id, addresses, chained=chained, hints=hints, lacking=lacking)
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
-
-    def unswept(self, wanted: Wanted) -> Mask:
-        """Returns which chunks no sweep has condemned."""
-        if self._view.leading(wanted.addresses) == len(wanted):
-            return np.ones(len(wanted), np.bool_)
-        return np.array([not self._view.condemns(address) for address in wanted.addresses], np.bool_)
 
     def write_out(self, chain: Chain, timeout_s: float) -> None:
         """Waits until this prompt's chunks that were put behind are on the root or lost, or out of time."""
@@ -209,7 +203,7 @@ class Puts:
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return Write(self, keyed, 0, found & self.unswept(keyed), mode, hints, sheds=sheds)
+        return Write(self, keyed, 0, found & self.view.unswept(keyed.addresses), mode, hints, sheds=sheds)
 
     def _publish_blocks(
         self, wanted: Keyed, right: list[int], stop: int, slots: Slots, hints: Hints, deadline: Deadline
@@ -224,7 +218,7 @@ class Puts:
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )
-        there, unswept = self._store(root, images, 0, len(part), deadline), self.unswept(part)
+        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.unswept(part.addresses)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
         hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
         entries = [slots.entries[index - slots.first] for index in hopeless]

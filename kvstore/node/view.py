@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
@@ -87,6 +90,13 @@ class View:
     def condemns(self, address: Address) -> bool:
         """True if an address counts as absent (rule H1)."""
         return not self.leading((address,))
+
+    def unswept(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
+        """Returns which addresses are not condemned."""
+        unswept = np.ones(len(addresses), np.bool_)
+        if self._open:
+            unswept[:] = [not self.condemns(address) for address in addresses]
+        return unswept
 
     @property
     def is_full(self) -> bool:

@@ -45,6 +45,12 @@ class Keyed:
             [self.sizes_bytes[index] for index in indexes],
         )
 
+    def contradicting(self) -> npt.NDArray[np.bool_]:
+        """Returns which blocks have the key of an earlier one and another size: no put may store both."""
+        first: dict[bytes, int] = {}
+        sizes = [first.setdefault(key, size) for key, size in zip(self.keys, self.sizes_bytes, strict=True)]
+        return np.not_equal(sizes, self.sizes_bytes)
+
 
 Wanted = Chain | Keyed
 

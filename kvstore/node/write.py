@@ -22,7 +22,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite, leading
 from kvstore.node.stack import TierStack
-from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.node.wanted import Keyed, Wanted, sizes_of
 from kvstore.results import PutResult
 from kvstore.sections import Sections
 from kvstore.writes import WriteMode
@@ -89,7 +89,9 @@ class Write:
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._swept = ~puts.unswept(wanted)
+        self._left_out = ~puts.view.unswept(wanted.addresses)
+        if isinstance(wanted, Keyed):
+            self._left_out |= wanted.contradicting()
         self._hints = hints
         self._root = root
         self._sheds = sheds
@@ -112,7 +114,7 @@ class Write:
     ) -> None:
         """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``finish`` does."""
         run = slice(first, min(first + count, len(self._wanted)))
-        new = first + np.flatnonzero(~(self._there[run] | self._swept[run]))
+        new = first + np.flatnonzero(~(self._there[run] | self._left_out[run]))
         if self.refused:
             new = new[:0]
         elif self.mode is WriteMode.BEHIND:
@@ -144,7 +146,8 @@ class Write:
             # Parents from memory were only on their way when this began.
             there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
-        there = there & self._puts.unswept(self._wanted)  # a chunk condemned during its put counts as absent
+        # A chunk condemned during its put counts as absent.
+        there = there & ~self._left_out & self._puts.view.unswept(self._wanted.addresses)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)

@@ -18,7 +18,7 @@ from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode
 from tests.patience import NEVER_S
-from tests.root.faulty import EIO, Rule
+from tests.root.faulty import EIO, Delay, Rule
 from tests.tiers.acting import LARGE, Acting, faulty, held
 
 
@@ -132,6 +132,19 @@ def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) ->
         node.assert_settled()
         assert node.cache.blocks.get(keys[:1], [bytearray(3_000)]) == [True]
         assert node.cache.blocks.get(keys[:1], [bytearray(500)]) == [False]
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.AROUND])
+def test_the_first_block_stays_although_it_reaches_the_root_last(mode: WriteMode) -> None:
+    """Lanes write blocks of one put in any order."""
+    root, keys, sizes = faulty(), [b"1" * 16, b"2" * 16, b"1" * 16], (3_000, 500, 500)
+    with Acting(root) as node:
+        root.set_rules([Rule("stage", Delay(0.2), nth=1)])
+        put = partial(node.node.put_blocks, node.cache.namespace, write=mode)
+        assert put(keys, [memoryview(bytes(size)) for size in sizes]) == [True, True, False]
+        node.drain()
+        node.assert_settled()
+        assert node.cache.blocks.get(keys[:2], [bytearray(size) for size in sizes[:2]]) == [True, True]
 
 
 def test_w2_a_block_that_the_root_has_with_another_size_holds_up_none_of_the_others() -> None:
