@@ -53,7 +53,8 @@ def room_of(watermarks: Watermarks, nodes_count: int, revision: int) -> Room:
     shares = nodes_count + max(1, round(nodes_count * SPARE_SHARE))
     beyond_bytes = 0.0 if level.over(watermarks.stop) else (1 - watermarks.stop) * level.capacity_bytes
     band_bytes = (watermarks.stop - watermarks.high) * level.capacity_bytes
-    return Room(revision, int(beyond_bytes / shares), max(1, int(STEP_SHARE * band_bytes / nodes_count)), pace_s)
+    step_bytes = max(1, int(STEP_SHARE * band_bytes / nodes_count))
+    return Room(revision, int(beyond_bytes / shares), step_bytes, pace_s, level.used_bytes, level.capacity_bytes)
 
 
 def is_news(said: Room, room: Room) -> bool:

@@ -46,7 +46,8 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
     for address, worker in workers.items():
         counts = worker.counts
         if counts is None:
-            yield _item("bad", "workers", f"worker {address} does not answer: {worker.error}")
+            said = "does not answer" if worker.missing_since_s is None else "is missing"
+            yield _item("bad", "workers", f"worker {address} {said}: {worker.error}")
             continue
         if counts.get("root_hangs"):
             yield _item("bad", "workers", f"worker {address}: the root does not answer it")
@@ -56,6 +57,9 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
             yield _item("bad", "workers", f"worker {address} is not respected by collectors: see kvstore fsck --adopt")
         if counts.get("draining"):
             yield _item("warn", "workers", f"worker {address} is draining")
+        if worker.restarts:
+            times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
+            yield _item("warn", "workers", f"worker {address} was restarted {times} since the dashboard began")
         if counts.get("behind_lost"):
             yield _item("warn", "workers", f"worker {address} lost {counts['behind_lost']:,} chunks written behind")
     if not workers:

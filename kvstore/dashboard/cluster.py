@@ -17,6 +17,7 @@ from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.roots import bound_root, known_roots
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import Condemned
+from kvstore.meta.usage import Room
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace
 
@@ -57,6 +58,8 @@ class Cluster:
     sweeps: tuple[SweepSeen, ...]
     is_full: bool
     """True while a collector says that the root is too full to write to."""
+    room: Room | None = None
+    """The level of the root as a collector counts it; None where none runs as a service."""
 
 
 class WhichRoot:
@@ -119,6 +122,7 @@ class EtcdSource:
             meta.count(keys.refs, TIMEOUT_S),
             _sweeps(meta, keys),
             meta.get(keys.gc_full, TIMEOUT_S) is not None,
+            _room(meta, keys),
         )
 
     def pins(self) -> tuple[PinRecord, ...]:
@@ -162,6 +166,14 @@ def _namespaces(meta: Meta, keys: Keys) -> tuple[tuple[Namespace, ...], int]:
         except KVStoreError:
             odd_count += 1  # one bad record must not hide the others
     return tuple(sorted(found, key=lambda one: (one.tenant, one.name, one.digest))), odd_count
+
+
+def _room(meta: Meta, keys: Keys) -> Room | None:
+    found = meta.get(keys.gc_room, TIMEOUT_S)
+    try:
+        return None if found is None else Room.from_json(found.value)
+    except InvalidRequest:
+        return None  # of another version
 
 
 def _sweeps(meta: Meta, keys: Keys) -> tuple[SweepSeen, ...]:

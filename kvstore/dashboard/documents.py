@@ -47,7 +47,12 @@ class Documents:
         totals = _totals(workers)
         return {
             **self._head(looks),
-            "workers": {"answering": sum(each.counts is not None for each in workers.values()), "known": len(workers)},
+            "workers": {
+                "answering": sum(each.counts is not None for each in workers.values()),
+                "known": len(workers),
+                "missing": sum(each.missing_since_s is not None for each in workers.values()),
+                "restarts": sum(each.restarts for each in workers.values()),
+            },
             "cluster": None if etcd is None else said.cluster(etcd),
             "space": said.space(looks["root"].value),
             "rates": self._board.workers.rates(RATES_S),
@@ -81,7 +86,7 @@ class Documents:
         etcd: Cluster | None = looks["etcd"].value
         plan: Document = looks["plan"].value or {}
         stored = {str(each["id"]): each["scanned"] for each in plan.get("namespaces", ())}
-        rows = [said.namespace(each, stored, bool(plan)) for each in (etcd.namespaces if etcd else ())]
+        rows = [said.namespace(each, stored) for each in (etcd.namespaces if etcd else ())]
         named = {row["id"] for row in rows}
         # Chunks of a namespace that etcd does not know are on the root all the same.
         rows += [
@@ -94,6 +99,7 @@ class Documents:
             **self._head(looks),
             "namespaces": rows[:NAMESPACES_MAX],
             "count": len(rows),
+            "is_counted": bool(plan),
             "odd": etcd.odd_namespaces_count if etcd else 0,
         }
 
@@ -127,6 +133,8 @@ class Documents:
                     "pid": record.pid if record else None,
                     "version": record.version if record else None,
                     "error": worker.error if worker else "it is registered, but was not asked yet",
+                    "missing_since_s": worker.missing_since_s if worker else None,
+                    "restarts": worker.restarts if worker else 0,
                     "counts": worker.counts if worker else None,
                     "rates": worker.grown if worker else {},
                 }

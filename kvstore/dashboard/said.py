@@ -31,6 +31,8 @@ def cluster(etcd: Cluster) -> Document:
         "pins": etcd.pins_count,
         "sweeps": len(etcd.sweeps),
         "is_full": etcd.is_full,
+        "used_bytes": etcd.room.used_bytes if etcd.room else None,
+        "capacity_bytes": etcd.room.capacity_bytes if etcd.room else None,
     }
 
 
@@ -47,9 +49,9 @@ def space(root: RootSeen | None) -> Document | None:
     }
 
 
-def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]], is_counted: bool) -> Document:
+def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]]) -> Document:
     """A namespace with what it has stored, where that was counted."""
-    tally = stored.get(each.id.hex(), {"chunks": 0, "bytes": 0} if is_counted else {})
+    tally = stored.get(each.id.hex(), {})
     return {
         "id": each.id.hex(),
         "digest": each.digest.hex(),

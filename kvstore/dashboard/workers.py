@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.dashboard.history import Counts, Growth, History
+from kvstore.dashboard.roster import Roster
 from kvstore.errors import KVStoreError
 from kvstore.sources import Clock
 from kvstore.tickets import Ticket
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
+
+
+GONE = "it was killed, or its host is gone: etcd has no registration of it any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,10 @@ class WorkerSeen:
     counts: Counts | None
     error: str | None
     grown: Mapping[str, float]
+    restarts: int = 0
+    """How often it was started anew since the dashboard began."""
+    missing_since_s: float | None = None
+    """Seconds since the epoch from which on it was silent; None unless etcd has forgotten it since then."""
 
 
 class WorkersSource:
@@ -34,12 +42,15 @@ class WorkersSource:
         self._store: Store | None = None
         self._connecting = threading.Lock()
         self._growth = Growth()
+        self._roster = Roster()
         self._asked_at_s: float | None = None
         self._lock = threading.Lock()
         self._history = History()
 
     def seen(self) -> dict[str, WorkerSeen]:
-        """The counters of all workers by address, asked now. Raises the errors of connecting."""
+        """The counters of all workers by address, asked now, and workers that are missing. Raises the errors of
+        connecting.
+        """
         answers = self._connected().stats_each()
         at_s = self._clock.monotonic_s()
         counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
@@ -48,12 +59,18 @@ class WorkersSource:
         if span_s > 0:
             with self._lock:
                 self._history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
-        return {
-            address: WorkerSeen(None, str(each), {})
-            if isinstance(each, KVStoreError)
-            else WorkerSeen(each, None, _per_second(grown.get(address, {}), span_s))
-            for address, each in sorted(answers.items())
-        }
+        missing = self._roster.call({each: counts.get(each) for each in answers}, self._clock.now_s())
+        seen = {address: self._said(address, answer, grown, span_s) for address, answer in answers.items()}
+        seen |= {each: WorkerSeen(None, GONE, {}, 0, since_s) for each, since_s in missing.items()}
+        return dict(sorted(seen.items()))
+
+    def _said(
+        self, address: str, answer: Counts | KVStoreError, grown: Mapping[str, Mapping[str, float]], span_s: float
+    ) -> WorkerSeen:
+        restarts = self._roster.restarts(address)
+        if isinstance(answer, KVStoreError):
+            return WorkerSeen(None, str(answer), {}, restarts)
+        return WorkerSeen(answer, None, _per_second(grown.get(address, {}), span_s), restarts)
 
     def tickets(self) -> list[Ticket]:
         """Long-running operations of all workers that answer, the newest first. Raises Unavailable where none does."""

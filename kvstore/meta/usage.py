@@ -52,12 +52,16 @@ class Room:
     Reports up to ``revision`` are counted. Beyond its own last one among them a node may write ``allowance_bytes``;
     None: no limit yet. It reports when it has written ``step_bytes`` (None: once, when it sees the key) and at most
     every ``pace_s``.
+
+    ``used_bytes`` of ``capacity_bytes`` were taken when it was written. That is for people: nodes ignore it.
     """
 
     revision: int
     allowance_bytes: int | None
     step_bytes: int | None
     pace_s: float
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
@@ -67,6 +71,8 @@ class Room:
                 "allowance": self.allowance_bytes,
                 "step": self.step_bytes,
                 "pace_s": self.pace_s,
+                "used": self.used_bytes,
+                "capacity": self.capacity_bytes,
             }
         )
 
@@ -78,8 +84,11 @@ class Room:
             pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
         except (ValueError, KeyError, TypeError, OverflowError) as cause:
             raise InvalidRequest(f"not a record of room: {cause}") from cause
-        allowance, step = (None if fields.get(name) is None else _count(fields, name) for name in ("allowance", "step"))
-        return cls(_count(fields, "revision"), allowance, step, pace_s)
+        allowance, step, used, capacity = (
+            None if fields.get(name) is None else _count(fields, name)
+            for name in ("allowance", "step", "used", "capacity")
+        )
+        return cls(_count(fields, "revision"), allowance, step, pace_s, used, capacity)
 
 
 def _packed(fields: dict[str, Any]) -> bytes:

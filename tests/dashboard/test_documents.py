@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvstore.client.store import Store
 from kvstore.dashboard import documents as documents_module
+from kvstore.dashboard.attention import attention
+from kvstore.dashboard.feed import Reading
 from kvstore.dashboard.said import Document
-from kvstore.errors import InvalidRequest
+from kvstore.dashboard.workers import GONE, WorkersSource
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.keys import Keys
+from kvstore.meta.usage import Room
 from tests.dashboard.boards import Shown, shown
 from tests.etcd_fixture import eventually
 from tests.meta import faulty as faulty_meta
+from tests.meta.fakes import FakeClock
 from tests.node.stores import TINY, kv_of
 from tests.root.faulty import Hang, Rule
 
@@ -137,7 +146,43 @@ def test_rates_appear_once_there_was_a_second_look(board: Shown) -> None:
     cache.put(tokens, kv_of(TINY, tokens))
     assert cache.match(tokens) == 16
     found = until(board.documents.overview, lambda found: found["rates"]["tokens_matched"] > 0)
-    assert found["workers"] == {"answering": 1, "known": 1}
+    assert found["workers"] == {"answering": 1, "known": 1, "missing": 0, "restarts": 0}
+
+
+def test_the_root_has_the_bound_of_its_collector(board: Shown) -> None:
+    before = until(board.documents.overview, lambda found: found["cluster"])["cluster"]
+    assert before["capacity_bytes"] is None, "no collector runs as a service"
+    keys = Keys(bytes.fromhex(before["root"]))
+    board.meta.put(keys.gc_room, Room(1, 2, 3, 0.1, used_bytes=30, capacity_bytes=40).to_json())
+    found = until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"])["cluster"]
+    assert (found["used_bytes"], found["capacity_bytes"]) == (30, 40)
+    board.meta.put(keys.gc_room, b"of another version")
+    until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"] is None)
+
+
+def test_a_worker_that_was_killed_stays_and_says_so() -> None:
+    answers: dict[str, Any] = {"a": {"requests_get": 9}, "b": {"requests_get": 9}}
+    clock = FakeClock()
+    source = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: answers)), clock)
+    source.seen()
+    answers["b"] = Unavailable("refused")
+    for _ in range(3):
+        clock.advance(3.0)
+        assert source.seen()["b"].error == "refused"
+    del answers["b"]
+    seen = source.seen()
+    reading: Reading[Any] = Reading(None, 0.0, None)
+    looks: dict[str, Reading[Any]] = {
+        "workers": Reading(seen, 0.0, None),
+        "etcd": reading,
+        "root": reading,
+        "quarantine": reading,
+    }
+    assert [item["text"] for item in attention(looks)] == [f"worker b is missing: {GONE}"]
+    answers.update(a={"requests_get": 1}, b={"requests_get": 0})
+    seen = source.seen()
+    assert {address: each.restarts for address, each in seen.items()} == {"a": 1, "b": 1}
+    assert seen["b"].missing_since_s is None
 
 
 @pytest.mark.parametrize(

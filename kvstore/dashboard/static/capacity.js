@@ -1,6 +1,6 @@
 // Capacity, and what garbage collection would take next and why.
 
-import { bar, bytes, card, el, freshness, id, matches, name, number, percent, span, table } from "./dom.js";
+import { bar, bytes, card, counted, el, freshness, id, matches, name, number, percent, span, table } from "./dom.js";
 
 export function capacity({ doc, state }) {
   const { plan, space } = doc;
@@ -52,7 +52,7 @@ function next({ plan, sources }) {
     el("p", {}, chosen.length ? ["A round that began now would take ", el("strong", {}, bytes(freed)), "."] : "A round that began now would take nothing."),
     chosen.length ? table("What would go, by reason", columns, rows(chosen), { key: (row) => row.reason }) : null,
     kept.length ? [el("h3", {}, "Kept all the same"), table("What is kept, by reason", columns, rows(kept), { key: (row) => row.reason })] : null,
-    el("p", { class: "muted" }, `kvstore-gc --dry-run looked at ${number(plan.scanned.chunks)} chunks, ${bytes(plan.scanned.bytes)}, in ${span(Object.values(plan.seconds).reduce((a, b) => a + b, 0))}.`));
+    el("p", { class: "muted" }, `kvstore-gc --dry-run looked at ${counted(plan.scanned.chunks, "chunk")}, ${bytes(plan.scanned.bytes)}, in ${span(Object.values(plan.seconds).reduce((a, b) => a + b, 0))}.`));
 }
 
 function perNamespace(plan, state) {
@@ -87,5 +87,5 @@ function sweeps({ sweeps: list, collectors }) {
   const victims = list.reduce((sum, one) => sum + (one.victims ?? 0), 0);
   return card("Collectors", {},
     el("p", {}, collectors.length ? [`${collectors.length} at work: `, collectors.map((one) => [id(one), " "])] : "None runs as a service."),
-    el("p", {}, list.length ? `${list.length} sweeps in flight, of ${number(victims)} chunks, in shards ${list.slice(0, 24).map((one) => one.shard.toString(16).padStart(4, "0")).join(", ")}${list.length > 24 ? ", …" : ""}.` : "No sweep is in flight."));
+    el("p", {}, list.length ? `${counted(list.length, "sweep")} in flight, of ${counted(victims, "chunk")}, in ${list.length === 1 ? "shard" : "shards"} ${list.slice(0, 24).map((one) => one.shard.toString(16).padStart(4, "0")).join(", ")}${list.length > 24 ? ", …" : ""}.` : "No sweep is in flight."));
 }

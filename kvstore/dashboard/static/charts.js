@@ -39,10 +39,11 @@ function plot(place, spec) {
   const y = (value) => TOP + (1 - Math.min(1, value / max)) * (HEIGHT - TOP - BOTTOM);
   const gap = 2.6 * (spec.step ?? 2) + 1;
 
+  const labels = levels(max, spec.format);
   const grid = [0, 0.25, 0.5, 0.75, 1].map((share) => {
-    const value = share * max, line = y(value);
+    const line = y(share * max);
     return [svg("line", { x1: LEFT, x2: width - RIGHT, y1: line, y2: line, class: share ? "grid" : "axis" }),
-      share * 4 % 2 === 0 ? svg("text", { x: LEFT - 6, y: line + 4, class: "tick end" }, brief(spec.format(value))) : null];
+      labels.has(share) ? svg("text", { x: LEFT - 6, y: line + 4, class: "tick end" }, labels.get(share)) : null];
   });
   const times = ticks(from, to, width).map((t) => svg("text", { x: x(t), y: HEIGHT - 5, class: "tick middle" }, clock(t, to - from > 7200)));
   const below = new Array(at.length).fill(0);
@@ -128,6 +129,15 @@ function runs(at, values, gap) {
 }
 // A round number on an axis needs no digits that are zero.
 const brief = (text) => text.replace(/(\d)\.0+(?=\D|$)/, "$1").replace(/(\.\d*[1-9])0+(?=\D|$)/, "$1");
+// Labels by their height; one that reads as another, because the digits do not tell them apart, is left out.
+export function levels(max, format) {
+  const labels = new Map();
+  for (const share of [0, 1, 0.5]) {
+    const text = brief(format(share * max));
+    if (![...labels.values()].includes(text)) labels.set(share, text);
+  }
+  return labels;
+}
 const place = (value) => value.toFixed(1);
 function lines(at, values, x, y, gap) {
   return runs(at, values, gap).map((run) => "M" + run.map((i) => `${place(x(at[i]))} ${place(y(values[i]))}`).join("L")).join("");

@@ -93,6 +93,7 @@ export function bytes(value) {
   }
   return `${at ? three(value) : Math.round(value)} ${UNITS[at]}`;
 }
+export const counted = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 export const rate = (value) => `${bytes(value ?? 0)}/s`;
 export const percent = (share) => (share === null || Number.isNaN(share) ? "–" : `${(100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0)} %`);
 export function span(seconds) {

@@ -1,14 +1,13 @@
 // The cluster at a glance: what needs attention, the figures of the last minute, and how they came about.
 
 import { figure } from "./charts.js";
-import { bar, bytes, card, el, freshness, number, percent, rate, ratio } from "./dom.js";
+import { bar, bytes, card, counted, el, freshness, number, percent, rate, ratio } from "./dom.js";
 
 const tile = (label, value, note, link) =>
   el("div", { class: "tile", "data-key": `tile-${label}` }, el("dt", {}, link ? el("a", { href: `#${link}` }, label) : label), el("dd", {}, el("strong", {}, value), note ? el("span", { class: "note" }, note) : null));
 
 export function overview({ doc, history, state }) {
   const { rates, totals, cluster, space } = doc;
-  const used = space?.total_bytes ? space.total_bytes - space.free_bytes : null;
   const held = totals.memory_held_bytes ?? 0, memory = totals.memory_size_bytes ?? 0;
   const disk = totals.disk_bytes_max ?? 0, onDisk = totals.disk_held_bytes ?? 0;
   const chunks = rates.memory_chunks + rates.root_chunks;
@@ -17,14 +16,14 @@ export function overview({ doc, history, state }) {
     el("dl", { class: "tiles" },
       tile("Hit ratio", percent(ratio(rates.tokens_matched, rates.tokens_asked)), `${percent(ratio(totals.tokens_matched, totals.tokens_asked))} since start`),
       tile("Read", rate(rates.sent_bytes), `${number(chunks)} chunks/s, ${percent(ratio(rates.memory_chunks, chunks))} from memory`),
-      tile("Written", rate(rates.written_bytes), `${number(totals.chunks_written ?? 0)} chunks since start`),
+      tile("Written", rate(rates.written_bytes), `${counted(totals.chunks_written ?? 0, "chunk")} since start`),
       tile("Requests", `${number(rates.matches + rates.gets + rates.puts)}/s`, `${number(rates.gets)} get, ${number(rates.puts)} put`),
-      tile("Workers", `${doc.workers.answering} of ${Math.max(doc.workers.known, doc.workers.answering)}`, cluster ? `${cluster.engines} engines as nodes` : null, "workers"),
-      tile("Root", used === null ? "–" : [percent(used / space.total_bytes), bar(used / space.total_bytes, `${bytes(used)} of ${bytes(space.total_bytes)} used`, level(used / space.total_bytes))], used === null ? "room unknown" : `${bytes(space.free_bytes)} free`, "capacity"),
+      tile("Workers", `${doc.workers.answering} of ${Math.max(doc.workers.known, doc.workers.answering)}`, beside(doc), "workers"),
+      root(space, cluster),
       tile("Memory", memory ? [percent(held / memory), bar(held / memory, `${bytes(held)} of ${bytes(memory)} hold chunks`)] : "none", memory ? `${bytes(held)} of ${bytes(memory)}` : "workers without --memory", "workers"),
       disk ? tile("Local disk", [percent(onDisk / disk), bar(onDisk / disk, `${bytes(onDisk)} of ${bytes(disk)}`)], `${bytes(onDisk)} of ${bytes(disk)}`, "workers") : null,
-      tile("Namespaces", cluster ? number(cluster.namespaces) : "–", cluster ? `${number(cluster.tenants)} tenants` : null, "namespaces"),
-      tile("Pins", cluster ? number(cluster.pins) : "–", cluster?.sweeps ? `${cluster.sweeps} sweeps in flight` : "no sweep in flight", "pins"),
+      tile("Namespaces", cluster ? number(cluster.namespaces) : "–", cluster ? counted(cluster.tenants, "tenant") : null, "namespaces"),
+      tile("Pins", cluster ? number(cluster.pins) : "–", cluster?.sweeps ? `${counted(cluster.sweeps, "sweep")} in flight` : "no sweep in flight", "pins"),
       tile("Damaged", number(damaged(totals)), doc.quarantine === null ? "quarantine unknown" : `${number(doc.quarantine)} in quarantine`, "damage")),
     el("div", { class: "row", role: "radiogroup", "aria-label": "Time shown" },
       [["fine", "15 minutes"], ["coarse", "24 hours"]].map(([step, label]) =>
@@ -32,6 +31,27 @@ export function overview({ doc, history, state }) {
     el("div", { class: "charts" }, charts(history, state).map(figure)),
     freshness(doc.sources),
   ];
+}
+
+// Workers are missing that were killed; restarts are those since the dashboard began.
+function beside({ workers, cluster }) {
+  const said = [
+    workers.missing ? `${number(workers.missing)} missing` : null,
+    workers.restarts ? counted(workers.restarts, "restart") : null,
+    cluster ? `${counted(cluster.engines, "engine")} as ${cluster.engines === 1 ? "a node" : "nodes"}` : null,
+  ].filter(Boolean);
+  return said.length ? said.join(", ") : null;
+}
+
+// The share of what a collector lets chunks take; of the file system where none says so.
+function root(space, cluster) {
+  if (cluster?.capacity_bytes) {
+    const { used_bytes: used, capacity_bytes: most } = cluster, free = space?.total_bytes ? `, ${bytes(space.free_bytes)} free on its file system` : "";
+    return tile("Root", [percent(used / most), bar(used / most, `${bytes(used)} of ${bytes(most)} that chunks may take`, level(used / most))], `of ${bytes(most)} that chunks may take${free}`, "capacity");
+  }
+  if (!space?.total_bytes) return tile("Root", "–", "room unknown", "capacity");
+  const used = space.total_bytes - space.free_bytes, share = used / space.total_bytes;
+  return tile("Root", [percent(share), bar(share, `${bytes(used)} of ${bytes(space.total_bytes)} used`, level(share))], `of its file system, ${bytes(space.free_bytes)} free`, "capacity");
 }
 
 export function charts(history, state) {

@@ -1,6 +1,6 @@
 // Workers with what they do now, their counts, and the sessions of engines that are nodes themselves.
 
-import { bar, bytes, card, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
+import { bar, bytes, card, counted, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
 
 export function workers({ doc, state }) {
   const rows = doc.workers.filter((row) => matches(state.filter, row.address, row.host, row.version, row.session));
@@ -32,13 +32,14 @@ const read = (row) => row.rates.wire_bytes_out ?? 0;
 const asked = (row) => (row.rates.requests_match ?? 0) + (row.rates.requests_get ?? 0) + (row.rates.requests_put ?? 0);
 
 function state_(row) {
-  if (row.error) return el("span", { class: "bad", title: row.error }, "no answer: ", row.error);
+  if (row.error) return el("span", { class: "bad", title: row.error }, row.missing_since_s ? "missing: " : "no answer: ", row.error);
   const counts = row.counts ?? {};
   const said = [
     counts.root_hangs ? el("span", { class: "bad" }, "root hangs") : null,
     counts.session_alive === 0 ? el("span", { class: "bad" }, "no session") : null,
     counts.protected === 0 ? el("span", { class: "bad" }, "not protected") : null,
     counts.draining ? el("span", { class: "warn" }, "draining") : null,
+    row.restarts ? el("span", { class: "warn" }, counted(row.restarts, "restart")) : null,
   ].filter(Boolean);
   return said.length ? said.map((one) => [one, " "]) : el("span", { class: "good" }, "serves");
 }

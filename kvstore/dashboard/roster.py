@@ -1,0 +1,67 @@
+"""The roster of workers: which of them are missing, and how often each began again. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvstore.counts import NodeCount
+from kvstore.dashboard.history import Counts
+
+SILENT_S = 4.0
+"""etcd forgets a worker that ends itself at once, and no client asks it for longer than this. The registration of one
+that was killed stays until its lease ends, which takes longer."""
+MISSING_S = 3_600.0
+"""A missing worker is shown for so long."""
+MISSING_MAX = 100
+
+_GROWING = tuple(each.flat_name for each in NodeCount)
+
+
+class Roster:
+    """Workers by address. A worker is missing if etcd still had it while it was silent, and then forgot it.
+
+    Not thread-safe. Times are in seconds since the epoch.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Counts] = {}
+        self._restarts: Counter[str] = Counter()
+        self._silent_since_s: dict[str, float] = {}
+        self._missing_since_s: dict[str, float] = {}
+
+    def call(self, answers: Mapping[str, Counts | None], now_s: float) -> Mapping[str, float]:
+        """Notes the answer of each registered worker, None if it is silent.
+
+        Returns the missing workers, and since when each has been silent.
+        """
+        for address, counts in answers.items():
+            self._missing_since_s.pop(address, None)
+            if counts is None:
+                self._silent_since_s.setdefault(address, now_s)
+            else:
+                self._silent_since_s.pop(address, None)
+                self._restarts[address] += _began_again(self._last.get(address, {}), counts)
+                self._last[address] = counts
+        for address in self._silent_since_s.keys() - answers.keys():
+            since_s = self._silent_since_s.pop(address)
+            if now_s - since_s > SILENT_S:
+                self._missing_since_s[address] = since_s
+        self._forget(answers, now_s)
+        return self._missing_since_s
+
+    def restarts(self, address: str) -> int:
+        """Returns how often a worker began to count from 0 again."""
+        return self._restarts[address]
+
+    def _forget(self, answers: Mapping[str, Counts | None], now_s: float) -> None:
+        missing = self._missing_since_s
+        for address in sorted(missing, key=missing.__getitem__):
+            if now_s - missing[address] > MISSING_S or len(missing) > MISSING_MAX:
+                del missing[address]
+        for address in self._last.keys() - answers.keys() - missing.keys():
+            del self._last[address], self._restarts[address]
+
+
+def _began_again(before: Counts, now: Counts) -> bool:
+    return any(now.get(name, 0) < before.get(name, 0) for name in _GROWING)

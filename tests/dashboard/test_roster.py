@@ -1,0 +1,42 @@
+"""Workers that were killed stay on the page, those that ended themselves do not, and restarts are counted."""
+
+from __future__ import annotations
+
+from kvstore.dashboard.roster import MISSING_MAX, MISSING_S, SILENT_S, Roster
+
+BUSY, FRESH = {"requests_get": 9, "calls_in_flight": 3}, {"requests_get": 1, "calls_in_flight": 3}
+
+
+def test_a_worker_that_was_killed_is_missing_until_it_is_back() -> None:
+    roster = Roster()
+    assert roster.call({"a": BUSY, "b": BUSY}, 0) == {}
+    assert roster.call({"a": BUSY, "b": None}, 2) == {}
+    assert roster.call({"a": BUSY, "b": None}, 2 + 2 * SILENT_S) == {}
+    for now_s in (20, 60):
+        assert roster.call({"a": BUSY}, now_s) == {"b": 2}
+    assert roster.call({"a": BUSY, "b": FRESH}, 70) == {}
+    assert (roster.restarts("a"), roster.restarts("b")) == (0, 1)
+
+
+def test_a_worker_that_ended_itself_is_not_missing() -> None:
+    roster = Roster()
+    roster.call({"a": BUSY}, 0)
+    roster.call({"a": None}, 2)  # asked once more, before its end was heard of
+    assert roster.call({}, 2 + SILENT_S / 2) == {}
+    assert roster.call({"a": FRESH}, 30) == {}
+    assert roster.restarts("a") == 0, "another worker at this address"
+
+
+def test_a_gauge_that_falls_is_no_restart() -> None:
+    roster = Roster()
+    roster.call({"a": BUSY}, 0)
+    roster.call({"a": {**BUSY, "calls_in_flight": 0}}, 2)
+    assert roster.restarts("a") == 0
+
+
+def test_missing_workers_are_forgotten_after_an_hour_and_are_never_too_many() -> None:
+    roster = Roster()
+    roster.call(dict.fromkeys(str(number) for number in range(MISSING_MAX + 5)), 0)
+    assert len(roster.call({}, 100)) == MISSING_MAX
+    assert len(roster.call({}, MISSING_S - 1)) == MISSING_MAX
+    assert roster.call({}, MISSING_S + 1) == {}
