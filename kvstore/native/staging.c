@@ -17,6 +17,10 @@
 #define WRITE_BYTES (512 << 10)
 #endif
 
+/* As in root/posix.py: others may not read, and the umask takes away more. */
+#define KV_FILE_MODE 0660
+#define KV_FOLDER_MODE 0770
+
 static int write_all(int fd, struct iovec *parts, int count, uint64_t at) {
     while (count) {
         ssize_t wrote = pwritev(fd, parts, count, (off_t)at);
@@ -92,7 +96,7 @@ KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
 static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
     char path[KV_PATH_MAX];
     if (!kv_staged_path(run, chunk, path)) return KV_OTHER;
-    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, KV_FILE_MODE);
     if (fd < 0) return KV_OTHER;
     struct timespec stamp = {chunk->mtime_ns / 1000000000LL, chunk->mtime_ns % 1000000000LL}, times[2] = {stamp, stamp};
     int whole = write_chunk(run, chunk, fd, header) && !futimens(fd, times) && (!run->durable || !fsync(fd));
@@ -133,7 +137,7 @@ static int publish_one(const kv_run *run, const kv_chunk *chunk) {
         char *name = strrchr(path, '/');
         if (errno != ENOENT) return 0;
         *name = 0;
-        int made = !mkdir(path, 0777) || errno == EEXIST;
+        int made = !mkdir(path, KV_FOLDER_MODE) || errno == EEXIST;
         *name = '/';
         if (!made || link(staged, path)) return 0;
     }

@@ -53,7 +53,7 @@ class DiskFolder:
         """
         self._refuse_inside()
         try:
-            os.makedirs(self.path, exist_ok=True)
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
         except OSError as cause:
             raise _refusal(self.path, "could not be made", cause) from cause
         root = self._make_root(self.path)
@@ -93,7 +93,7 @@ class DiskFolder:
     def _lock(self) -> None:
         path = f"{self.path}/{LOCK}"
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as cause:
             raise _refusal(path, "could not be opened", cause) from cause
         try:

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.posix import PosixRoot
+from kvstore.root.posix import FOLDER_MODE, PosixRoot
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of fsspec (gs://, az://, sftp://, ...)"
@@ -59,7 +59,7 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
     if not create and not os.path.lexists(path):
         raise RootMismatch(f"root {path} does not exist: is the path right, and the file system mounted?")
     try:
-        os.mkdir(path)
+        os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
         if not os.path.isdir(path):
             raise InvalidRequest(f"root {path} is not a folder: give a folder") from None

@@ -19,6 +19,9 @@ from kvstore.root.interface import Entry, LocalFiles, Seen, Space, Stat, Traits
 from kvstore.root.posix_errors import MISSING_ERRORS, REFUSED_ERRORS, error_of, translated
 from kvstore.root.posix_reader import IOV_MAX, PosixReader
 
+FILE_MODE, FOLDER_MODE = 0o660, 0o770
+"""KV tensors tell what was asked, so nobody else may read them. The umask takes away more: 022 leaves the group reading
+only. Native code has the same two."""
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -250,10 +253,10 @@ class PosixRoot:
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            return os.open(path, flags, 0o666)
+            return os.open(path, flags, FILE_MODE)
         except FileNotFoundError:
             self._make_folder(path)
-            return os.open(path, flags, 0o666)
+            return os.open(path, flags, FILE_MODE)
 
     def _link(self, source: str, path: str) -> None:
         try:
@@ -283,11 +286,14 @@ class PosixRoot:
         """
         self._check_mounted()
         folder = os.path.dirname(path)
+        if not os.path.isdir(os.path.dirname(folder)):
+            self._make_folder(folder)
         try:
-            os.makedirs(folder, exist_ok=True)
+            os.mkdir(folder, FOLDER_MODE)
         except FileExistsError:
-            # Not for callers that ask whether the file exists.
-            raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a folder", folder) from None
+            if not os.path.isdir(folder):
+                # Not FileExistsError, for callers that ask whether the file exists.
+                raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a folder", folder) from None
 
     def _check_mounted(self) -> None:
         """Raises Unavailable if this is not the root that was opened.

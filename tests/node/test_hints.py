@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvstore.recency import NS_PER_S, Recency, decode, quantum_of
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from tests.node.stores import TINY, SetClock, kv_of, member_on
+from tests.patience import eventually
 from tests.worker.serving import connected, serving
 
 NOW_S = 1_800_000_000.0
@@ -54,18 +55,26 @@ class CountingRoot(MemoryRoot):
 class Opened:
     """A store, the node behind it, and what their root says of chunks."""
 
-    def __init__(self, store: Store, node: Node, root: CountingRoot, clock: SetClock) -> None:
-        self.node, self.root, self.clock = node, root, clock
+    def __init__(
+        self, store: Store, node: Node, root: CountingRoot, clock: SetClock, calls: Callable[[], int] = lambda: 0
+    ) -> None:
+        """``calls`` counts those that a worker has not ended: it notes a use after its last byte is sent."""
+        self.node, self.root, self.clock, self._calls = node, root, clock, calls
         self.cache: Cache = store.namespace("m", TINY)
 
     def put(self, count: int = CHUNKS, prefix: int = 0, **hints: Any) -> None:
         """Puts the first ``count`` chunks, ``prefix`` of them by name only."""
         kv = KV[:, :, prefix * SIZE : count * SIZE]
         assert self.cache.put(TOKENS[: count * SIZE], kv, prefix * SIZE, **hints).tokens_present == count * SIZE
-        self.node.drain()
+        self.settle()
 
     def get(self, count: int = CHUNKS) -> None:
         assert self.cache.get(TOKENS[: count * SIZE])[0] == count * SIZE
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until every use is noted on the root."""
+        eventually(lambda: not self._calls(), "the calls end")
         self.node.drain()
 
     def name(self, index: int) -> Name:
@@ -112,7 +121,7 @@ def opened(request: pytest.FixtureRequest, root: CountingRoot) -> Iterator[Opene
             yield Opened(store, member.node, root, clock)
     else:
         with serving(root, clock=clock) as served, connected(served) as store:
-            yield Opened(store, served.member.node, root, clock)
+            yield Opened(store, served.member.node, root, clock, lambda: served.worker.service.gate.inside_count)
 
 
 def local(root: CountingRoot) -> tuple[Store, Opened]:
@@ -203,7 +212,7 @@ def test_blocks_are_raised_too(opened: Opened) -> None:
     blocks = opened.cache.blocks
     assert blocks.put(keys[:2], [b"one", b"two"], priority=10) == [True, True]
     assert blocks.put(keys[1:], [b"two", b"three"], preset="rag") == [True, True]
-    opened.node.drain()
+    opened.settle()
     assert [opened.block(key).hints for key in keys] == [Hints(10), Hints(70, None), PRESETS["rag"]]
 
 
