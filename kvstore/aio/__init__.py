@@ -1,0 +1,16 @@
+"""The store for programs with asyncio: the names of ``kvstore``, each call awaited.
+
+    async with kvstore.aio.connect("127.0.0.1:8100") as store:
+        cache = await store.namespace("llama", layout)
+        async with cache.hold(tokens) as hold:
+            async for layer, k, v in hold.layers():
+                ...
+
+Calls run on a few threads of the store (``threads``). A call that is cancelled ends first: see ``Threads.run``.
+"""
+
+from kvstore.aio.blocks import BlockCache, BlockHold
+from kvstore.aio.cache import Cache, Hold, Pin, Ticket
+from kvstore.aio.store import Store, connect, open
+
+__all__ = ["BlockCache", "BlockHold", "Cache", "Hold", "Pin", "Store", "Ticket", "connect", "open"]

@@ -1,0 +1,44 @@
+"""Engine-hashed blocks, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.client import blocks
+
+
+class BlockHold(Twin[blocks.BlockHold]):
+    """As ``kvstore.client.blocks.BlockHold``."""
+
+    @property
+    def present(self) -> list[bool]:
+        """For each key that was held, True if its block is there."""
+        return self._twin.present
+
+    get = awaited(blocks.BlockHold.get)
+    release = awaited(blocks.BlockHold.release)
+
+    async def __aenter__(self) -> BlockHold:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class BlockCache(Twin[blocks.BlockCache]):
+    """As ``kvstore.client.blocks.BlockCache``."""
+
+    put = awaited(blocks.BlockCache.put)
+    match = awaited(blocks.BlockCache.match)
+    present = awaited(blocks.BlockCache.present)
+    get = awaited(blocks.BlockCache.get)
+
+    def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
+        """As that of the synchronous one; await it, or use it with ``async with``."""
+        return Opening(self._hold(keys, ttl))
+
+    async def _hold(self, keys: Sequence[bytes], ttl: float | None) -> BlockHold:
+        held = await self._threads.run(partial(self._twin.hold, keys, ttl), blocks.BlockHold.release)
+        return BlockHold(held, self._threads)

@@ -1,0 +1,157 @@
+"""KV of one namespace, holds and pins, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from functools import partial
+from typing import overload
+
+from kvstore.aio.blocks import BlockCache
+from kvstore.aio.threads import Threads
+from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.client import cache
+from kvstore.client import tickets as sync_tickets
+from kvstore.client.arrays import KvArray
+from kvstore.errors import KVStoreError
+from kvstore.tokens import Tokens
+
+WAIT_S = 0.5
+"""A ticket is waited for in steps, so that who waits can be cancelled."""
+
+
+class Ticket(Twin[sync_tickets.Ticket]):
+    """As ``kvstore.client.Ticket``."""
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens done so far."""
+        return self._twin.tokens
+
+    @property
+    def done(self) -> bool:
+        """True once it has ended, one way or another."""
+        return self._twin.done
+
+    @property
+    def error(self) -> KVStoreError | None:
+        """The error that ended it early."""
+        return self._twin.error
+
+    async def wait(self) -> int:
+        """Waits until it is done; returns ``tokens``. Use ``asyncio.timeout`` for a limit."""
+        while not self._twin.done:
+            await self._threads.run(partial(self._twin.wait, WAIT_S))
+        return self._twin.tokens
+
+    def cancel(self) -> None:
+        """Has it end soon; what is done stays as it is. Never waits."""
+        self._twin.cancel()
+
+
+class Hold(Twin[cache.Hold]):
+    """As ``kvstore.client.Hold``. Use it by one task."""
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are held."""
+        return self._twin.tokens
+
+    read_into = awaited(cache.Hold.read_into)
+    view = awaited(cache.Hold.view)
+    release = awaited(cache.Hold.release)
+
+    async def layers(self) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
+        """Yields ``(layer, k, v)`` as the synchronous one does, the next layer being read meanwhile."""
+        layers = self._twin.layers()
+        try:
+            while (layer := await self._threads.run(lambda: next(layers, None))) is not None:
+                yield layer
+        finally:
+            if isinstance(layers, Generator):
+                await self._threads.run(layers.close)
+
+    async def __aenter__(self) -> Hold:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class Pin(Twin[cache.Pin]):
+    """As ``kvstore.client.Pin``."""
+
+    @property
+    def id(self) -> str:
+        """The id that ``kvstore unpin`` takes; empty if nothing was pinned."""
+        return self._twin.id
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are pinned."""
+        return self._twin.tokens
+
+    release = awaited(cache.Pin.release)
+
+    async def __aenter__(self) -> Pin:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class Cache(Twin[cache.Cache]):
+    """As ``kvstore.client.Cache``. Made by ``Store.namespace``."""
+
+    def __init__(self, twin: cache.Cache, threads: Threads) -> None:
+        super().__init__(twin, threads)
+        self.namespace = twin.namespace
+        self.layout = twin.layout
+        self.blocks = BlockCache(twin.blocks, threads)
+
+    put = awaited(cache.Cache.put)
+    match = awaited(cache.Cache.match)
+    refcount = awaited(cache.Cache.refcount)
+    clear = awaited(cache.Cache.clear)
+
+    @overload
+    async def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
+
+    @overload
+    async def get(self, tokens: Tokens, out: KvArray) -> int: ...
+
+    async def get(self, tokens: Tokens, out: KvArray | None = None) -> tuple[int, KvArray] | int:
+        """Reads the longest stored prefix, every byte verified, as the synchronous one does.
+
+        ``out`` is not touched after this has ended, also if it is cancelled.
+        """
+        if out is None:
+            return await self._threads.run(lambda: self._twin.get(tokens))
+        return await self._threads.run(lambda: self._twin.get(tokens, out))
+
+    def hold(self, tokens: Tokens, ttl: float | None = None) -> Opening[Hold]:
+        """Holds the longest stored prefix; await it, or use it with ``async with``."""
+        return Opening(self._hold(tokens, ttl))
+
+    def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
+        """Pins the longest stored prefix; await it, or use it with ``async with``."""
+        return Opening(self._pin(tokens, ttl, owner))
+
+    async def prefetch(self, tokens: Tokens, tier: str = "memory") -> Ticket:
+        """As the synchronous one."""
+        return Ticket(await self._threads.run(partial(self._twin.prefetch, tokens, tier)), self._threads)
+
+    async def move(self, tokens: Tokens, tier: str) -> Ticket:
+        """As the synchronous one."""
+        return Ticket(await self._threads.run(partial(self._twin.move, tokens, tier)), self._threads)
+
+    async def release(self, tokens: Tokens) -> Ticket:
+        """As the synchronous one."""
+        return Ticket(await self._threads.run(partial(self._twin.release, tokens)), self._threads)
+
+    async def _hold(self, tokens: Tokens, ttl: float | None) -> Hold:
+        held = await self._threads.run(partial(self._twin.hold, tokens, ttl), cache.Hold.release)
+        return Hold(held, self._threads)
+
+    async def _pin(self, tokens: Tokens, ttl: float, owner: str) -> Pin:
+        pin = await self._threads.run(partial(self._twin.pin, tokens, ttl, owner), cache.Pin.release)
+        return Pin(pin, self._threads)

@@ -1,0 +1,56 @@
+"""Calls of an event loop, on a few threads that wait for memory, disks and workers in its place.
+
+The work itself is done in C and in the kernel, without the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+THREADS = 16
+"""Calls of one store at once; the next ones wait for a thread."""
+
+
+class Threads:
+    """The threads of one store. They start as they are needed, and no more than ``count``."""
+
+    def __init__(self, count: int = THREADS) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="kvstore-aio")
+        self.closed = False
+
+    async def run(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Returns what ``call`` returns, or raises what it raises.
+
+        If it is cancelled, the call goes on, and CancelledError comes once that has ended, which its deadline bounds:
+        nothing is written into the caller's memory later. ``undo`` then takes back what it returned. A call that has
+        not begun never does.
+        """
+        job = self._pool.submit(contextvars.copy_context().run, call)
+        ended = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await _wait(ended)
+                if ended.exception() is None and undo is not None:
+                    await _wait(asyncio.wrap_future(self._pool.submit(undo, ended.result())))
+            raise
+
+    def close(self) -> None:
+        """Ends the threads once their calls have ended. Idempotent."""
+        self.closed = True
+        self._pool.shutdown(wait=False)
+
+
+async def _wait(ended: asyncio.Future[T]) -> None:
+    while not ended.done():
+        try:
+            await asyncio.wait({ended})
+        except asyncio.CancelledError:
+            continue  # again: the call has not ended for that

@@ -1,0 +1,68 @@
+"""The base of all classes here: each has a synchronous twin, whose methods it runs on the store's threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from kvstore.aio.threads import Threads
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Twin(Generic[T]):
+    """An object for asyncio, and its synchronous twin."""
+
+    def __init__(self, twin: T, threads: Threads) -> None:
+        self._twin = twin
+        self._threads = threads
+
+    def __repr__(self) -> str:
+        return f"<asyncio {self._twin!r}>"
+
+
+def awaited(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Twin[S], P], Coroutine[Any, Any, R]]:
+    """Returns a method of the twin for asyncio. Arguments, result and errors stay."""
+
+    @functools.wraps(method)
+    async def call(self: Twin[S], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._threads.run(functools.partial(method, self._twin, *args, **kwargs))
+
+    return call
+
+
+class Closing(Protocol):
+    """What ``async with`` leaves."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+C = TypeVar("C", bound=Closing)
+
+
+class Opening(Generic[C]):
+    """An object that is being made: await it, or enter it with ``async with``, which closes it at the end."""
+
+    def __init__(self, making: Coroutine[Any, Any, C]) -> None:
+        self._making = making
+        self._made: C | None = None
+
+    def __await__(self) -> Generator[Any, None, C]:
+        return self._making.__await__()
+
+    async def __aenter__(self) -> C:
+        self._made = await self._making
+        return self._made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made is not None:
+            await self._made.__aexit__(kind, error, trace)

@@ -1,0 +1,218 @@
+"""The store for asyncio: each call does what its synchronous twin does, and one that is cancelled leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import aio, errors
+from kvstore.aio.store import Store as AioStore
+from kvstore.aio.threads import Threads
+from kvstore.client import blocks, cache, store, tickets
+from kvstore.client.limits import ClientLimits
+from kvstore.node.limits import Limits
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from tests.node.stores import TINY, kv_of, store_on
+from tests.patience import NEVER_S, PATIENCE_S, eventually
+from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.worker.serving import connected, serving
+
+TOKENS = np.arange(6 * TINY.chunk_tokens)
+KV = kv_of(TINY, TOKENS)
+KEYS, BLOCKS = [bytes([at]) * 16 for at in range(3)], [bytes([at]) * 64 for at in range(3)]
+
+
+@asynccontextmanager
+async def opened(way: str, root: Path) -> AsyncIterator[aio.Store]:
+    if way == "embedded":
+        async with aio.open(str(root)) as found:
+            yield found
+        return
+    with serving(root) as served:
+        async with aio.connect(served.address, bulk=way) as found:
+            yield found
+
+
+@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+def test_every_call_does_what_its_twin_does(tmp_root: Path, way: str) -> None:
+    async def use() -> None:
+        async with opened(way, tmp_root) as found:
+            cache = await found.namespace("m", TINY)
+            assert (await cache.put(TOKENS, KV)).chunks_written == 6
+            assert await cache.match(TOKENS) == len(TOKENS)
+            count, got = await cache.get(TOKENS)
+            assert count == len(TOKENS) and np.array_equal(got, KV)
+            out = np.zeros_like(KV)
+            assert await cache.get(TOKENS, out) == len(TOKENS) and np.array_equal(out, KV)
+            async with cache.hold(TOKENS) as hold:
+                assert hold.tokens == len(TOKENS)
+                layers = [(layer, k.copy(), v.copy()) async for layer, k, v in hold.layers()]
+                assert [layer for layer, _, _ in layers] == [*range(TINY.layers)]
+                assert all(np.array_equal(k, KV[layer, 0]) for layer, k, _ in layers)
+                assert np.array_equal(np.concatenate(await hold.view(), axis=2), KV)
+                assert await hold.read_into(out) == len(TOKENS)
+            hold = await cache.hold(TOKENS)
+            await hold.release()
+            assert await cache.blocks.put(KEYS, BLOCKS) == [True] * 3
+            assert await cache.blocks.match(KEYS) == 3
+            async with cache.blocks.hold(KEYS) as held:
+                buffers = [bytearray(64) for _ in KEYS]
+                assert held.present == [True] * 3 and await held.get(KEYS, buffers) == [True] * 3
+                assert buffers == BLOCKS
+            with pytest.raises(errors.InvalidRequest):
+                await cache.get(TOKENS, np.zeros(3))
+            async with cache.pin(TOKENS) as pin:
+                assert pin.tokens == len(TOKENS) and await cache.refcount(TOKENS) == 1
+            assert await cache.refcount(TOKENS) == 0
+            assert (await found.stats())["requests_put"] >= 1
+            assert (await cache.clear()).chunks >= 6
+
+    asyncio.run(use())
+    assert not any(thread.name.startswith("kvstore-aio") and not thread.daemon for thread in _others())
+
+
+def _others() -> list[threading.Thread]:
+    """Threads of a store that was closed end once they are not needed."""
+    eventually(lambda: not any(each.name.startswith("kvstore-aio") for each in threading.enumerate()))
+    return [each for each in threading.enumerate() if each is not threading.main_thread()]
+
+
+def test_a_ticket_is_awaited(tmp_root: Path) -> None:
+    async def use() -> None:
+        async with aio.open(str(tmp_root), memory=16 << 20) as found:
+            space = await found.namespace("m", TINY)
+            await space.put(TOKENS, KV)
+            for ticket in (await space.prefetch(TOKENS), await space.move(TOKENS, "root"), await space.release(TOKENS)):
+                assert await ticket.wait() == ticket.tokens
+                assert ticket.done and ticket.error is None
+            ticket = await space.prefetch(TOKENS)
+            ticket.cancel()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (aio.Store, store.Store),
+        (aio.Cache, cache.Cache),
+        (aio.Hold, cache.Hold),
+        (aio.Pin, cache.Pin),
+        (aio.BlockCache, blocks.BlockCache),
+        (aio.BlockHold, blocks.BlockHold),
+        (aio.Ticket, tickets.Ticket),
+    ],
+)
+def test_every_name_has_its_twin(here: type, there: type) -> None:
+    public = {name for name in vars(there) if not name.startswith("_")}
+    missing = public - set(dir(here))
+    assert missing == ({"control"} if there is store.Store else set()), "steering workers is for operators"
+
+
+def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel() -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    hang = Hang(after_bytes=16)
+
+    async def use(found: aio.Store) -> None:
+        space = await found.namespace("m", TINY)
+        await space.put(TOKENS, KV)
+        root.set_rules([Rule("read", hang)])
+        out = np.zeros_like(KV)
+        reading = asyncio.create_task(space.get(TOKENS, out))
+        assert await asyncio.to_thread(hang.reached.wait, PATIENCE_S)
+        reading.cancel()
+        for _ in range(3):  # again and again, as nested timeouts do
+            await asyncio.sleep(0.01)
+            reading.cancel()
+        assert not reading.done(), "it still writes into the caller's memory"
+        hang.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        out[:] = 7
+        await asyncio.sleep(0.1)
+        assert (out == 7).all()
+
+    limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
+    with store_on(root, limits=limits) as inner:
+        asyncio.run(use(AioStore(inner, Threads())))
+
+
+def test_a_hold_that_was_cancelled_is_released() -> None:
+    root = FaultyRoot(MemoryRoot(MemoryFiles()))
+    hang = Hang()
+
+    async def use(found: aio.Store) -> None:
+        space = await found.namespace("m", TINY)
+        await space.put(TOKENS, KV)
+        root.set_rules([Rule("stat", hang)])
+        other = TOKENS + 1
+        holding = asyncio.create_task(_held(space, other))
+        assert await asyncio.to_thread(hang.reached.wait, PATIENCE_S)
+        holding.cancel()
+        await asyncio.sleep(0.01)
+        hang.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert (await found.stats())["holds"] == 0
+
+    limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
+    with store_on(root, limits=limits) as inner:
+        asyncio.run(use(AioStore(inner, Threads())))
+
+
+async def _held(space: aio.Cache, tokens: np.ndarray) -> aio.Hold:
+    return await space.hold(tokens)
+
+
+def test_a_call_that_was_cancelled_before_it_began_never_does() -> None:
+    began, go = list[str](), threading.Event()
+
+    async def use() -> None:
+        threads = Threads(1)
+        first = asyncio.create_task(threads.run(lambda: go.wait(NEVER_S)))
+        second = asyncio.create_task(threads.run(lambda: began.append("second")))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        go.set()
+        assert await first
+        threads.close()
+
+    asyncio.run(use())
+    assert began == []
+
+
+def test_a_worker_that_is_gone_is_a_miss_and_an_error_as_ever(tmp_root: Path) -> None:
+    async def use() -> None:
+        with serving(tmp_root) as served:
+            inner = connected(served, limits=ClientLimits(read_s=0.5, match_s=0.5, write_s=0.5))
+            found = AioStore(inner, Threads())
+            space = await found.namespace("m", TINY)
+            await space.put(TOKENS, KV)
+        assert await space.match(TOKENS) == 0
+        with pytest.raises(errors.Unavailable):
+            await space.put(TOKENS + 9, KV)
+        await found.close()
+        await found.close()
+
+    asyncio.run(use())
+
+
+def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
+    async def use() -> None:
+        with pytest.raises(errors.RootMismatch):
+            await aio.open("/nonexistent/of/kvstore", create=False)
+        with pytest.raises(errors.InvalidRequest):
+            async with kvstore.aio.connect():
+                pass
+
+    asyncio.run(use())
+    assert not any(each.name.startswith("kvstore-aio") for each in _others())
