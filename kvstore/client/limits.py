@@ -29,6 +29,8 @@ class ClientLimits:
     """Memory shared with one worker of this host for puts; taken when it is needed, and kept."""
     bulk_links_max: int = 8
     """Bulk connections to one worker, each for one call at a time; more calls at once go over gRPC."""
+    stats_s: float = 5.0
+    """For asking workers what they counted."""
     probe_s: float = 2.0
     """For asking a worker how it is."""
     probe_pause_s_min: float = 0.1

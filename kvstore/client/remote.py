@@ -375,7 +375,7 @@ class RemotePort:
         return Control(self, self._caller, self.endpoints, self.limits, self._clock)
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
-        answers = self._caller.each("Stats", b"", self.limits.probe_s)
+        answers = self._caller.each("Stats", b"", self.limits.stats_s)
         return {
             address: raw if isinstance(raw, KVStoreError) else _counts(pb.StatsResponse.FromString(raw))
             for address, raw in answers.items()

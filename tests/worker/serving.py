@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,10 @@ def serving(
 def connected(
     *workers: Served | str, limits: ClientLimits | None = None, bulk: str | None = None, write: str | None = None
 ) -> Store:
-    """A store over workers."""
+    """A store over workers. Their counts may be as late as a busy machine makes them."""
     addresses = (each if isinstance(each, str) else each.address for each in workers)
-    return kvstore.connect(*addresses, limits=limits, bulk=bulk, write=write)
+    patient = replace(limits or ClientLimits(), stats_s=WAIT_S)
+    return kvstore.connect(*addresses, limits=patient, bulk=bulk, write=write)
 
 
 def _state(thread: Path) -> str:
