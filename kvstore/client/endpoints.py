@@ -6,12 +6,13 @@ A worker that does not answer is set aside and asked how it is, at growing inter
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 
+from kvstore.background import Decision, Loop
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.credentials import PLAIN, Credentials
@@ -56,13 +57,12 @@ class Endpoints:
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""
-        self._closed = False
         self.owner = Owner()
-        self._thread: threading.Thread | None = None
+        self._loop = Loop("kvstore-endpoints", self._changed, self._next)
         self._list(addresses)
         if discover is not None:
             self.refresh()
-            self._look_after()
+            self._loop.start()
 
     def ranked(self, affinity: bytes | None = None, *, even_aside: bool = False) -> list[Endpoint]:
         """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
@@ -73,11 +73,11 @@ class Endpoints:
         if self._credentials.connection_version != self._connection_version:
             self._list([each.address for each in self.every()])
         with self._changed:
-            if self._closed:
+            if self._loop.closed:
                 raise Unavailable("the store is closed: connect again")
             every = list(self._live.values())
-        if len(every) > 1:
-            self._look_after()  # so that one that freezes is left out before a call has to find out
+        if len(every) > 1 and not self._loop.threads:
+            self._loop.start()  # so that one that freezes is left out before a call has to find out
         live = [each for each in every if each.aside is None]
         if not live:
             if not (even_aside and every):
@@ -100,7 +100,7 @@ class Endpoints:
     def set_aside(self, endpoint: Endpoint, why: str) -> None:
         """No more calls to this worker until it says that it is well."""
         with self._changed:
-            if endpoint.aside is not None or self._closed:
+            if endpoint.aside is not None or self._loop.closed:
                 return
             endpoint.aside = why
             endpoint.probe_pause_s = self._limits.probe_pause_s_min
@@ -109,7 +109,7 @@ class Endpoints:
             self._changed.notify_all()
         self._counters.add(ClientCount.SET_ASIDE)
         log.info("client.set_aside worker=%s why=%s", endpoint.address, why)
-        self._look_after()
+        self._loop.start()
 
     def refresh(self) -> None:
         """Reads the list of workers anew; without an answer the old one stays, as etcd is not needed to serve.
@@ -132,13 +132,11 @@ class Endpoints:
     def close(self) -> None:
         """Closes all channels and ends the thread; calls in progress are cancelled. Idempotent."""
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread, endpoints = self._thread, list(self._live.values())
+            self._loop.stop()
+            endpoints = list(self._live.values())
         for endpoint in endpoints:
             endpoint.close()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(self._limits.probe_s + self._limits.refresh_s)
+        self._loop.close(self._limits.probe_s + self._limits.refresh_s)
 
     def _list(self, addresses: Sequence[str]) -> None:
         """Adds the workers that are new, and lets go of those that are not listed any more, or whose connections were
@@ -146,7 +144,7 @@ class Endpoints:
         """
         wanted = list(dict.fromkeys(check_address(address) for address in addresses))[:ENDPOINTS_MAX]
         with self._changed:
-            if self._closed:
+            if self._loop.closed:
                 return
             version = self._connection_version = self._credentials.connection_version
             kept = {
@@ -171,32 +169,25 @@ class Endpoints:
 
     # Looking after them
 
-    def _look_after(self) -> None:
-        with self._changed:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="kvstore-endpoints", daemon=True)
-                self._thread.start()
+    def _next(self) -> Decision:
+        now_s = self._clock.monotonic_s()
+        aside = [each for each in self._live.values() if each.aside is not None]
+        due_s = min([self._refresh_at_s, *(each.probe_at_s for each in aside)])
+        if due_s > now_s:
+            return due_s - now_s
+        is_refresh = self._refresh_at_s <= now_s
+        if is_refresh:
+            self._refresh_at_s = now_s + self._limits.refresh_s
+        return partial(self._look, now_s, is_refresh=is_refresh)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                now_s = self._clock.monotonic_s()
-                aside = [each for each in self._live.values() if each.aside is not None]
-                due_s = min([self._refresh_at_s, *(each.probe_at_s for each in aside)])
-                if due_s > now_s:
-                    self._changed.wait(due_s - now_s)
-                    continue
-                is_refresh = self._refresh_at_s <= now_s
-                if is_refresh:
-                    self._refresh_at_s = now_s + self._limits.refresh_s
-            if is_refresh:
-                try:
-                    self.refresh()
-                except (InvalidRequest, PermissionDenied) as error:
-                    self._trouble = str(error)  # such as a second root that appeared: those known go on
-            self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
+    def _look(self, now_s: float, *, is_refresh: bool) -> None:
+        """Lists the workers again, and asks those that are due how they are."""
+        if is_refresh:
+            try:
+                self.refresh()
+            except (InvalidRequest, PermissionDenied) as error:
+                self._trouble = str(error)  # such as a second root that appeared: those known go on
+        self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
 
     def _probe(self, endpoints: list[Endpoint]) -> None:
         """Asks workers how they are, all at once, and believes what they say."""

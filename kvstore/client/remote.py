@@ -19,6 +19,7 @@ import grpc
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.bulk.cargo import ChunkCargo
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller
@@ -34,7 +35,7 @@ from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
 from kvstore.client.streams import Outgoing, send_stream
-from kvstore.client.tools import FileLanes, Tools
+from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
@@ -132,16 +133,14 @@ class RemotePort:
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
-        self._watch = Watch(clock, "kvstore-client-watch")
-        self._tools = Tools(self._caller, counters, limits, self._watch, FileLanes(clock), Renewing(clock), write)
+        watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
+        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        self.parts.callback(self._tools.lanes.close)
-        self.parts.callback(self._watch.close)
-        self.parts.callback(self.endpoints.close)
-        self.parts.callback(self._tools.renewing.close)
+        for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close):
+            self.parts.callback(close)
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
@@ -420,7 +419,7 @@ class RemotePort:
             self.counters.add(ClientCount.PUTS_GRPC)
             parts = (part for index in range(begin, count) for part in sections(index))
             outgoing, stream = Outgoing(parts, opening.SerializeToString()), endpoint.stream_out("Put")
-            raw = send_stream(stream, outgoing, self._watch, self.limits.write_s, ends_s - time.monotonic())
+            raw = send_stream(stream, outgoing, self._tools.watch, self.limits.write_s, ends_s - time.monotonic())
             answer = pb.PutResponse.FromString(raw)
             if answer.tokens_present >= begin * size:
                 answer.chunks_found += begin - start.first

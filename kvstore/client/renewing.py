@@ -7,13 +7,13 @@ nothing, so its workers let go of what it held (gc/PROTOCOL.md, H4).
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from kvstore.background import Loop
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.owner import Owner
 from kvstore.sources import Clock
@@ -50,17 +50,15 @@ class Renewing:
         self._clock = clock
         self._changed = Monitor()
         self._live: WeakSet[LeasedHold] = WeakSet()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._loop = Loop("kvstore-renewing", self._changed, lambda: self._turn)
         self._owner = Owner()
 
     def add(self, hold: LeasedHold) -> None:
         """Renews it from now on."""
         with self._changed:
             self._live.add(hold)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="kvstore-renewing", daemon=True)
-                self._thread.start()
+            if not self._loop.threads:
+                self._loop.start()
             self._changed.notify_all()
 
     def remove(self, hold: LeasedHold) -> None:
@@ -72,11 +70,7 @@ class Renewing:
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CALL_S_MAX)
+        self._loop.close(CALL_S_MAX)
 
     def step(self) -> float | None:
         """Renews what is due; seconds until something is, None where nothing is held."""
@@ -120,9 +114,8 @@ class Renewing:
         hold.ended = True
         self.remove(hold)
 
-    def _run(self) -> None:
-        while not self._closed:
-            pause_s = self.step()
-            with self._changed:
-                if not self._closed and (pause_s is not None or not self._live):
-                    self._changed.wait(pause_s)
+    def _turn(self) -> None:
+        pause_s = self.step()
+        with self._changed:
+            if not self._loop.closed and (pause_s is not None or not self._live):
+                self._changed.wait(pause_s)

@@ -227,7 +227,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "type": type(self).__name__,
             "error": failing,
             "locked_keys": len(self._locks),
-            "place": {key: str(value) for key, value in self._settings.place.items() if key != "root_options"},
+            "place": {key: str(value) for key, value in self._settings.place().items() if key != "root_options"},
         }
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.client import Cache
-from kvstore.connectors.opening import setting
+from kvstore.connectors.opening import number
 from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings
 
 MODELS_MAX = 256
@@ -27,9 +27,9 @@ OPAQUE = ""
 class Settings(StoreSettings):
     """The settings in LMCache's configuration."""
 
-    lock_s: float = setting(120.0, most=TIMEOUT_S_MAX)
+    lock_s: float = number(120.0, most=TIMEOUT_S_MAX)
     """A lock that LMCache never unlocks ends after this time; at most the node's own limit of 300."""
-    threads: int = setting(4, least=1, most=THREADS_MAX)
+    threads: int = number(4, least=1, most=THREADS_MAX)
     """Threads that load; half as many look up, and half as many store."""
     serde: str = ""
     """A name for the output of LMCache's ``serde``; without it only the same process finds such objects."""

@@ -216,7 +216,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
 def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:
     """Our settings out of LMCache's, where others have theirs too."""
-    given = {key: value for key, value in extra.items() if key in Settings.known_keys()}
+    given = {key: value for key, value in extra.items() if key in Settings.names()}
     prefix = f"remote_storage_plugin.{plugin}."
     theirs = {"module_path", "class_name"}
     given.update((key[len(prefix) :], each) for key, each in extra.items() if key.startswith(prefix))

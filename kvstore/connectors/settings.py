@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.client import Cache, Store
 from kvstore.connectors.fingerprints import Fingerprints
-from kvstore.connectors.opening import Settings, setting
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.connectors.opening import Kind, Settings, number, setting
+from kvstore.errors import Unavailable
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.sources import SystemClock
@@ -31,22 +31,27 @@ OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
 """The layout of namespaces whose keys describe their blocks."""
 
 
+def _marks(given: Any) -> list[Any]:
+    return [*given.values()] if isinstance(given, Mapping) else [given]
+
+
+def _are_marks(given: Any) -> bool:
+    return all(isinstance(each, str) for each in _marks(given))
+
+
 @dataclass(frozen=True)
 class StoreSettings(Settings):
     """The settings that LMCache and SGLang share."""
 
-    lookup_timeout_s: float = setting(2.0, most=TIMEOUT_S_MAX)
-    load_timeout_s: float = setting(10.0, most=TIMEOUT_S_MAX)
-    store_timeout_s: float = setting(30.0, most=TIMEOUT_S_MAX)
-    fingerprint: str | Mapping[str, str] = field(default_factory=str)
+    lookup_timeout_s: float = number(2.0, most=TIMEOUT_S_MAX)
+    load_timeout_s: float = number(10.0, most=TIMEOUT_S_MAX)
+    store_timeout_s: float = number(30.0, most=TIMEOUT_S_MAX)
+    fingerprint: str | Mapping[str, str] = setting("", Kind("text, or a mapping of models to text", _are_marks))
     """Digest of the weights, or one for each model by its name. A model that is a folder has its own computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        marks = [*self.fingerprint.values()] if isinstance(self.fingerprint, Mapping) else [self.fingerprint]
-        if not all(isinstance(each, str) for each in marks):
-            raise InvalidRequest("fingerprint: expected text, or a mapping of models to text")
-        for mark in marks:
+        for mark in _marks(self.fingerprint):
             Namespace.of("checked", OPAQUE_LAYOUT, mark, self.tenant)  # their lengths and characters
 
 

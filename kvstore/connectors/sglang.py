@@ -54,8 +54,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if storage_config.should_split_heads:
             raise InvalidRequest("tp_lcm_size: kvstore stores the heads of a rank together; leave it out")
         extra = storage_config.extra_config or {}
-        known = StoreSettings.known_keys()
-        settings = StoreSettings.of({key: each for key, each in extra.items() if key in known}, "the extra config")
+        ours = {key: each for key, each in extra.items() if key in StoreSettings.names()}
+        settings = StoreSettings.of(ours, "the extra config")
         self._config = storage_config
         self._kv: PagePool | None = None
         self._pools: dict[str, PagePool] = {}

@@ -5,16 +5,11 @@ Not the standard executor: its threads are joined when the interpreter ends, and
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.background import Decision, Loop
 from kvstore.waiting import Monitor
-
-log = logging.getLogger(__name__)
 
 
 class TaskThreads:
@@ -24,23 +19,19 @@ class TaskThreads:
         self._queue_max = queue_max
         self._tasks: deque[Callable[[], None]] = deque()
         self._condition = Monitor()
-        self._closed = False
-        self._process = os.getpid()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loop = Loop(name, self._condition, self._next, threads_max=count, drains=True)
+        for _ in range(count):
+            self._loop.start()
 
     def submit(self, task: Callable[[], None]) -> bool:
         """Has ``task`` called by one of the threads; False where too many wait, or this is closed.
 
         False in a forked process too, which has none of the threads.
         """
-        if self._process != os.getpid():
+        if not self._loop.is_here:
             return False
         with self._condition:
-            if self._closed or len(self._tasks) >= self._queue_max:
+            if self._loop.closed or len(self._tasks) >= self._queue_max:
                 return False
             self._tasks.append(task)
             self._condition.notify()
@@ -48,26 +39,7 @@ class TaskThreads:
 
     def close(self, timeout_s: float) -> bool:
         """Waits for the tasks in the queue; True if they and the threads ended in time."""
-        if self._process != os.getpid():
-            return True
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        ends_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, ends_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._loop.close(timeout_s)
 
-    def _serve(self) -> None:
-        while True:
-            with self._condition:
-                while not self._tasks:
-                    if self._closed:
-                        return
-                    self._condition.wait()
-                task = self._tasks.popleft()
-            try:
-                task()
-            except Exception:
-                log.exception("connector.task_failed")
-            del task  # it knows the engine's memory
+    def _next(self) -> Decision:
+        return self._tasks.popleft() if self._tasks else None

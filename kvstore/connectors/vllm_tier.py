@@ -25,11 +25,10 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.client.blocks import BLOCKS_MAX
-from kvstore.connectors.opening import PLACE_KEYS, check_keys
 from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.settings import TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.waiting import Monitor
@@ -39,14 +38,10 @@ log = logging.getLogger(__name__)
 CLOSE_S = 1.0
 """The time that a shutdown waits for jobs of each kind."""
 
-OWN_KEYS = frozenset(
-    {"fingerprint", "tenant", "lookup_timeout_s", "load_timeout_s", "store_timeout_s", "pause_s", "load_threads"}
-)
-
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``Settings`` in ``OWN_KEYS``, and
-    where the store is; beside them ``locality``, as vLLM's other tiers have it.
+    """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``TierSettings``, and
+    ``locality``, as vLLM's other tiers have it.
 
     Raises InvalidRequest (a ValueError) where KV cannot be shared.
     """
@@ -63,8 +58,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         **given: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        check_keys(given, PLACE_KEYS | OWN_KEYS, "the entry in secondary_tiers")
-        settings = Settings.of(given)
+        settings = TierSettings.of(given, "the entry in secondary_tiers")
         self.locality = Locality(locality) if locality is not None else None
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
@@ -177,7 +171,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's own background look-ups, asked of the store."""
 
-    def __init__(self, tier_type: str, link: Link, settings: Settings) -> None:
+    def __init__(self, tier_type: str, link: Link, settings: TierSettings) -> None:
         self._link = link
         self._settings = settings
         self._paused_until_s = 0.0
@@ -205,7 +199,7 @@ def _same(keys: Collection[Any], good: set[bytes]) -> tuple[Any, ...]:
     return tuple(key for key in keys if bytes(key) in good)
 
 
-def _namespace(spec: Any, settings: Settings, chunk_bytes: int) -> Namespace:
+def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace:
     """The namespace of whole chunks: the KV of all workers, in the layout of the CPU cache."""
     vllm_config, kv_cache_config = _engine_configuration()
     if vllm_config.lora_config is not None:

@@ -7,13 +7,15 @@ and says so, and the page shows the rest.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
+from kvstore.background import Decision, Loop
 from kvstore.errors import KVStoreError
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -61,21 +63,18 @@ class Feed(Generic[T]):
         self._late_s = late_s
         self._on_demand = on_demand
         self._told = told
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._value: T | None = None
         self._read_at_s: float | None = None
         self._error: str | None = None
         self._began_s: float | None = None
         self._next_s = 0.0
         self._wanted_s: float | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._loop = Loop(f"kvstore-dashboard-{name}", self._changed, self._next)
 
     def start(self) -> None:
-        """Starts the thread. Once."""
-        assert self._thread is None, "a feed is started once"
-        self._thread = threading.Thread(target=self._run, name=f"kvstore-dashboard-{self.name}", daemon=True)
-        self._thread.start()
+        """Starts the thread. Idempotent."""
+        self._loop.start()
 
     def look(self) -> Reading[T]:
         """The last reading; never waits. Keeps a feed going that is read on demand."""
@@ -92,26 +91,19 @@ class Feed(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread; one that is stuck in its source ends with the process. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self._loop.close(CLOSE_S)
 
     def _is_wanted(self, now_s: float) -> bool:
         return not self._on_demand or (self._wanted_s is not None and now_s - self._wanted_s < WANTED_S)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                now_s = self._clock.monotonic_s()
-                if not self._is_wanted(now_s) or now_s < self._next_s:
-                    self._changed.wait(max(0.05, self._next_s - now_s) if self._is_wanted(now_s) else None)
-                    continue
-                self._began_s = now_s
-            self._once(now_s)
+    def _next(self) -> Decision:
+        now_s = self._clock.monotonic_s()
+        if not self._is_wanted(now_s):
+            return None
+        if now_s < self._next_s:
+            return max(0.05, self._next_s - now_s)
+        self._began_s = now_s
+        return partial(self._once, now_s)
 
     def _once(self, began_s: float) -> None:
         value: T | None = None

@@ -7,9 +7,9 @@ Separate from peers' digests, which nodes without memory do not follow. Rule P6 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
+from kvstore.background import Loop
 from kvstore.census.selection import ClearOrder
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.clears import Clears, OrderTold
@@ -38,9 +38,8 @@ class ClearsFollower:
         self._timeout_s = timeout_s
         self._changed = Monitor()
         self._session: Session | None = None
-        self._closed = False
         self._watch: Watch | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
         self._orders: dict[bytes, ClearOrder] = {}
@@ -61,9 +60,7 @@ class ClearsFollower:
         """Follows orders from now on, as long as ``session`` lives."""
         with self._changed:
             self._session = session
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvstore-clears", daemon=True)
-                self._thread.start()
+            self._loop.start()
             self._changed.notify_all()
 
     def end(self, session: Session) -> None:
@@ -78,12 +75,11 @@ class ClearsFollower:
     def close(self, timeout_s: float) -> None:
         """Ends the watch and the thread. Idempotent."""
         with self._changed:
-            self._closed, self._session, watch = True, None, self._watch
-            self._changed.notify_all()
+            self._loop.stop()
+            self._session, watch = None, self._watch
         if watch is not None:
             watch.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._loop.close(timeout_s)
 
     def step(self, wait_s: float) -> bool:
         """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
@@ -185,12 +181,11 @@ class ClearsFollower:
         if watch is not None:
             watch.close()
 
-    def _run(self) -> None:
-        while not self._closed:
-            if not self.step(WAIT_S):
-                self._wait(self._session)
+    def _turn(self) -> None:
+        if not self.step(WAIT_S):
+            self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
         """Waits until there may be something to hear: a new session, or after ``RETRY_S`` the same one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)
+            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.address import Chain
+from kvstore.background import Decision, Loop
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.node.limits import CurrentLimits
@@ -147,8 +148,7 @@ class Moves:
         self._changed = Monitor()
         self._waiting: deque[Move] = deque()
         self._doing: set[Move] = set()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._loop = Loop("kvstore-move", self._changed, self._next, threads_max=MOVERS)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._doing)
@@ -158,56 +158,48 @@ class Moves:
         limits = self._limits.now
         move = Move(chain, act, level, Deadline(self._clock, limits.move_deadline_s))
         with self._changed:
-            if self._closed:
+            if self._loop.closed:
                 raise Unavailable("the store is closed: open it again")
             # Tickets cancelled while they waited do not count towards the limit.
             self._waiting = deque(each for each in self._waiting if not each.done)
             if len(self) >= limits.moves_max:
                 raise Overloaded(f"{limits.moves_max} prefetches and moves are not done yet: back off")
             self._waiting.append(move)
-            if len(self._threads) < min(MOVERS, len(self)):
-                thread = threading.Thread(target=self._run, name="kvstore-move", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify()
+            if len(self._loop.threads) < len(self):
+                self._loop.start()
+            self._changed.notify_all()
         return move
 
     def close(self, timeout_s: float) -> None:
         """Ends all tickets within their current steps, for which it waits at most ``timeout_s``. Idempotent."""
         with self._changed:
-            self._closed = True
+            self._loop.stop()
             waiting = [*self._waiting]
             self._waiting.clear()
             for move in self._doing:
                 move.cancel()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._doing, timeout_s)
+        self._loop.close(timeout_s)
         for move in filter(Move.begin, waiting):
             move.end(Unavailable("the store was closed before this was begun"))
 
-    def _run(self) -> None:
-        while (move := self._take()) is not None:
-            error: KVStoreError | None = None
-            try:
-                if move.goes_on():
-                    self._work(move)
-            except KVStoreError as failed:
-                error = failed
-            except Exception:
-                log.exception("moves.failed act=%s", move.act.value)
-                error = Unavailable(f"the {move.act.value} failed; see the node's log")
-            with self._changed:
-                self._doing.discard(move)
-                self._changed.notify_all()
-            move.end(error)
+    def _next(self) -> Decision:
+        while self._waiting:
+            move = self._waiting.popleft()
+            if move.begin():
+                self._doing.add(move)
+                return partial(self._do, move)
+        return None
 
-    def _take(self) -> Move | None:
+    def _do(self, move: Move) -> None:
+        error: KVStoreError | None = None
+        try:
+            if move.goes_on():
+                self._work(move)
+        except KVStoreError as failed:
+            error = failed
+        except Exception:
+            log.exception("moves.failed act=%s", move.act.value)
+            error = Unavailable(f"the {move.act.value} failed; see the node's log")
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return None
-                move = self._waiting.popleft()
-                if move.begin():
-                    self._doing.add(move)
-                    return move
+            self._doing.discard(move)
+        move.end(error)

@@ -7,11 +7,12 @@ renewed in this quantum. Chunks that this node knows to be renewed cost none.
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.address import Address
+from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
@@ -48,14 +49,13 @@ class Refresher:
         self._chunks = chunks
         self._counters = counters
         self._queue_max = queue_max
-        self._queue: queue.SimpleQueue[_Renewal | None] = queue.SimpleQueue()
         self._changed = Monitor()
-        self._pending = 0
-        self._thread = threading.Thread(target=self._serve, name="kvstore-refresh", daemon=True)
+        self._waiting: deque[_Renewal] = deque()
+        self._is_busy = False
+        self._loop = Loop("kvstore-refresh", self._changed, self._next, drains=True)
         self._enabled = chunks.root.traits.touch
-        self._closed = False
         self._keeps_hints: bool | None = None
-        self._thread.start()
+        self._loop.start()
 
     def used(
         self,
@@ -72,16 +72,16 @@ class Refresher:
         A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
         lower.
         """
-        if not self._enabled or not addresses or self._closed:
+        if not self._enabled or not addresses or self._loop.closed:
             return
         renewal = _Renewal(namespace, addresses, chained, hints, lacking)
         if not self._places(renewal, self._chunks.quantum()):
             return
         with self._changed:
-            is_full = self._pending >= self._queue_max
+            is_full = len(self._waiting) + self._is_busy >= self._queue_max
             if not is_full:
-                self._pending += 1
-                self._queue.put(renewal)
+                self._waiting.append(renewal)
+                self._changed.notify_all()
         if is_full:
             self._counters.add(NodeCount.REFRESH_DROPPED, len(addresses))
 
@@ -96,29 +96,24 @@ class Refresher:
     def drain(self) -> None:
         """Returns when everything queued so far is done."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+            self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Finishes what is queued, as far as ``timeout_s`` allows."""
-        if self._closed:
-            return
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join(timeout_s)
+        self._loop.close(timeout_s)
 
-    def _serve(self) -> None:
-        while True:
-            renewal = self._queue.get()
-            if renewal is None:
-                return
-            try:
-                self._renew(renewal)
-            except KVStoreError:
-                self._counters.add(NodeCount.REFRESH_DROPPED)
-            finally:
-                with self._changed:
-                    self._pending -= 1
-                    self._changed.notify_all()
+    def _next(self) -> Decision:
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            return partial(self._serve, self._waiting.popleft())
+        self._changed.notify_all()  # for ``drain``
+        return None
+
+    def _serve(self, renewal: _Renewal) -> None:
+        try:
+            self._renew(renewal)
+        except KVStoreError:
+            self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""

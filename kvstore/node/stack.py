@@ -5,11 +5,10 @@ Apart from the node, which has none of it where it was given no memory.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 
 from kvstore.address import Chain
+from kvstore.background import Loop
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
@@ -32,10 +31,8 @@ from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
-from kvstore.waiting import Flag
+from kvstore.waiting import Monitor
 from kvstore.writes import WriteMode
-
-log = logging.getLogger(__name__)
 
 DEMOTE_PERIOD_S = 0.2
 DEMOTE_STEP_BYTES = 64 << 20
@@ -83,9 +80,9 @@ class TierStack:
         self.encodings = encodings
         self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
         self.behind = WriteBehind(self.memory, counters, limits, clock)
-        self._stopping = Flag()
-        self._filled = Flag()
-        self._demoting: threading.Thread | None = None
+        self._changed = Monitor()  # guards that chunks came into memory
+        self._is_filled = False
+        self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 
     def start(self, publish: Publish) -> None:
         """Has ``publish`` write to the root what is put behind."""
@@ -98,7 +95,6 @@ class TierStack:
         )
         disk.open()
         self.below.append(disk)
-        self._demoting = threading.Thread(target=self._demote, name="kvstore-demote", daemon=True)
         self._demoting.start()
 
     def add_peers(self, peers: Tier) -> None:
@@ -146,7 +142,9 @@ class TierStack:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
         self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
-            self._filled.set()
+            with self._changed:
+                self._is_filled = True
+                self._changed.notify_all()
 
     def drop_namespace(self, digest: NamespaceDigest) -> None:
         """Forgets all chunks of a namespace, as after ``clear``."""
@@ -189,31 +187,23 @@ class TierStack:
     def close(self, timeout_s: float, flush_s: float) -> None:
         """Writes what the root does not have yet, for at most ``flush_s`` (rule W3), and ends everything."""
         self.behind.close(flush_s)
-        self._stopping.set()
-        self._filled.set()
-        if self._demoting is not None:
-            self._demoting.join(timeout_s)
+        self._demoting.close(timeout_s)
         for tier in self.below:
             tier.close(timeout_s)
         self.copiers.close(timeout_s)
         self.memory.close()
 
-    def _demote(self) -> None:
-        """Keeps some of memory free, writing what goes to the local disk before, if it was used more than once."""
-        assert self.disk is not None
-        while not self._stopping.is_set():
-            self._filled.wait(DEMOTE_PERIOD_S)
-            self._filled.clear()
-            try:
-                self.demote_once()
-            except Exception:
-                log.exception("tiers.demoting_failed")
+    def _turn(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_filled or self._demoting.closed, DEMOTE_PERIOD_S)
+            self._is_filled = False
+        self.demote_once()
 
     def demote_once(self) -> None:
-        """One round of it."""
+        """Keeps some of memory free, writing what goes to the local disk before, if it was used more than once."""
         assert self.disk is not None
         wanted = int(self.memory.size_bytes * FREE_SHARE) - self.memory.free_bytes
-        while wanted > 0 and not self._stopping.is_set():
+        while wanted > 0 and not self._demoting.closed:
             with self.memory.victims(min(wanted, DEMOTE_STEP_BYTES)) as victims:
                 if not victims.entries:
                     return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,16 @@ from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
+from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite, leading
 from kvstore.node.stack import TierStack
+from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, sizes_of
 from kvstore.results import PutResult
 from kvstore.sections import Sections
 from kvstore.writes import WriteMode
-
-if TYPE_CHECKING:
-    from kvstore.node.puts import Puts
 
 Indexes = npt.NDArray[np.int64]
 
@@ -55,6 +54,22 @@ class Written:
         return PutResult(leading(self.there) * chunk_tokens, self.chunks, self.found, self.size_bytes)
 
 
+class WriteOwner(Protocol):
+    """The node's puts, as far as a write needs them."""
+
+    tiers: TierStack | None
+    counters: Counters
+    view: View
+
+    def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
+        """Notes a use of the chunks that a put behind found."""
+        ...
+
+    def begin_rest(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
+        """Begins to put on the root what memory did not take; None if its parents are not there."""
+        ...
+
+
 class Write:
     """A put under way: ``add`` runs of chunks, then ``finish`` or ``abandon``. Used by one thread.
 
@@ -63,7 +78,7 @@ class Write:
 
     def __init__(
         self,
-        puts: Puts,
+        owner: WriteOwner,
         wanted: Wanted,
         first: int,
         found: Mask,
@@ -82,14 +97,14 @@ class Write:
         self.mode = mode
         self.refused = refused
         """True if a chunk before the first is missing, so that nothing is stored."""
-        self._puts = puts
+        self._owner = owner
         self._wanted = wanted
         self._is_chain = isinstance(wanted, Chain)
         self._sizes = sizes_of(wanted)
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._left_out = ~puts.view.unswept(wanted.addresses)
+        self._left_out = ~owner.view.unswept(wanted.addresses)
         if isinstance(wanted, Keyed):
             self._left_out |= wanted.contradicting()
         self._hints = hints
@@ -147,13 +162,13 @@ class Write:
             there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
         # A chunk condemned during its put counts as absent.
-        there = there & ~self._left_out & self._puts.view.unswept(self._wanted.addresses)
+        there = there & ~self._left_out & self._owner.view.unswept(self._wanted.addresses)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)
-        self._puts.counters.add(NodeCount.CHUNKS_FOUND, found)
+        self._owner.counters.add(NodeCount.CHUNKS_FOUND, found)
         if self.mode is WriteMode.BEHIND:
-            self._puts.used(self._wanted, self._found, self._hints)
+            self._owner.used(self._wanted, self._found, self._hints)
         if self._root is not None:
             self._root.publication.used(there)
         return Written(there, chunks, size_bytes, found)
@@ -165,7 +180,7 @@ class Write:
 
     @property
     def _tiers(self) -> TierStack:
-        tiers = self._puts.tiers
+        tiers = self._owner.tiers
         assert tiers is not None, "without tiers every write goes around"
         return tiers
 
@@ -183,7 +198,7 @@ class Write:
             left = new[~self._there[new]]
             goes_on = self._for_root(left, deadline)
         self._is_shed = self._is_chain and len(goes_on) < len(left)
-        self._puts.counters.add(NodeCount.BEHIND_SHED, len(left) - len(goes_on))
+        self._owner.counters.add(NodeCount.BEHIND_SHED, len(left) - len(goes_on))
         return goes_on
 
     def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
@@ -198,7 +213,7 @@ class Write:
                 left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
         if left.size and self._root is None and self._tiers.reaches_root(self._hints):
             with suppress(KVStoreError):
-                self._root = self._puts.begin_rest(self._wanted, int(left[0]), self._hints, deadline)
+                self._root = self._owner.begin_rest(self._wanted, int(left[0]), self._hints, deadline)
         return left if self._root is not None else left[:0]
 
     def _add_to_root(

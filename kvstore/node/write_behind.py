@@ -7,11 +7,12 @@ writing. Rules W1 to W3 of kvstore/memory/MEMORY.md.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
@@ -31,6 +32,8 @@ AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
+JOIN_S = 2.0
+"""At the end, the wait for threads that still write."""
 REFUSED_S = 3.0
 """At the end, the node stops waiting for a root that has taken nothing and refused for this long."""
 
@@ -81,13 +84,12 @@ class WriteBehind:
         self._writing: list[Job] = []
         self._bytes = 0
         self._jobs = 0
-        self._closed = False
         self._refused_since_s: float | None = None
         """Since when the root has refused each write; None if it refused none, or took the last one."""
         self._lost_chunks = 0
         self._close_said = False
         """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
-        self._threads: list[threading.Thread] = []
+        self._loop = Loop("kvstore-behind", self._changed, self._next, threads_max=WRITERS)
 
     def start(self, publish: Publish) -> None:
         """Has ``publish`` write each job: it needs the memory that this queue belongs to, so it is made after both."""
@@ -106,7 +108,7 @@ class WriteBehind:
     def reserve(self, size_bytes: int) -> bool:
         """Reserves room for a chunk until ``add`` or ``give_back``; False if there is none."""
         with self._changed:
-            if self._closed or self._bytes + size_bytes > self.bytes_max:
+            if self._loop.closed or self._bytes + size_bytes > self.bytes_max:
                 return False
             self._bytes += size_bytes
             return True
@@ -124,12 +126,10 @@ class WriteBehind:
         job = Job(wanted, first, count, hints, size_bytes, now_s + self._limits.now.behind_give_up_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
-            if not self._closed:
+            if not self._loop.closed:
                 self._waiting.append(job)
-                if len(self._threads) < WRITERS:
-                    thread = threading.Thread(target=self._run, name="kvstore-behind", daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
+                if len(self._loop.threads) < WRITERS:
+                    self._loop.start()
                 self._changed.notify_all()
                 return
         self._lost(job, "the node was closed")  # closed after room was reserved for it
@@ -181,15 +181,13 @@ class WriteBehind:
         with self._changed:
             while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
                 self._changed.wait(left_s)
-            self._closed = True
+            self._loop.stop()
             left = [*self._waiting]
             self._waiting.clear()
-            self._changed.notify_all()
         for job in left:
             self._lost(job, "the node was closed")
             self._done(job)
-        for thread in self._threads:
-            thread.join(0.5)
+        self._loop.close(JOIN_S)
         with self._changed:
             lost_count, self._close_said = self._lost_chunks - lost_before, True
         if lost_count:
@@ -202,44 +200,37 @@ class WriteBehind:
             ends_s = min(ends_s, max(began_s, self._refused_since_s) + REFUSED_S)
         return min(ends_s - now_s, REFUSED_S)
 
-    def _run(self) -> None:
-        while (job := self._take()) is not None:
-            again = False
-            try:
-                again = not self._write(job)
-            except Exception:
-                self._lost(job, "it failed; see the log")
-                log.exception("behind.failed")
-            with self._changed:
-                self._writing.remove(job)
-                self._changed.notify_all()
-                if again and not self._closed:
-                    job.begins_s = self._clock.monotonic_s() + PAUSE_S
-                    self._waiting.appendleft(job)
-                    continue
-            if again:
-                self._lost(job, "the node was closed")
-            self._done(job)
+    def _next(self) -> Decision:
+        """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may
+        begin. A job behind another one may when that ends.
+        """
+        now_s = self._clock.monotonic_s()
+        before = [*self._writing]
+        for place, job in enumerate(self._waiting):
+            if job.begins_s <= now_s and not any(map(job.continues, before)):
+                del self._waiting[place]
+                self._writing.append(job)
+                return partial(self._do, job)
+            before.append(job)
+        return min((job.begins_s - now_s for job in self._waiting if job.begins_s > now_s), default=None)
 
-    def _take(self) -> Job | None:
-        """Returns the oldest job that may begin and continues no running or waiting job; None at the end."""
+    def _do(self, job: Job) -> None:
+        again = False
+        try:
+            again = not self._write(job)
+        except Exception:
+            self._lost(job, "it failed; see the log")
+            log.exception("behind.failed")
         with self._changed:
-            while not self._closed:
-                now_s = self._clock.monotonic_s()
-                before = [*self._writing]
-                for place, job in enumerate(self._waiting):
-                    if job.begins_s <= now_s and not any(map(job.continues, before)):
-                        del self._waiting[place]
-                        self._writing.append(job)
-                        return job
-                    before.append(job)
-                self._changed.wait(self._pause_s(now_s))
-        return None
-
-    def _pause_s(self, now_s: float) -> float | None:
-        """Returns the seconds until the next job may begin; a job behind another one is woken when that ends."""
-        later_s = [job.begins_s - now_s for job in self._waiting if job.begins_s > now_s]
-        return min(later_s) if later_s else None
+            self._writing.remove(job)
+            self._changed.notify_all()
+            if again and not self._loop.closed:
+                job.begins_s = self._clock.monotonic_s() + PAUSE_S
+                self._waiting.appendleft(job)
+                return
+        if again:
+            self._lost(job, "the node was closed")
+        self._done(job)
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False if the job should be tried again."""
@@ -278,7 +269,7 @@ class WriteBehind:
         self._counters.add(NodeCount.BEHIND_LOST, job.count)
         with self._changed:
             self._lost_chunks += job.count
-            is_said_by_close = self._closed and not self._close_said
+            is_said_by_close = self._loop.closed and not self._close_said
         if not is_said_by_close:
             log.info("behind.lost chunks=%d why=%s", job.count, why)
 

@@ -7,10 +7,10 @@ session begins by reading everything afresh. A lost watch alone is only a lag.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvstore.background import Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.meta.digests import ClearedTold, Digests
@@ -22,6 +22,7 @@ from kvstore.peers.directory import EMPTY, Directory
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.told import Told
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,9 @@ class Follower:
         self._clock = clock
         self._on_cleared = on_cleared
         self._on_turn = on_turn
-        self._changed = threading.Condition()  # guards session, watch, directory and marks
+        self._changed = Monitor()  # guards session, watch, directory and marks
         self._session: Session | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
         self._watch: Watch | None = None
         self._marks: dict[NamespaceDigest, bytes] = {}
         self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
@@ -74,8 +74,7 @@ class Follower:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, name="kvstore-peers-follow", daemon=True)
-        self._thread.start()
+        self._loop.start()
 
     def begin(self, session: Session) -> None:
         """Follows from now on, as long as ``session`` lives."""
@@ -122,13 +121,12 @@ class Follower:
     def close(self, timeout_s: float) -> None:
         """Ends the watch and the thread. Idempotent."""
         with self._changed:
-            self._closed, self._session, self.directory = True, None, EMPTY
-            self._changed.notify_all()
+            self._loop.stop()
+            self._session, self.directory = None, EMPTY
             watch = self._watch
         if watch is not None:
             watch.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._loop.close(timeout_s)
 
     def _read_afresh(self, session: Session) -> None:
         self._drop_watch()
@@ -187,14 +185,13 @@ class Follower:
         if watch is not None:
             watch.close()
 
-    def _run(self) -> None:
-        while not self._closed:
-            hears = self.step(self._limits.follow_s)
-            self._on_turn(self.directory)
-            if not hears:
-                self._wait(self._session)
+    def _turn(self) -> None:
+        hears = self.step(self._limits.follow_s)
+        self._on_turn(self.directory)
+        if not hears:
+            self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
         """Waits until there may be something to hear: a new session, or after a while the same one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._session not in (None, session), timeout=RETRY_S)
+            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)

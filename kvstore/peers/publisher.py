@@ -7,13 +7,13 @@ of its own, so that no call waits for etcd (rule P1). Every step is a method, fo
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.checksum import checksum
@@ -24,6 +24,7 @@ from kvstore.node.counters import Counters
 from kvstore.peers.digest import DIGEST_BYTES_MAX, encode
 from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
 from kvstore.sources import Clock
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +71,11 @@ class Publisher:
         self._counters = counters
         self._clock = clock
         self._peers = peers
-        self._changed = threading.Condition()  # guards the session that is published under
+        self._changed = Monitor()  # guards the session that is published under
         self._session: Session | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._loop = Loop("kvstore-peers-publish", self._changed, self._next)
+        self._due_s = 0.0
+        """Time (monotonic) of the next step, unless a session begins before."""
         # Only the thread uses the fields below.
         self._told_in: Session | None = None
         self._is_listed = False
@@ -84,13 +86,12 @@ class Publisher:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, name="kvstore-peers-publish", daemon=True)
-        self._thread.start()
+        self._loop.start()
 
     def begin(self, session: Session) -> None:
         """Publishes under ``session`` from now on."""
         with self._changed:
-            self._session = session
+            self._session, self._due_s = session, 0.0  # its peers know nothing yet
             self._changed.notify_all()
 
     def end(self, session: Session) -> None:
@@ -99,12 +100,12 @@ class Publisher:
             if self._session is session:
                 self._session = None
 
-    def step(self) -> float:
-        """Publishes what is due, as far as the rate allows; returns the seconds until the next step."""
+    def step(self) -> None:
+        """Publishes what is due, as far as the rate allows."""
         self._due |= dict.fromkeys(sorted(self._source.changes()))
         session = self._session
         if session is None:
-            return self._limits.sync_interval_s
+            return
         if session is not self._told_in:
             self._told_in, self._is_listed = session, False
             self._sums, self._due = {}, dict.fromkeys(range(SHARDS))
@@ -115,15 +116,11 @@ class Publisher:
                 break
             self._sums |= sums
             values, sums = self._chosen()
-        return self._limits.sync_interval_s
 
     def close(self, timeout_s: float) -> None:
         """Asks others to read no more from here, and ends the thread. Idempotent."""
-        with self._changed:
-            already, self._closed = self._closed, True
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        already = self._loop.closed
+        self._loop.close(timeout_s)
         session = self._session
         if already or session is None or not session.alive:
             return
@@ -168,15 +165,9 @@ class Publisher:
         self._counters.add(NodeCount.PEERS_DIGEST_BYTES, sum(map(len, values.values())))
         return True
 
-    def _run(self) -> None:
-        while not self._closed:
-            began_s, session = self._clock.monotonic_s(), self._session
-            pause_s = self.step() - (self._clock.monotonic_s() - began_s)
-            self._wait(session, pause_s)
-
-    def _wait(self, session: Session | None, pause_s: float) -> None:
-        """Waits for the pause, or until a session begins, whose peers know nothing yet."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._session not in (None, session), timeout=max(0.0, pause_s)
-            )
+    def _next(self) -> Decision:
+        now_s = self._clock.monotonic_s()
+        if now_s < self._due_s:
+            return self._due_s - now_s
+        self._due_s = now_s + self._limits.sync_interval_s
+        return self.step

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstore.background import Decision, Loop
 from kvstore.errors import InvalidRequest
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +50,12 @@ class AuditLog:
         self._now = now
         self._bytes_max = bytes_max
         self._kept_max = kept_max
-        self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(QUEUE_MAX)
+        self._changed = Monitor()  # guards the lines that wait
+        self._waiting: deque[bytes] = deque()
+        self._is_writing = False
+        self._loop = Loop("kvstore-audit", self._changed, self._next, drains=True)
         self._fd = -1
         self._size_bytes = 0
-        self._thread: threading.Thread | None = None
 
     @property
     def has_file(self) -> bool:
@@ -60,7 +64,7 @@ class AuditLog:
 
     def open(self) -> None:
         """Opens the file. Raises InvalidRequest if it cannot be written."""
-        if self._path is None or self._thread is not None:
+        if self._path is None or self._loop.threads:
             return
         try:
             self._open(self._path)
@@ -68,58 +72,52 @@ class AuditLog:
             raise InvalidRequest(
                 f"cannot write the audit log {str(self._path)!r}: {cause.strerror or cause}"
             ) from cause
-        self._thread = threading.Thread(target=self._run, args=(self._path,), name="kvstore-audit", daemon=True)
-        self._thread.start()
+        self._loop.start()
 
     def write(self, event: str, **fields: Any) -> None:
         """Queues one line. Omits ``fields`` that are None, and cuts long text."""
         entry: Mapping[str, Any] = {"time": self._now().isoformat(timespec="milliseconds"), "event": event, **fields}
         line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
-        if self._thread is None:
+        if not self._loop.threads or self._loop.closed:
             log.info("audit %s", line)
             return
-        try:
-            self._queue.put_nowait(line.encode() + b"\n")
-        except queue.Full:
+        with self._changed:
+            is_lost = len(self._waiting) >= QUEUE_MAX
+            if not is_lost:
+                self._waiting.append(line.encode() + b"\n")
+                self._changed.notify_all()
+        if is_lost:
             self.on_lost()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all lines so far are in the file; True if that was in time."""
-        if self._thread is None:
-            return True
-        written = threading.Event()
-        try:
-            self._queue.put(written, timeout=timeout_s)
-        except queue.Full:
-            return False
-        return written.wait(timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Writes what waits and ends the thread. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
+        if not self._loop.close(timeout_s):
             return  # the disk hangs, and the thread with it
-        thread.join(timeout_s)
-
-    # On the writing thread
-
-    def _run(self, path: Path) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                self._append(path, item)
-            except OSError as error:
-                log.error("audit.not_written %s: %s", path, error)
-                self.on_lost()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    # On the writing thread
+
+    def _next(self) -> Decision:
+        self._is_writing = bool(self._waiting)
+        if self._is_writing:
+            return partial(self._append_line, self._waiting.popleft())
+        self._changed.notify_all()  # for ``flush``
+        return None
+
+    def _append_line(self, line: bytes) -> None:
+        assert self._path is not None, "the thread starts with a file"
+        try:
+            self._append(self._path, line)
+        except OSError as error:
+            log.error("audit.not_written %s: %s", self._path, error)
+            self.on_lost()
 
     def _append(self, path: Path, line: bytes) -> None:
         if self._size_bytes and self._size_bytes + len(line) > self._bytes_max:

@@ -6,13 +6,15 @@ A thread that waits for a peer's next message cannot look at a clock, so one thr
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
+from kvstore.background import Decision, Loop
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
 PERIOD_S = 0.25
+CLOSE_S = 5.0
 
 
 class Watched:
@@ -54,12 +56,12 @@ class Watch:
 
     def __init__(self, clock: Clock, name: str, period_s: float = PERIOD_S) -> None:
         self._clock = clock
-        self._name = name
         self._period_s = period_s
         self._changed = Monitor()  # guards the streams under watch
         self._streams: set[Watched] = set()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._is_resting = False
+        """True while the thread waits for a first stream; else it looks within a period, and no call wakes it."""
+        self._loop = Loop(name, self._changed, self._next)
         self.expired_count = 0
         """Number of streams ended so far because nothing moved, or because they took too long."""
 
@@ -67,12 +69,11 @@ class Watch:
         """Calls ``end``, which must not block, if nothing moves for ``idle_s``, and after ``most_s`` in all."""
         watched = Watched(self, self._clock, idle_s, most_s, end)
         with self._changed:
-            first = not self._streams
             self._streams.add(watched)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
-                self._thread.start()
-            if first:
+            if not self._loop.threads:
+                self._loop.start()
+            if self._is_resting:
+                self._is_resting = False
                 self._changed.notify_all()
         return watched
 
@@ -83,27 +84,21 @@ class Watch:
 
     def close(self) -> None:
         """Ends the thread; no more streams are ended. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._loop.close(CLOSE_S)
 
-    def _look(self) -> None:
-        while True:
-            with self._changed:
-                while not self._streams and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                now_s = self._clock.monotonic_s()
-                late = [each for each in self._streams if now_s > min(each.moved_s + each.idle_s, each.ends_s)]
-                for watched in late:
-                    watched.expired = True
-                    self._streams.discard(watched)
-                    self.expired_count += 1
-            for watched in late:
-                watched.end()
-            with self._changed:
-                self._changed.wait(self._period_s)
+    def _next(self) -> Decision:
+        self._is_resting = not self._streams
+        if self._is_resting:
+            return None
+        now_s = self._clock.monotonic_s()
+        late = [each for each in self._streams if now_s > min(each.moved_s + each.idle_s, each.ends_s)]
+        for watched in late:
+            watched.expired = True
+            self._streams.discard(watched)
+            self.expired_count += 1
+        return partial(_end, late) if late else self._period_s
+
+
+def _end(late: Iterable[Watched]) -> None:
+    for watched in late:
+        watched.end()

@@ -16,7 +16,7 @@ from kvstore.security.guard import Visit
 from kvstore.security.identity import Presented
 from kvstore.security.permissions import Role
 from kvstore.tracing import REQUEST_ID_CHARS_MAX, REQUEST_ID_KEY
-from kvstore.worker.bulk.context import BulkContext
+from kvstore.worker.context import BulkContext
 
 AUTHORIZATION = "authorization"
 BEARER = "bearer "

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import grpc
 
@@ -22,8 +22,8 @@ from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
-from kvstore.worker.bulk.context import BulkContext
 from kvstore.worker.call import Call, peer_of, presented_by
+from kvstore.worker.context import BulkContext, CallContext
 
 log = logging.getLogger(__name__)
 
@@ -38,30 +38,6 @@ class Ended(NamedTuple):
     code: str
     path: str
     """``grpc``, or of the bulk protocol ``unix`` or ``tcp``."""
-
-
-class CallContext(Protocol):
-    """What a call knows of its client: gRPC's context, or that of the bulk protocol."""
-
-    def time_remaining(self) -> float | None:
-        """Seconds the client still waits; None where it did not say."""
-        ...
-
-    def invocation_metadata(self) -> Any:
-        """What the client sent with the call: pairs of a key and a value."""
-        ...
-
-    def is_active(self) -> bool:
-        """Whether the client is there."""
-        ...
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with a refusal."""
-        ...
-
-    def abort(self, code: grpc.StatusCode, details: str) -> Any:
-        """Raises, so that the call ends with this status."""
-        ...
 
 
 class Calls:

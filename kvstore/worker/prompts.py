@@ -14,10 +14,10 @@ from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.holds import ClientHolds
+from kvstore.worker.puts_behind import PutsBehind
 
 DIGEST_BYTES = 32
 SETTLE_S = 2.0

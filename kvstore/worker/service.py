@@ -24,7 +24,6 @@ from kvstore.wire.watch import Watch
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.blocks import BlockStreams
 from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
@@ -35,6 +34,7 @@ from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.moves import MoveStreams
 from kvstore.worker.pinning import PinCalls
 from kvstore.worker.prompts import Prompts
+from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import PutStreams
 
 Request = TypeVar("Request", bound=Message)

@@ -13,12 +13,14 @@ from typing import cast
 
 import grpc
 
+from kvstore.background import Loop
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
 from kvstore.security.server import ServerSecurity
 from kvstore.sources import SystemClock
+from kvstore.waiting import Monitor
 from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import SERVER_OPTIONS
 from kvstore.worker.bulk.listener import BulkListener
@@ -85,13 +87,13 @@ class Worker:
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
         self._settled = threading.Event()  # listed, or leaving before that
-        self._stopping = threading.Event()
+        self._changed = Monitor()  # guards that the worker stops
         self._leaving = False
         self._room_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
         self._health: Health | None = None
-        self._monitor = threading.Thread(target=self._look_after, name="kvstore-worker", daemon=True)
+        self._loop = Loop("kvstore-worker", self._changed, lambda: self._turn)
 
     def start(self) -> str:
         """Listens, serves, and registers in the cluster; returns the bound address.
@@ -139,7 +141,7 @@ class Worker:
         self.address = self._listen if is_path else f"{host}:{bound}"
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
         self._health.set(True)
-        self._monitor.start()
+        self._loop.start()
         self._member.presence.attach(self._register)
         self._settled.wait(REGISTER_S)  # whoever is told that it is ready looks it up
         return self.address
@@ -169,7 +171,7 @@ class Worker:
         self._settled.set()
         self.service.gate.close()
         self.control.close()
-        self._stopping.set()
+        self._loop.stop()
         if self._server is None:
             self.service.close()
             return
@@ -181,7 +183,7 @@ class Worker:
         self._server.stop(grace_s).wait(grace_s + LAST_ANSWERS_S)
         if self._threads is not None:
             self._threads.shutdown(timeout_s=LAST_ANSWERS_S)
-        self._monitor.join(LAST_ANSWERS_S)
+        self._loop.close(LAST_ANSWERS_S)
         self.service.close()
 
     @property
@@ -189,17 +191,22 @@ class Worker:
         """What health says."""
         return self._health is not None and self._health.is_serving
 
+    def _turn(self) -> None:
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: self._loop.closed, self.limits.health_period_s)
+        if not is_over:
+            self._look_after()
+
     def _look_after(self) -> None:
         """Says so while the root hangs, so that clients turn to workers whose mount is alive; ends old holds."""
         assert self._health is not None
-        while not self._stopping.wait(self.limits.health_period_s):
-            self.service.holds.expire()
-            self._member.expire()
-            self._look_at_room()
-            serving = not self._member.node.stats()["root_hangs"] and not self._leaving
-            if serving != self._health.is_serving and not self._stopping.is_set():
-                log.warning("worker.serving %s", serving)
-                self._health.set(serving)
+        self.service.holds.expire()
+        self._member.expire()
+        self._look_at_room()
+        serving = not self._member.node.stats()["root_hangs"] and not self._leaving
+        if serving != self._health.is_serving and not self._loop.closed:
+            log.warning("worker.serving %s", serving)
+            self._health.set(serving)
 
     def _look_at_room(self) -> None:
         """Now and then: how much room the root has, for metrics. While it does not answer the last answer stays."""

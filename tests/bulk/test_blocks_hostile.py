@@ -17,12 +17,12 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.reading_blocks import BlockReading
 from kvstore.client.bulk.receiving import GROUP_BYTES, is_small, receive_images
 from kvstore.client.limits import ClientLimits
-from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block

@@ -8,10 +8,10 @@ import pytest
 
 from kvstore.address import Address
 from kvstore.sources import RandomIds
+from kvstore.worker import puts_behind
 from kvstore.worker.admission import Gate
-from kvstore.worker.bulk import puts_behind
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.calls import Calls
+from kvstore.worker.puts_behind import PutsBehind
 from tests.worker.serving import WAIT_S
 
 ADDRESSES = [Address(bytes([number]) * 16) for number in range(3)]

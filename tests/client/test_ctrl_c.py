@@ -13,6 +13,7 @@ from types import FrameType
 import pytest
 
 import kvstore
+from kvstore.background import Loop
 from kvstore.buffers import Borrowed
 from kvstore.client.remote_move import MOVES_MAX, Slots
 from kvstore.errors import Overloaded
@@ -64,6 +65,24 @@ def goes_through(work: Callable[[], object]) -> bool:
 
     threading.Thread(target=works, daemon=True).start()
     return ended.wait(WAIT_S)
+
+
+def test_the_end_of_a_loop() -> None:
+    """Its start is that of a thread, in which Python itself waits for an event of its own."""
+    changed, steps = Monitor(), 0
+    loops: list[Loop] = []
+
+    def begin() -> None:
+        loops.append(Loop("test-ctrl-c", changed, lambda: None))
+        loops[-1].start()
+
+    begin()
+    for step in interrupted_everywhere(lambda: loops[-1].close(WAIT_S)):
+        steps = step
+        assert goes_through(begin), f"Ctrl-C at step {step}"
+        assert loops[-2].close(WAIT_S), f"Ctrl-C at step {step}"
+    assert steps > 1
+    assert loops[-1].close(WAIT_S)
 
 
 def test_a_place_for_a_move() -> None:

@@ -94,7 +94,13 @@ def all_locked(store: Store, hold: Hold) -> Iterator[None]:
     port: Any = store._port
     remote_hold: Any = hold._held
     endpoints = port.endpoints
-    locks = [endpoints._changed, port.counters._lock, port._watch._changed, port._tools.lanes._lock, remote_hold._lock]
+    locks = [
+        endpoints._changed,
+        port.counters._lock,
+        port._tools.watch._changed,
+        port._tools.lanes._lock,
+        remote_hold._lock,
+    ]
     for endpoint in endpoints._live.values():
         locks += [endpoint._lock, endpoint.bulk._lock]
     with ExitStack() as held:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -10,9 +12,13 @@ from typing import Any
 
 import pytest
 
+import kvstore.connectors
 from kvstore.connectors import fingerprints, weights
+from kvstore.connectors.lmcache_keys import Settings as LMCacheSettings
+from kvstore.connectors.opening import Settings
 from kvstore.connectors.settings import OPAQUE_LAYOUT, LateStore, StoreSettings
 from kvstore.connectors.trouble import Trouble
+from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
 from tests.patience import NEVER_S, PATIENCE_S
@@ -44,6 +50,29 @@ def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, A
         StoreSettings.of(given, "test")
 
 
+TABLES: tuple[tuple[str, type[Settings]], ...] = (
+    ("vLLM", VllmSettings),
+    ("LMCache", LMCacheSettings),
+    ("SGLang", StoreSettings),
+)
+
+
+@pytest.mark.parametrize(("engine", "settings"), TABLES, ids=[engine for engine, _ in TABLES])
+def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[Settings]) -> None:
+    page = Path(kvstore.connectors.__file__).with_name("README.md").read_text()
+    section = page.partition(f"\n## {engine}\n")[2].partition("\n## ")[0]
+    told: dict[str, str] = {}
+    for names, defaults in re.findall(r"^\| (`.+?`) \| (.*?) ?\|", section, re.MULTILINE):
+        keys = re.findall(r"`(\w+)`", names)
+        told.update(dict.fromkeys(keys) if not defaults else zip(keys, defaults.split(", "), strict=False))
+    assert settings.names() == told.keys()
+    units = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
+    for each in dataclasses.fields(settings):
+        if isinstance(each.default, int | float) and not isinstance(each.default, bool):
+            number, _, unit = told[each.name].partition(" ")
+            assert float(number) * units[unit] == each.default, each.name
+
+
 @pytest.fixture(autouse=True)
 def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -59,7 +88,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def namespace(root: Path, model: object, **settings: Any) -> Namespace:
-    store = LateStore(StoreSettings(place={"root": str(root)}, **settings))
+    store = LateStore(StoreSettings(root=str(root), **settings))
     try:
         return store.model("test", str(model), {}).namespace
     finally:
@@ -93,7 +122,7 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
         return "digest"
 
     monkeypatch.setattr(fingerprints, "model_fingerprint", hashing)
-    store = LateStore(StoreSettings(place={"root": str(tmp_root)}, lookup_timeout_s=0.2))
+    store = LateStore(StoreSettings(root=str(tmp_root), lookup_timeout_s=0.2))
     began_s = time.monotonic()
     for _ in range(300):
         with pytest.raises(Unavailable, match="hashed"):
@@ -112,7 +141,7 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
 
 
 def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = LateStore(StoreSettings(place={"root": str(tmp_root)}))
+    store = LateStore(StoreSettings(root=str(tmp_root)))
     for _ in range(3):
         store.model("test", "org/model", {})
     store.close()

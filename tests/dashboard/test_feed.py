@@ -60,7 +60,7 @@ def test_what_a_source_said_stays_when_it_fails() -> None:
         assert feed.look().error == "internal error, please report it: ValueError"
         answers.put(9)
         eventually(lambda: feed.look().value == 9)
-        feed._closed = True  # it waits in the source; what it gets is its last
+        feed._loop.stop()  # it waits in the source; what it gets is its last
         answers.put(9)
 
 
@@ -94,7 +94,7 @@ def test_on_demand_is_read_only_while_somebody_looks() -> None:
         feed.look()
         eventually(lambda: reads[0] >= 2)
         clock.added_s += WANTED_S + 1.0
-        eventually(lambda: feed._thread is not None and not feed._is_wanted(clock.monotonic_s()))
+        eventually(lambda: not feed._is_wanted(clock.monotonic_s()))
         seen = reads[0]
         feed.look()
         eventually(lambda: reads[0] > seen)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified
-from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Giving, NotGiven
 from kvstore.client.bulk.handed import take_given
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import fill_verified, is_small, receive_images
 from kvstore.client.limits import ClientLimits
-from kvstore.client.tools import FileLanes
 from kvstore.format.header import Damaged
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images

@@ -9,8 +9,8 @@ from contextlib import suppress
 from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.cargo import ARENA_RUNS, Addresses, Cargo
 from kvstore.client.bulk.copying import copy_rows
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
-from kvstore.client.tools import FileLanes
 from kvstore.errors import Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.v1 import kvstore_pb2 as pb

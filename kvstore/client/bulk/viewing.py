@@ -16,9 +16,9 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.handed import images_of, in_groups, leading, read_files
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
-from kvstore.client.tools import FileLanes
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline

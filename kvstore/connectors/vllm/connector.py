@@ -32,7 +32,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.of(transfer.kv_connector_extra_config)
+        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_hashes(vllm_config)
         shape = Shape(vllm_config, kv_cache_config)
         if not shape.is_async(settings):

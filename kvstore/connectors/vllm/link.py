@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvstore.client import Store
 from kvstore.client.blocks import BlockCache
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.opening import Settings
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.waiting import Flag

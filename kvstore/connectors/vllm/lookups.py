@@ -6,12 +6,13 @@ so that a store that hangs costs one deadline and not one per request.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from kvstore.background import Decision, Loop
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
@@ -70,13 +71,9 @@ class Lookups:
         self._paused_until_s = 0.0
         self._waiting: deque[Lookup] = deque()
         self._condition = Monitor()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"kvstore-vllm-lookup-{number}", daemon=True)
-            for number in range(THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loop = Loop("kvstore-vllm-lookup", self._condition, self._next, threads_max=THREADS)
+        for _ in range(THREADS):
+            self._loop.start()
 
     def begin(self, keys: Sequence[Sequence[bytes]], asked: int) -> Lookup:
         """Starts to look for the units from ``asked`` on."""
@@ -108,33 +105,26 @@ class Lookups:
 
     def close(self) -> None:
         """Ends the threads; one that is stuck ends with the process."""
-        with self._condition:
-            self._closed = True
-            self._waiting.clear()
-            self._condition.notify_all()
+        self._loop.stop()
 
-    def _serve(self) -> None:
-        while True:
-            with self._condition:
-                while not (self._waiting or self._closed):
-                    self._condition.wait()
-                if self._closed:
-                    return
-                lookup = self._waiting.popleft()
-            if lookup.abandoned:
-                continue
-            began_s = self._clock()
-            try:
-                found = self._look(lookup)
-            except KVStoreError:
-                found = UNKNOWN
-            if lookup.abandoned:
-                continue
-            if self._clock() - began_s >= self._timeout_s:
-                self.pause()
-            if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
-                self._look_again(lookup)
-                continue
+    def _next(self) -> Decision:
+        return partial(self._serve, self._waiting.popleft()) if self._waiting else None
+
+    def _serve(self, lookup: Lookup) -> None:
+        if lookup.abandoned:
+            return
+        began_s = self._clock()
+        try:
+            found = self._look(lookup)
+        except KVStoreError:
+            found = UNKNOWN
+        if lookup.abandoned:
+            return
+        if self._clock() - began_s >= self._timeout_s:
+            self.pause()
+        if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
+            self._look_again(lookup)
+        else:
             lookup.found = found
 
     def _look_again(self, lookup: Lookup) -> None:
@@ -142,8 +132,7 @@ class Lookups:
         with self._condition:
             if not self._waiting:
                 self._condition.wait(POLL_S)
-            if not self._closed:
-                self._waiting.append(lookup)
+            self._waiting.append(lookup)
 
     def _look(self, lookup: Lookup) -> Found:
         caches = self._link.caches()

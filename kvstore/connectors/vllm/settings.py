@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 from kvstore.connectors import opening
-from kvstore.connectors.opening import MEMORY_KEYS, setting
+from kvstore.connectors.opening import choice, number
 from kvstore.errors import InvalidRequest
-
-LOADS = ("async", "sync")
-WHERE = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True)
-class Settings(opening.Settings):
-    """``kv_connector_extra_config``: where the store is (``root`` and ``etcd``, or ``connect``), and what follows."""
+class TierSettings(opening.Settings):
+    """The settings of an entry in ``secondary_tiers``, which those of the connector share."""
 
-    lookup_timeout_s: float = setting(1.0)
+    lookup_timeout_s: float = number(1.0)
     """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
     fingerprint: str = ""
-    """Digest of the weights; computed from the weight files where it is not given."""
-    load: str = setting("async", choices=LOADS)
+    """Digest of the weights; computed from the weight files if it is not given."""
+    pause_s: float = number(10.0, least=0)
+    """After a time-out, look-ups are misses at once for this long."""
+    load_threads: int = number(2, least=1)
+    """Requests that a worker loads at once."""
+
+
+@dataclass(frozen=True)
+class Settings(TierSettings):
+    """The settings in ``kv_connector_extra_config``."""
+
+    load: str = choice("async", "sync")
     """``async``: a request waits aside for its KV while others run. ``sync``: it is loaded within its first step."""
     layerwise: bool = False
     """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
-    wait_s: float = setting(0.0, least=0)
+    wait_s: float = number(0.0, least=0)
     """The time that a look-up waits for missing blocks: for decode engines, while a prefill engine writes."""
-    pause_s: float = setting(10.0, least=0)
-    """After a time-out, look-ups are misses at once for this long."""
-    store_bytes_max: int = setting(2 << 30, least=1)
+    store_bytes_max: int = number(2 << 30, least=1)
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
-    load_bytes_max: int = setting(64 << 20, least=1)
+    load_bytes_max: int = number(64 << 20, least=1)
     """Host memory of one of the threads that load."""
-    load_threads: int = setting(2, least=1)
-    """Requests that a worker loads at once."""
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
-    drain_s: float = setting(5.0, least=0)
+    drain_s: float = number(5.0, least=0)
     """The time that a worker goes on storing when it shuts down."""
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
-        return replace(self, place={key: value for key, value in self.place.items() if key not in MEMORY_KEYS})
+        return replace(self, memory=None, write=None)
 
     def check_loads(self, *, batches: int, drafts: bool) -> None:
         """Raises InvalidRequest for synchronous loads where vLLM could not make up for one that failed.
@@ -59,8 +60,3 @@ class Settings(opening.Settings):
         if self.layerwise and drafts:
             # vLLM then asks for failed loads before the draft model has asked for its layers.
             raise InvalidRequest("layerwise loads do not go with speculative decoding: set layerwise to false")
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], where: str = WHERE) -> Self:
-        """See the base. Raises InvalidRequest."""
-        return super().of(given, where)

@@ -20,7 +20,8 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, decode_span, encode_slots, encode_span
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.leases import Lease, Leases
-from kvstore.worker.calls import CallContext, seconds_left
+from kvstore.worker.calls import seconds_left
+from kvstore.worker.context import CallContext
 
 KEEP = 1
 """What READ says first where the client goes on reading what it leased."""

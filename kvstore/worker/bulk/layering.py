@@ -19,7 +19,8 @@ from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_inde
 from kvstore.wire.bulk.runs import SUM_BYTES, send_run
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.calls import CallContext, Calls, seconds_left
+from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.context import CallContext
 
 
 def send_layers(

@@ -23,10 +23,10 @@ from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
+from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import blocks_answer, chunks_answer
 from kvstore.writes import WriteMode
 

@@ -16,15 +16,15 @@ from kvstore.wire.traces import trace_of
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.context import BulkContext, Refused
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.putting import BulkPuts
 from kvstore.worker.calls import Calls
+from kvstore.worker.context import BulkContext, Refused
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
+from kvstore.worker.puts_behind import PutsBehind
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""

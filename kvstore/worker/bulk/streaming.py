@@ -23,7 +23,8 @@ from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_inde
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.calls import CallContext, Calls, seconds_left
+from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.context import CallContext
 
 WINDOW_CHUNKS = 1024
 """Chunks that are looked for at once: so many that tiny ones cost little each, so few that the first come soon."""

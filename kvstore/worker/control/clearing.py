@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvstore.census.selection import Selection
 from kvstore.node.member import Member
 from kvstore.v1 import control_pb2 as pb
-from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.control.runner import Step
+from kvstore.worker.puts_behind import PutsBehind
 
 BEHIND_S = 10.0
 """How long it waits for what clients have sent and this worker has yet to store."""

@@ -10,11 +10,14 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from kvstore.background import Decision, Loop
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.progress import Cancelled
 from kvstore.sources import Clock, Ids
 from kvstore.tickets import State, Ticket
+from kvstore.waiting import Monitor
 from kvstore.worker.control.book import Book
 
 log = logging.getLogger(__name__)
@@ -24,8 +27,6 @@ THREADS_MAX = 4
 SPARE_THREADS = 1
 """Beyond these, for acts about no single tenant: others may take hours, and what a bad roll-out wrote is to go now."""
 DEADLINE_S_MAX = 86_400.0
-IDLE_S = 30.0
-"""A thread without work ends after so long."""
 
 
 class Step:
@@ -105,16 +106,14 @@ class Runner:
         self._on_end = on_end
         self._clock = clock
         self._ids = ids
-        self._threads_max = threads_max + spare_threads
         self._tenants_max = threads_max
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._waiting: deque[_Job] = deque()
         self._running: Counter[str | None] = Counter()
         """By tenant, how many are under way."""
         self._steps: dict[str, Step] = {}
-        self._threads: set[threading.Thread] = set()
-        self._idle = 0
-        self._closed = False
+        threads_max += spare_threads
+        self._loop = Loop("kvstore-ticket", self._changed, self._next, threads_max=threads_max)
 
     def begin(
         self,
@@ -138,10 +137,10 @@ class Runner:
         ticket = Ticket(id, act, about, identity, tenant, unit, self._clock.now_s(), tokens=tokens)
         step = Step(self.book, ticket.id, self._clock, self._clock.monotonic_s() + seconds)
         with self._changed:
-            if self._closed:
+            if self._loop.closed:
                 raise Unavailable("the worker is draining and begins nothing any more: turn to another one")
             self.book.add(ticket)
-            if self._idle <= len(self._waiting) and len(self._threads) < self._threads_max:
+            if len(self._loop.threads) < len(self._steps) + 1:
                 self._hire(ticket.id)
             self._steps[ticket.id] = step
             self._waiting.append(_Job(step, ticket.id, work, tenant))
@@ -164,46 +163,38 @@ class Runner:
     def close(self, timeout_s: float) -> None:
         """Cancels all, and waits at most so long for those under way. Idempotent."""
         with self._changed:
-            self._closed = True
-            ids, threads = [*self._steps], [*self._threads]
-            self._changed.notify_all()
+            self._loop.stop()
+            ids = [*self._steps]
         for ticket_id in ids:
             self.cancel(ticket_id, "the worker stopped")
-        ends_s = self._clock.monotonic_s() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, ends_s - self._clock.monotonic_s()))
+        self._loop.close(timeout_s)
 
     def _hire(self, ticket_id: str) -> None:
         """One thread more. Raises Overloaded where the system has none, and there is nobody else to do the ticket."""
-        thread = threading.Thread(target=self._run, name="kvstore-ticket", daemon=True)
         try:
-            thread.start()
+            self._loop.start()
         except RuntimeError as cause:
-            if self._threads:
+            if self._loop.threads:
                 return
             self.book.move(ticket_id, State.CANCELLED, message="no thread for it", ended_s=self._clock.now_s())
             raise Overloaded("the worker's host has no thread left for it: back off") from cause
-        self._threads.add(thread)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._closed or self._next() is not None, IDLE_S)
-                self._idle -= 1
-                job = self._next()
-                if job is None:
-                    self._threads.discard(threading.current_thread())
-                    return
-                self._waiting.remove(job)
-                self._running[job.tenant] += 1
-            self._do(job)
-            with self._changed:
-                self._running[job.tenant] -= 1
-                if not self._running[job.tenant]:
-                    del self._running[job.tenant]  # names that somebody made up are not kept
+    def _next(self) -> Decision:
+        job = self._turn()
+        if job is None:
+            return None
+        self._waiting.remove(job)
+        self._running[job.tenant] += 1
+        return partial(self._run, job)
 
-    def _next(self) -> _Job | None:
+    def _run(self, job: _Job) -> None:
+        self._do(job)
+        with self._changed:
+            self._running[job.tenant] -= 1
+            if not self._running[job.tenant]:
+                del self._running[job.tenant]  # names that somebody made up are not kept
+
+    def _turn(self) -> _Job | None:
         """The first one of the tenant with fewest under way: who asks for fifty does not make others wait for them.
 
         None where no turn has come: then a thread that is busy takes the next one when it is done.

@@ -1,10 +1,13 @@
-"""A request of the bulk protocol as the worker's calls see one: what gRPC's context is for the others."""
+"""The context of a call: what the worker's code may ask of gRPC, or of the bulk protocol.
+
+Separate from both: calls of either kind are let in, timed and refused by the same code.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -12,6 +15,30 @@ from kvstore.security.identity import NOTHING, Presented
 from kvstore.tracing import Metadata
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.statuses import Refusal
+
+
+class CallContext(Protocol):
+    """What a call knows of its client: gRPC's context, or that of the bulk protocol."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds the client still waits; None where it did not say."""
+        ...
+
+    def invocation_metadata(self) -> Any:
+        """What the client sent with the call: pairs of a key and a value."""
+        ...
+
+    def is_active(self) -> bool:
+        """Whether the client is there."""
+        ...
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """What goes with a refusal."""
+        ...
+
+    def abort(self, code: grpc.StatusCode, details: str) -> Any:
+        """Raises, so that the call ends with this status."""
+        ...
 
 
 class Refused(Exception):
@@ -23,7 +50,7 @@ class Refused(Exception):
 
 
 class BulkContext:
-    """What a request allows: its time, and how it is refused."""
+    """A ``CallContext`` of the bulk protocol: what a request allows: its time, and how it is refused."""
 
     def __init__(
         self, channel: Channel, timeout_s: float, metadata: Metadata = (), presented: Presented = NOTHING

@@ -1,0 +1,132 @@
+"""A loop in the background: daemon threads that ask what to do, do it, and wait while there is nothing to do.
+
+Queues, timers and watches all need the same rules. They are here once:
+
+- **Decide under the lock, act outside.** ``decide`` runs under the owner's monitor. It returns what to do next, or how
+  long to wait. The owner changes its state under the same monitor and then notifies, so no change is missed.
+- **Stop.** After ``close`` a thread ends with the work that it does at the moment. What waits is left, or, in a loop
+  that ``drains``, done first. Joining has a deadline: a thread that a dead mount holds ends with the process.
+- **Exceptions.** What ``decide`` or the work raises is a defect of ours. It is logged, and the thread goes on: it must
+  not end unseen. From the second failure in a row on it pauses, so that it does not fill the log. Errors of the world
+  are the work's own to catch.
+- **Fork.** A forked child has none of the threads, and its copy of the monitor may be locked for ever. There ``start``
+  and ``close`` do nothing.
+- **Ctrl-C** comes to the main thread alone, which may be in ``start`` or ``close``, or in the owner's code. The monitor
+  (``kvstore.waiting``) is never left locked by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.waiting import Monitor
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0
+"""Pause of a thread that fails again and again."""
+
+Work = Callable[[], object]
+Decision = Work | float | None
+"""What to do now; or the seconds to wait, unless the owner notifies before; or None, to wait until it notifies."""
+
+
+class Loop:
+    """Up to ``threads_max`` threads that do what ``decide`` says. Thread-safe.
+
+    ``changed`` is the owner's monitor; ``decide`` is called while it is held, and what it returns while it is not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        changed: Monitor,
+        decide: Callable[[], Decision],
+        *,
+        threads_max: int = 1,
+        drains: bool = False,
+    ) -> None:
+        self.threads: list[threading.Thread] = []
+        """The threads started so far."""
+        self._name = name
+        self._changed = changed
+        self._decide = decide
+        self._threads_max = threads_max
+        self._drains = drains
+        self.closed = False
+        """True once ``stop`` or ``close`` was called."""
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child, which has none of the threads."""
+        return self._process == os.getpid()
+
+    def start(self) -> None:
+        """Starts one thread more; none beyond ``threads_max``, after ``close``, or in a forked child."""
+        if not self.is_here:
+            return
+        with self._changed:
+            if self.closed or len(self.threads) >= self._threads_max:
+                return
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def stop(self) -> None:
+        """Has the threads end; does not wait for that. Idempotent."""
+        if not self.is_here:
+            return
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the threads; True if they ended in time. A thread of the loop that calls it is not waited for.
+
+        Idempotent.
+        """
+        if not self.is_here:
+            return True
+        self.stop()
+        ends_s = time.monotonic() + timeout_s
+        others = [thread for thread in self.threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, ends_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
+
+    def _run(self) -> None:
+        is_failing = False
+        while True:
+            try:
+                work = self._next()
+                if work is None:
+                    return
+                work()
+                is_failing = False
+            except Exception:
+                log.exception("background.failed thread=%s", self._name)
+                if is_failing:
+                    self._pause()
+                is_failing = True
+            work = None  # it may hold memory of a caller
+
+    def _pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed, PAUSE_S)
+
+    def _next(self) -> Work | None:
+        """Waits for something to do; None at the end."""
+        with self._changed:
+            while self._drains or not self.closed:
+                decision = self._decide()
+                if callable(decision):
+                    return decision
+                if self.closed:
+                    break
+                self._changed.wait(decision)
+        return None

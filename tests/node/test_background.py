@@ -1,0 +1,190 @@
+"""The rules of a loop in the background: deciding, stopping, failing and forking (Ctrl-C: ``tests/client``)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import background
+from kvstore.background import Decision, Loop
+from kvstore.waiting import Monitor
+from tests.patience import NEVER_S, PATIENCE_S, eventually, returns
+
+
+class Queue:
+    """The smallest owner of a loop: what is added is done in turn."""
+
+    def __init__(self, **options: Any) -> None:
+        self.changed = Monitor()
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.pause_s: float | None = None
+        self.loop = Loop("test-background", self.changed, self._decide, **options)
+
+    def add(self, *works: Callable[[], object]) -> None:
+        with self.changed:
+            self.waiting += works
+            self.changed.notify_all()
+
+    def _decide(self) -> Decision:
+        return self.waiting.popleft() if self.waiting else self.pause_s
+
+
+class Step:
+    """Work that begins, and then waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        self.ended.set()
+
+
+def test_what_is_decided_is_done_in_turn_without_the_lock() -> None:
+    queue, done, end = Queue(), list[int](), threading.Event()
+
+    def note(number: int) -> None:
+        returns(queue.add, "taking the lock while it works")
+        done.append(number)
+
+    queue.add(*(lambda number=number: note(number) for number in range(3)), end.set)
+    assert not done, "nothing happens before the start"
+    queue.loop.start()
+    assert end.wait(PATIENCE_S)
+    assert done == [0, 1, 2]
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_it_waits_as_long_as_it_is_told_or_until_it_is_notified() -> None:
+    queue, asked = Queue(), list[None]()
+    decide = queue.loop._decide
+
+    def counted() -> Decision:
+        asked.append(None)
+        return decide()
+
+    queue.loop._decide = counted
+    queue.pause_s = 0.001
+    queue.loop.start()
+    eventually(lambda: len(asked) > 3, "it asks again after the pause")
+    with queue.changed:
+        queue.pause_s = None
+    done = threading.Event()
+    queue.add(done.set)
+    assert done.wait(PATIENCE_S)
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_no_more_threads_than_allowed_work_at_once() -> None:
+    queue, steps = Queue(threads_max=2), [Step() for _ in range(3)]
+    for _ in range(5):
+        queue.loop.start()
+    assert len(queue.loop.threads) == 2
+    queue.add(*steps)
+    assert steps[0].begun.wait(PATIENCE_S) and steps[1].begun.wait(PATIENCE_S)
+    assert not steps[2].begun.is_set()
+    for step in steps:
+        step.may_end.set()
+    assert steps[2].ended.wait(PATIENCE_S)
+    assert queue.loop.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_close_ends_the_work_under_way_and_only_a_loop_that_drains_does_the_rest(drains: bool) -> None:
+    queue, first, second = Queue(drains=drains), Step(), Step()
+    second.may_end.set()
+    queue.loop.start()
+    queue.add(first, second)
+    assert first.begun.wait(PATIENCE_S)
+    assert not queue.loop.close(0.0), "one is under way"
+    assert queue.loop.closed
+    first.may_end.set()
+    assert queue.loop.close(PATIENCE_S)
+    assert second.ended.is_set() == drains
+    queue.loop.start()
+    assert len(queue.loop.threads) == 1, "nothing starts after the end"
+
+
+def test_a_thread_of_the_loop_may_close_it() -> None:
+    queue, closed = Queue(), list[bool]()
+    queue.loop.start()
+    queue.add(lambda: closed.append(queue.loop.close(NEVER_S)))
+    eventually(lambda: closed == [True])
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_work_that_raises_is_logged_and_the_thread_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, done = Queue(), threading.Event()
+    queue.loop.start()
+    queue.add(lambda: 1 // 0, done.set)
+    assert done.wait(PATIENCE_S)
+    assert "background.failed thread=test-background" in caplog.text and "ZeroDivisionError" in caplog.text
+    # A second failure in a row pauses, and closing does not wait for the pause.
+    monkeypatch.setattr(background, "PAUSE_S", NEVER_S)
+    paused, pause = threading.Event(), queue.loop._pause
+
+    def seen() -> None:
+        paused.set()
+        pause()
+
+    monkeypatch.setattr(queue.loop, "_pause", seen)
+    queue.add(lambda: 1 // 0, lambda: 1 // 0)
+    assert paused.wait(PATIENCE_S)
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_a_decision_that_raises_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    queue, decided = Queue(), list[None]()
+    decide = queue.loop._decide
+
+    def first_fails() -> Decision:
+        decided.append(None)
+        if len(decided) == 1:
+            raise ValueError("a defect")
+        return decide()
+
+    queue.loop._decide = first_fails
+    done = threading.Event()
+    queue.add(done.set)
+    queue.loop.start()
+    assert done.wait(PATIENCE_S)
+    assert "a defect" in caplog.text
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_an_idle_thread_keeps_nothing_alive() -> None:
+    queue, done = Queue(), threading.Event()
+    memory = np.zeros(1)
+    alive = weakref.ref(memory)
+    queue.loop.start()
+    queue.add(partial(memory.fill, 1), done.set)
+    del memory
+    assert done.wait(PATIENCE_S)
+    eventually(lambda: gc.collect() >= 0 and alive() is None)
+    assert queue.loop.close(PATIENCE_S)
+
+
+def test_a_forked_child_has_no_threads_and_never_waits_for_the_lock() -> None:
+    queue = Queue()
+    queue.loop.start()
+    with queue.changed:  # the child's copy of the lock stays locked, whoever held it
+        child = os.fork()
+        if not child:
+            starting = threading.Thread(target=queue.loop.start, daemon=True)
+            starting.start()
+            starting.join(PATIENCE_S)
+            os._exit(not (not starting.is_alive() and not queue.loop.is_here and queue.loop.close(NEVER_S)))
+    assert os.waitpid(child, 0)[1] == 0
+    assert queue.loop.close(PATIENCE_S)
