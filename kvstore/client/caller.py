@@ -11,6 +11,7 @@ from kvstore import tracing
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
+from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.sources import Clock
@@ -41,7 +42,7 @@ class Caller:
         name: str,
         request: bytes,
         timeout_s: float,
-        affinity: bytes | None = None,
+        marking: Marking | None = None,
         *,
         may_repeat: bool = True,
         even_aside: bool = False,
@@ -52,7 +53,7 @@ class Caller:
             answer: bytes = endpoint.unary(name)(request, timeout=left_s)
             return answer
 
-        return self.anywhere(send, timeout_s, affinity, may_repeat=may_repeat, even_aside=even_aside)
+        return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=even_aside)
 
     def every_message(self, name: str, request: bytes, timeout_s: float) -> list[bytes]:
         """All messages of an answer that is a short stream."""
@@ -66,7 +67,7 @@ class Caller:
         self,
         send: Callable[[Endpoint, float], T],
         timeout_s: float,
-        affinity: bytes | None,
+        marking: Marking | None,
         *,
         may_repeat: bool = True,
         even_aside: bool = False,
@@ -78,7 +79,7 @@ class Caller:
         """
         with tracing.request() as id:
             try:
-                return self._anywhere(send, timeout_s, affinity, may_repeat, even_aside)
+                return self._anywhere(send, timeout_s, marking, may_repeat, even_aside)
             except KVStoreError as error:
                 error.add_note(f"kvstore request {id}: workers' logs name it")
                 raise
@@ -87,13 +88,13 @@ class Caller:
         self,
         send: Callable[[Endpoint, float], T],
         timeout_s: float,
-        affinity: bytes | None,
+        marking: Marking | None,
         may_repeat: bool,
         even_aside: bool,
     ) -> T:
         ends_s = self._clock.monotonic_s() + timeout_s
         error: KVStoreError | None = None
-        for endpoint in self._endpoints.ranked(affinity, even_aside=even_aside):
+        for endpoint in self._endpoints.ranked(marking, even_aside=even_aside):
             left_s = ends_s - self._clock.monotonic_s()
             if left_s <= 0:
                 break

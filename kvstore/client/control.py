@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -20,6 +21,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_move import move_message
+from kvstore.client.spreading import Marking, marks_of
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.looking import ChunkPlace
@@ -114,12 +116,11 @@ class Control:
         packed = pack_tokens(ids[: len(ids) // namespace.layout.chunk_tokens * namespace.layout.chunk_tokens])
         request = sealed(pb.LookupRequest(namespace=namespace.digest, tokens=packed, chunks_max=chunks_max))
         # At the worker that the prompt would be read from: its memory is the one to look into.
-        affinity = namespace.digest + packed[: 4 * namespace.layout.chunk_tokens]
         raw = self._at(
             worker,
             lambda at, left_s: list(at.stream_in("Control.Lookup")(request, timeout=left_s)),
             self._limits.read_s,
-            affinity,
+            partial(marks_of, namespace, ids),
         )
         return [place_of(each) for message in raw for each in pb.LookupResponse.FromString(message).chunks]
 
@@ -338,13 +339,13 @@ class Control:
         worker: str | None,
         send: Callable[[Endpoint, float], T],
         timeout_s: float,
-        affinity: bytes | None = None,
+        marking: Marking | None = None,
         *,
         may_repeat: bool = True,
     ) -> T:
         """A call to one worker, or to the best. Raises what it raised."""
         if worker is None:
-            return self._caller.anywhere(send, timeout_s, affinity, may_repeat=may_repeat, even_aside=True)
+            return self._caller.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=True)
         endpoint = next((each for each in self._endpoints.every() if each.address == worker), None)
         if endpoint is None:
             raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(self.workers()) or 'none'}")

@@ -16,7 +16,6 @@ from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -71,11 +70,6 @@ class Endpoint:
         """Why no call is sent there at the moment; None while it lives."""
         self.probe_at_s = 0.0
         self.probe_pause_s = 0.0
-        self._seed = checksum(address.encode())
-
-    def affinity(self, key: bytes) -> int:
-        """How much this worker is the one for ``key``: the one with the highest number is (rendezvous hashing)."""
-        return checksum(key + self._seed.to_bytes(8))
 
     def unary(self, name: str) -> Any:
         """A call with one message each way, as bytes."""

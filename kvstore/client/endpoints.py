@@ -1,4 +1,4 @@
-"""Which worker a call goes to: the one that has seen the prompt before, if it is not too busy, among those that live.
+"""The workers that a call may go to, best first: those that live, the one that has the prompt before the others.
 
 A worker that does not answer is set aside and asked how it is, at growing intervals, until it says SERVING again.
 """
@@ -19,6 +19,7 @@ from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
 from kvstore.client.owner import Owner
+from kvstore.client.spreading import Marking, Spreading
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.sources import Clock
@@ -48,6 +49,7 @@ class Endpoints:
         self._credentials = credentials
         self._connection_version = credentials.connection_version
         self._bulk = bulk
+        self._spreading = Spreading()
         self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
@@ -64,7 +66,7 @@ class Endpoints:
             self.refresh()
             self._loop.start()
 
-    def ranked(self, affinity: bytes | None = None, *, even_aside: bool = False) -> list[Endpoint]:
+    def ranked(self, marking: Marking | None = None, *, even_aside: bool = False) -> list[Endpoint]:
         """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
 
         Raises Unavailable where there is none, InvalidRequest in a forked child.
@@ -84,11 +86,11 @@ class Endpoints:
                 raise Unavailable(self._why_none(every))
             return sorted(every, key=lambda each: each.probe_at_s)
         live.sort(key=lambda each: each.calls)
-        if affinity is not None and len(live) > 1:
-            favourite = max(live, key=lambda each: each.affinity(affinity))
-            if favourite.calls <= live[0].calls + self._limits.affinity_slack:
-                live.remove(favourite)
-                live.insert(0, favourite)
+        if len(live) > 1 and marking is not None and (marks := marking()):
+            busy = live[0].calls + self._limits.affinity_slack
+            avoided = {each.address for each in live if each.calls > busy}
+            chosen = self._spreading.chosen(marks, sorted(each.address for each in live), avoided)
+            live.sort(key=lambda each: each.address != chosen)  # stable: the others stay as they are
         return live
 
     def every(self) -> list[Endpoint]:

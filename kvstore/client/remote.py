@@ -34,6 +34,7 @@ from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
+from kvstore.client.spreading import Marking, marks_of
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts
@@ -332,11 +333,10 @@ class RemotePort:
 
     def clear(self, namespace: Namespace) -> Cleared:
         request = sealed(pb.ClearRequest(namespace=namespace.digest))
-        answer = pb.ClearResponse.FromString(
-            self._reopening(
-                namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
-            )
+        raw = self._reopening(
+            namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
+        answer = pb.ClearResponse.FromString(raw)
         return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
@@ -515,6 +515,6 @@ def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:
     return tokens[: len(tokens) - len(tokens) % namespace.layout.chunk_tokens]
 
 
-def _affinity(namespace: Namespace, tokens: TokenArray) -> bytes:
-    """The same for prompts that begin alike: the worker that saw one remembers which chunks of it are there."""
-    return namespace.digest + tokens[: namespace.layout.chunk_tokens].tobytes()
+def _affinity(namespace: Namespace, tokens: TokenArray) -> Marking:
+    """Prompts that begin alike go to the same worker, as far as its load allows."""
+    return partial(marks_of, namespace, tokens)

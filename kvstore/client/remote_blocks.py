@@ -13,6 +13,7 @@ from kvstore.client.bulk.reading_blocks import BlockReading
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.remote_hold import HeldAtWorker
+from kvstore.client.spreading import marks_of_keys
 from kvstore.client.streams import Outgoing, received, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
@@ -66,7 +67,7 @@ class RemoteBlocks:
             return [bool(each) for each in there]
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
-        return self._tools.caller.anywhere(send, timeout_s, keys[0], even_aside=True)
+        return self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
 
     def _put_past_grpc(
         self, endpoint: Endpoint, start: pb.PutBlocksStart, buffers: Pieces, timeout_s: float
@@ -104,7 +105,9 @@ class RemoteBlocks:
         if not keys:
             return 0
         request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)))
-        answer = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, keys[0])
+        answer = self._tools.caller.unary(
+            "MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys)
+        )
         return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
 
     def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
@@ -112,7 +115,9 @@ class RemoteBlocks:
         if not keys:
             return []
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
-        raw = self._tools.caller.unary("MatchBlocks", sealed(request), self._tools.limits.match_s, keys[0])
+        raw = self._tools.caller.unary(
+            "MatchBlocks", sealed(request), self._tools.limits.match_s, partial(marks_of_keys, keys)
+        )
         return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
 
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
@@ -126,7 +131,7 @@ class RemoteBlocks:
             present = _each(answer.present, keys)
             return RemoteBlockHold(self, namespace, present, answer, endpoint if answer.hold else None, self._tools)
 
-        return self._tools.caller.anywhere(send, self._tools.limits.match_s, keys[0])
+        return self._tools.caller.anywhere(send, self._tools.limits.match_s, partial(marks_of_keys, keys))
 
     def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
         """A hold of nothing, for keys that no worker could look for."""
@@ -144,7 +149,9 @@ class RemoteBlocks:
         def send(endpoint: Endpoint, left_s: float) -> None:
             self.get_at(endpoint, wanted, buffers, hits, left_s)
 
-        self._tools.caller.anywhere(send, limits.stream_s(limits.read_s, sum(wanted.sizes_bytes)), keys[0])
+        self._tools.caller.anywhere(
+            send, limits.stream_s(limits.read_s, sum(wanted.sizes_bytes)), partial(marks_of_keys, keys)
+        )
 
     def get_at(
         self,

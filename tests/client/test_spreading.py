@@ -1,0 +1,138 @@
+"""Prompts go where their prefix is, and no worker gets much more than the others."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore.client
+from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
+from kvstore import Layout
+from kvstore.client import spreading
+from kvstore.client.spreading import Spreading, depths, marks_of
+from kvstore.namespace import Namespace
+from tests.worker.serving import connected, serving
+
+WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
+LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=4)
+
+
+def chat(number: int, turns: int, system: int = 8) -> list[int]:
+    """A chat that begins with a system prompt of so many blocks."""
+    return [*range(system), *range(1_000 * (number + 1), 1_000 * (number + 1) + 4 * turns)]
+
+
+def test_a_prefix_has_the_marks_with_which_a_longer_prompt_begins() -> None:
+    namespace, tokens = Namespace("m", LAYOUT), np.arange(1_000, dtype=np.uint32)
+    whole = marks_of(namespace, tokens)
+    assert len(whole) == len(depths(250)) < 60
+    for count in (1, 3, 5, 100):
+        part = marks_of(namespace, tokens[: 4 * count + 3])
+        assert len(part) == len(depths(count)) and part == whole[: len(part)]
+    assert marks_of(namespace, tokens[:3]) == []
+    assert not set(marks_of(Namespace("another", LAYOUT), tokens)) & set(whole)
+    other = tokens.copy()
+    other[7] += 1
+    assert marks_of(namespace, other)[:1] == whole[:1] and not set(marks_of(namespace, other)[1:]) & set(whole)
+
+
+def test_depths_are_dense_at_first_and_few_at_the_end() -> None:
+    assert depths(0) == [] and depths(3) == [1, 2, 3]
+    assert depths(40) == [*range(1, 17), *range(18, 33, 2), 36, 40]
+    assert all(depths(count) == [each for each in depths(10_000) if each <= count] for count in range(200))
+    assert len(depths(1 << 20)) < 160
+
+
+def test_the_next_turn_of_a_chat_goes_where_the_last_one_was() -> None:
+    choices = Spreading()
+    at = {number: choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS) for number in range(40)}
+    assert len(set(at.values())) == len(WORKERS)
+    later = {number: choices.chosen(marks_of_blocks(chat(number, 4)), WORKERS) for number in range(40)}
+    assert sum(at[number] == later[number] for number in at) >= 36
+
+
+def test_a_rare_prompt_goes_to_one_worker_whichever_client_sends_it() -> None:
+    clients = [Spreading() for _ in range(6)]
+    for number in range(30):
+        prompt = [100 * number + at for at in range(10)]
+        assert len({each.chosen(marks_of_blocks(prompt), WORKERS) for each in clients}) == 1
+
+
+def test_a_system_prompt_that_all_share_is_spread() -> None:
+    choices, calls = Spreading(), Counter[str]()
+    for number in range(2_000):
+        calls[choices.chosen(marks_of_blocks(chat(number, 2)), WORKERS)] += 1
+    assert max(calls.values()) <= 1.25 * 2_000 / len(WORKERS)
+    assert by_first_chunk(marks_of_blocks(chat(1, 2)), WORKERS) == by_first_chunk(marks_of_blocks(chat(2, 2)), WORKERS)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_chats_over_few_system_prompts_hit_as_often_and_load_is_even(workers: int) -> None:
+    prompts = zipf_chats(2_500)
+    before, now = (replay(prompts, workers, 0.3, [rule]) for rule in (by_first_chunk, Spreading().chosen))
+    assert now.hit_share >= 0.98 * before.hit_share
+    assert now.busiest_calls <= 1.25 and now.busiest_blocks <= 1.25
+
+
+def test_a_worker_that_joins_or_leaves_moves_few_prompts() -> None:
+    choices, prompts = Spreading(), [chat(number, 3, system=0) for number in range(500)]
+
+    def sent(workers: list[str]) -> list[str]:
+        order = list(enumerate(prompts))
+        random.Random(7).shuffle(order)
+        found = {number: choices.chosen(marks_of_blocks(prompt), workers) for number, prompt in order}
+        return [found[number] for number in range(len(prompts))]
+
+    before = sent(WORKERS)
+    fewer = sent(WORKERS[:-1])
+    assert sum(a != b for a, b in zip(before, fewer, strict=True)) <= 1.3 * before.count(WORKERS[-1])
+    again = sent(WORKERS)
+    assert sum(a != b for a, b in zip(fewer, again, strict=True)) <= 0.3 * len(prompts)
+
+
+def test_marks_are_forgotten_and_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spreading, "MARKS_MAX", 100)
+    choices = Spreading()
+    for number in range(300):
+        choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS)
+    assert len(choices._seen) == 100
+
+
+def test_threads_may_choose_at_once() -> None:
+    choices, calls = Spreading(), Counter[str]()
+
+    def choose(seed: int) -> None:
+        for number in range(200):
+            calls[choices.chosen(marks_of_blocks(chat(seed * 1_000 + number, 2)), WORKERS[: 2 + number % 4])] += 1
+
+    threads = [threading.Thread(target=choose, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls.total() == 800 and choices.chosen(marks_of_blocks(chat(0, 1)), ["only:1"]) == "only:1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True], ids=["prompts", "blocks"])
+def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, blocks: bool) -> None:
+    with serving(tmp_root) as one, serving(tmp_root) as two, connected(one, two) as store:
+        cache = store.namespace("m", LAYOUT)
+        for number in range(100):
+            tokens = np.array(chat(number, 2, system=16), np.uint32)
+            keys = [token.tobytes() * 4 for token in tokens]
+            if blocks:
+                assert all(cache.blocks.put(keys, [b"block"] * len(keys)))
+            else:
+                assert cache.match(tokens) == 0
+        calls = [int(each["chunks_written" if blocks else "requests_match"]) for each in _counts(store)]
+        assert sum(calls) == (816 if blocks else 100) and min(calls) >= 0.4 * sum(calls)
+
+
+def _counts(store: kvstore.client.Store) -> list[dict[str, int | float]]:
+    return [each for each in store.stats_each().values() if isinstance(each, dict)]
