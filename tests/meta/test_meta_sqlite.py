@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, SessionLost, Unavailable
+from kvstore.format.places import METADATA
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, Meta, Put, WatchLost
 from kvstore.meta.keys import Keys
@@ -26,7 +27,6 @@ from kvstore.meta.sqlite import file as file_module
 from kvstore.meta.sqlite import host, process
 from kvstore.meta.sqlite import store as store_module
 from kvstore.meta.sqlite.client import SqliteMeta
-from kvstore.meta.sqlite.file import NAME
 from kvstore.meta.sqlite.store import Store
 from kvstore.sources import RandomIds, SystemClock
 from tests.etcd_fixture import frozen
@@ -259,14 +259,14 @@ def test_a_folder_that_is_gone_is_unavailable(client: Maker, tmp_path: Path) -> 
 
 
 def test_a_file_that_is_no_database_is_unavailable_until_it_goes(client: Maker, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"not a database, but longer than a header is: " + bytes(range(256)) * 20)
+    (tmp_path / METADATA).write_bytes(b"not a database, but longer than a header is: " + bytes(range(256)) * 20)
     meta = client()
     for call in calls(meta):
         with pytest.raises(Unavailable, match=r"is damaged.*remove the file"):
             call()
     watch = meta.watch("/", 1)
     assert watch.next(0) is None
-    (tmp_path / NAME).unlink()
+    (tmp_path / METADATA).unlink()
     meta.put("/a", b"1")
 
 
@@ -275,7 +275,7 @@ def test_damage_in_the_middle_is_an_error_and_never_another_answer(client: Maker
     for number in range(200):
         meta.put(f"/{number:03}", bytes([number]) * 1000)
     meta.close()
-    path = tmp_path / NAME
+    path = tmp_path / METADATA
     content = bytearray(path.read_bytes())
     for at in range(4096, len(content), 4096):
         content[at : at + 64] = os.urandom(64)
@@ -291,7 +291,7 @@ def test_a_row_that_nobody_wrote_is_damage(client: Maker, tmp_path: Path) -> Non
     meta = client()
     meta.put("/a", b"1")
     meta.close()
-    database = sqlite3.connect(tmp_path / NAME)
+    database = sqlite3.connect(tmp_path / METADATA)
     database.execute("INSERT INTO keys VALUES (?, ?, 1, 1, 0)", (b"/\xff", b""))
     database.commit()
     database.close()
@@ -301,7 +301,7 @@ def test_a_row_that_nobody_wrote_is_damage(client: Maker, tmp_path: Path) -> Non
 
 def test_another_version_is_refused(client: Maker, tmp_path: Path) -> None:
     client().put("/a", b"1")
-    database = sqlite3.connect(tmp_path / NAME)
+    database = sqlite3.connect(tmp_path / METADATA)
     database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(RootMismatch, match="version 99"):
@@ -328,11 +328,11 @@ def test_a_file_that_was_removed_is_an_empty_store_whose_sessions_have_ended(cli
 
 
 def test_something_else_under_the_name_is_unavailable(client: Maker, tmp_path: Path) -> None:
-    (tmp_path / NAME).mkdir()
+    (tmp_path / METADATA).mkdir()
     with pytest.raises(Unavailable, match="not a file"):
         client().get("/a")
-    (tmp_path / NAME).rmdir()
-    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / METADATA).rmdir()
+    (tmp_path / METADATA).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Unavailable, match="not a file"):
         client().get("/a")
     assert not (tmp_path / "elsewhere").exists()
@@ -343,7 +343,7 @@ def test_the_file_may_be_written_by_those_who_may_write_to_the_folder(client: Ma
     meta = client()
     meta.put("/a", b"1")
     modes = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
-    assert modes == {NAME: 0o660, f"{NAME}-wal": 0o660, f"{NAME}-shm": 0o660}
+    assert modes == {METADATA: 0o660, f"{METADATA}-wal": 0o660, f"{METADATA}-shm": 0o660}
     meta.close()
 
 
@@ -412,7 +412,7 @@ def test_a_watch_that_is_too_far_behind_is_lost(client: Maker, monkeypatch: pyte
         take(near, 1)
     with pytest.raises(WatchLost, match="compacted"):
         behind.next(0)
-    size_bytes = sqlite3.connect(tmp_path / NAME).execute("SELECT sum(length(value)) FROM history").fetchone()[0]
+    size_bytes = sqlite3.connect(tmp_path / METADATA).execute("SELECT sum(length(value)) FROM history").fetchone()[0]
     assert 10_000 <= size_bytes <= 100_000
     meta.put("/c", bytes(200_000))
     assert take(near, 1)[0].key == "/c", "one revision always stays, however large"
@@ -469,7 +469,7 @@ def test_a_log_that_cannot_be_used_again_does_not_fill_the_disk(
 ) -> None:
     meta = client()
     meta.put("/a", b"1")
-    reader = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    reader = sqlite3.connect(tmp_path / METADATA, isolation_level=None)
     reader.execute("BEGIN")
     reader.execute("SELECT * FROM keys").fetchall()
     monkeypatch.setattr(file_module, "LOG_BYTES_MAX", 1 << 20)
@@ -500,7 +500,7 @@ def in_child(work: Callable[[], bool]) -> bool:
 def test_a_forked_child_opens_the_file_anew(client: Maker, tmp_path: Path) -> None:
     meta = client()
     meta.put("/a", b"1")
-    inode = (tmp_path / NAME).stat().st_ino
+    inode = (tmp_path / METADATA).stat().st_ino
 
     def child() -> bool:
         try:
@@ -575,7 +575,7 @@ def test_a_child_of_a_process_that_could_not_close_the_file_opens_nothing(
     gate.set()
     thread.join(PATIENCE_S)
     meta.put("/a", b"1")
-    assert not process.is_inherited(str(tmp_path / NAME))
+    assert not process.is_inherited(str(tmp_path / METADATA))
 
 
 def test_the_file_is_not_opened_before_the_first_call(client: Maker, tmp_path: Path) -> None:

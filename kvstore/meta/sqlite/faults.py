@@ -9,8 +9,7 @@ from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 _BUSY = "another process has been writing to it for too long (is one stopped?): the call may be repeated"
 _DAMAGED = (
     "it is damaged. Chunks are served, but nothing is protected and nothing collected. End all processes that use this "
-    "root, then remove the file together with those that end in -wal and -shm: the next one to open the root makes a "
-    "new file"
+    "root, remove the file together with those that end in -wal and -shm, then run `kvstore fsck ROOT --adopt`"
 )
 _REFUSED = "not allowed to write to it: check the mount options, and the owner of the root"
 

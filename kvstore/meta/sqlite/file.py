@@ -10,11 +10,10 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.format.places import METADATA
 from kvstore.meta.sqlite import process
 from kvstore.meta.sqlite.store import Store
 
-NAME = "metadata.sqlite"
-"""The name of the file, beside the root's ``FORMAT``."""
 LOG_BYTES_MAX = 1 << 30
 """A process that was stopped while it read keeps SQLite from using its log again. The log must not fill the disk."""
 
@@ -25,7 +24,7 @@ class MetadataFile:
     """The file in ``folder``. ``tables`` makes a Store of an open database. One thread."""
 
     def __init__(self, folder: str, tables: Callable[[sqlite3.Connection], Store]) -> None:
-        self.path = os.path.join(folder, NAME)
+        self.path = os.path.join(folder, METADATA)
         self.openings = 0
         """Grows when the file was removed or replaced, and another was opened: then revisions begin anew."""
         self._tables = tables
@@ -104,11 +103,14 @@ def _inode(path: str) -> Inode | None:
 def _make(path: str) -> Inode:
     """Makes the file unless it is there; returns its identity. Raises PermissionDenied, Unavailable, OSError."""
     try:
-        # Whoever may write to the folder may write to the file.
-        mode = os.stat(os.path.dirname(path)).st_mode & 0o666
+        # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
+        folder = os.stat(os.path.dirname(path))
+        mode = folder.st_mode & 0o666
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
             os.fchmod(file, mode)
+            if os.geteuid() == 0:
+                os.fchown(file, folder.st_uid, folder.st_gid)
         finally:
             os.close(file)  # nobody in this process has locks on it yet
     except FileExistsError:
