@@ -141,6 +141,8 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
     used. Chunks that are held by a request or pinned stay. Several collectors on one root share the work; give all of
     them the same limits. The smallest --max-bytes holds for all.
 
+    Without --etcd it is for the processes of this host that opened the folder --root themselves (kvstore.open).
+
     On SIGTERM or Ctrl-C it ends at once; the next round of any collector finishes what it had begun.
 
     Exit codes: 0 done, 1 it could not finish what it had to (a node did not answer in time, all that is left is
@@ -163,15 +165,15 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --interval 60s --max-bytes 2TiB --ttl 7d
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --dry-run --ttl 1d
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --once --json
+      kvstore-gc --root /data/kv --once --max-bytes 200GiB
     """
-    if cluster.etcd is None:
-        raise InvalidRequest("give --etcd ENDPOINTS: it knows who is using what")
     rounds.check()
     explain = [_address(text) for text in rounds.addresses]
     config = limits.config()
     rounds.configure()
     tell = _print_json if rounds.as_json else _print
-    with Stopper() as stopper, opened(cluster.root, cluster.root_options.read(), cluster.etcd.open()) as on:
+    etcd = cluster.etcd.open() if cluster.etcd is not None else None
+    with Stopper() as stopper, opened(cluster.root, cluster.root_options.read(), etcd) as on:
         collector = Collector(on, config, stopper.wait)
         if rounds.interval_s is not None:
             metrics = split(rounds.metrics) if rounds.metrics else None

@@ -135,8 +135,10 @@ class Rounds:
             self._site.meta,
             self._site.keys,
             self._site.ids,
-            read_root=partial(read_newest, self._root),
-            publish_root=partial(publish, self._root, ids=self._site.ids, clock=self._site.clock),
+            read_root=partial(read_newest, self._root, self._site.generations),
+            publish_root=partial(
+                publish, self._root, ids=self._site.ids, clock=self._site.clock, folder=self._site.generations
+            ),
             timeout_s=self._timeout_s,
         )
         if isinstance(standing, Foreign):
@@ -144,7 +146,7 @@ class Rounds:
 
     def _compare(self) -> None:
         """Does what ``_join`` does, without writing the first generation."""
-        on_root = read_newest(self._root)
+        on_root = read_newest(self._root, self._site.generations)
         in_meta = read_generation(self._site.meta, self._site.keys, self._timeout_s)
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(f"{difference(on_root, in_meta)}: {ADVICE}")

@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvstore.address import Address
-from kvstore.errors import RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import bound_root
 from kvstore.root.identity import read_identity
+from kvstore.root.interface import Root
 from kvstore.root.open import open_root
+from kvstore.root.posix import PosixRoot
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
@@ -44,25 +47,45 @@ LEAVE_S = 5.0
 
 
 @contextmanager
-def opened(url: str, options: Mapping[str, Any], meta: Meta) -> Iterator[Site]:
-    """The root at ``url``, which must be one, and which ``meta`` must not know as another. Closes both afterwards.
+def opened(url: str, options: Mapping[str, Any], etcd: Meta | None) -> Iterator[Site]:
+    """The root at ``url``, which must be one, and which ``etcd`` must not know as another. Closes both afterwards.
 
-    Raises RootMismatch, Unavailable, and what opening a root raises.
+    Without ``etcd`` the metadata are those in a file on the root, of the processes of this host.
+
+    Raises RootMismatch, Unavailable, InvalidRequest without etcd if there is no such file, and what opening a root
+    raises.
     """
     with ExitStack() as undo:
-        undo.callback(meta.close)
+        if etcd is not None:
+            undo.callback(etcd.close)
         root = within(OPEN_S, f"the root {url}", lambda: open_root(url, options, create=False))
         undo.callback(root.close)
+        meta = etcd
+        if meta is None:
+            meta = within(OPEN_S, f"the root {url}", lambda: _of_host(root))
+            undo.callback(meta.close)
         identity = within(OPEN_S, f"the root {url}", lambda: read_identity(root))
         if identity is None:
             raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
-        known = bound_root(meta, root.url)
+        known = bound_root(etcd, root.url) if etcd is not None else None
         if known not in (None, identity.root):
             raise RootMismatch(
                 f"{root.url} is root {identity.root.hex()}, but this etcd knows another root there: is the right file "
                 "system mounted, and is it this cluster's etcd?"
             )
-        yield Site(root, identity, meta)
+        yield Site(root, identity, meta, generations=HOST_GENERATIONS if etcd is None else GENERATIONS)
+
+
+def _of_host(root: Root) -> Meta:
+    """The metadata in a file on the root. Raises InvalidRequest if the root is not a folder of this host alone."""
+    from kvstore.meta.sqlite.client import SqliteMeta
+
+    try:
+        if isinstance(root, PosixRoot):
+            return SqliteMeta(root.path)
+        raise InvalidRequest("it is not a folder")
+    except InvalidRequest as reason:
+        raise InvalidRequest(f"{root.url}: {reason}: give --etcd ENDPOINTS: it knows who is using what") from reason
 
 
 class Collector:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore.format.places import GENERATIONS, Name
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.root.identity import RootIdentity
@@ -30,6 +31,8 @@ class Site:
     timings: Timings = field(default_factory=Timings)
     each: Each = inline
     pause: Callable[[float], object] = time.sleep
+    generations: Name = GENERATIONS
+    """The folder with the root's side of the generations of ``meta``."""
 
     @property
     def keys(self) -> Keys:

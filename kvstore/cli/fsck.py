@@ -17,6 +17,7 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to, size
 from kvstore.cli.rooted import identified
 from kvstore.errors import InvalidRequest
+from kvstore.format.places import HOST_GENERATIONS
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report
@@ -56,6 +57,7 @@ def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | No
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
     tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
+    Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share.
 
     Exit codes: 0 clean, or nothing but housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
@@ -65,13 +67,11 @@ def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | No
       kvstore fsck /mnt/kv --repair --etcd 10.0.0.5:2379 --rate 200MiB
       kvstore fsck /mnt/kv --adopt --etcd 10.0.0.5:2379
     """
-    if wanted.adopt and etcd is None:
-        raise InvalidRequest("--adopt writes to etcd: give --etcd ENDPOINTS")
     if wanted.rate is not None and wanted.rate < 1:
         raise InvalidRequest("--rate is 0: give how much to read a second, such as 200MiB")
     with identified(root, options.read()) as (opened, identity):
         # Before the check, which may take hours on a root whose nodes refuse pins until they have a generation again.
-        adopted = _adopt(opened, identity, etcd) if wanted.adopt and etcd else None
+        adopted = _adopt(opened, identity, etcd) if wanted.adopt else None
         if adopted is not None and not as_json:
             _print_adopted(adopted)
         report = _check(opened, identity, wanted, etcd, as_json)
@@ -116,13 +116,28 @@ def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
         return live_sessions(meta, Keys(identity.root), TIMEOUT_S)
 
 
-def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess) -> Adopted:
+def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopted:
     from kvstore.fsck import adopt
     from kvstore.meta.roots import bind_root
 
+    if etcd is None:
+        return _adopt_on_host(root, identity)
     with closing(etcd.open()) as meta:
         bind_root(meta, root.url, identity.root)
         return adopt(root, identity, meta)
+
+
+def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
+    """Adopts the metadata in a file on the root. Raises InvalidRequest if they are in etcd."""
+    from kvstore.fsck import adopt
+    from kvstore.meta.sqlite.client import SqliteMeta
+    from kvstore.root.generations import newest_number
+    from kvstore.root.posix import PosixRoot
+
+    if not isinstance(root, PosixRoot) or newest_number(root):
+        raise InvalidRequest("the metadata of this root are in etcd, and --adopt writes to it: give --etcd ENDPOINTS")
+    with closing(SqliteMeta(root.path)) as meta:
+        return adopt(root, identity, meta, generations=HOST_GENERATIONS)
 
 
 def _print_adopted(adopted: Adopted) -> None:

@@ -134,8 +134,9 @@ class Cache:
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
 
-        In a cluster it outlives this process; a store opened without etcd forgets it when it is closed, and nobody
-        else sees it.  ``pin.tokens`` says how much is pinned; 0 where nothing is stored.
+        In a cluster, and in a folder on a disk of this host, it outlives this process; any other store that was opened
+        without etcd forgets it when it is closed, and nobody else sees it.  ``pin.tokens`` says how much is pinned; 0
+        where nothing is stored.
         Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
         """
         if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:

@@ -146,11 +146,11 @@ def open(
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
 
-    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster.
-    ``durability="fsync"`` makes each put durable before it returns; by default a host crash may lose recent chunks,
-    which is a miss.  ``create=False`` refuses to make a new root; a new one gets ``2 ** shard_bits`` folders (0 to
-    16; the default suits ten million chunks, take more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and
-    ``etcd_user`` say how to reach a protected etcd.
+    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster.  Without it,
+    processes that open one folder of a local disk share holds and pins. ``durability="fsync"`` makes each put durable
+    before it returns; by default a host crash may lose recent chunks, which is a miss.  ``create=False`` refuses to
+    make a new root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take
+    more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
     With ``memory``, so many bytes of it keep hot chunks: a ``get`` of those is a copy, a ``view`` none.  ``disk`` is
     a folder of this process alone and how many bytes it may take: what memory drops and was used more than once

@@ -24,6 +24,10 @@ TRASH = Name("trash")
 PLANS = Name("plans")
 PINS = Name("pins")
 GENERATIONS = Name("generations")
+HOST_GENERATIONS = Name("generations.host")
+METADATA = Name("metadata.sqlite")
+METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
+"""The files that SQLite keeps beside it while it is open."""
 RESERVE = Name("reserve")
 LINEAGE = Name("lineage")
 
@@ -160,9 +164,12 @@ def parse_twin(file_name: str) -> bytes | None:
     return _parse_id(file_name, PIN_ID_BYTES)
 
 
-def generation(number: int) -> Name:
-    """Returns the name of one generation's record; the highest number is the current generation."""
-    return Name(f"{GENERATIONS}/{number}")
+def generation(number: int, folder: Name = GENERATIONS) -> Name:
+    """Returns the name of one generation's record; the highest number is the current generation.
+
+    ``folder`` is HOST_GENERATIONS for the metadata in METADATA.
+    """
+    return Name(f"{folder}/{number}")
 
 
 def parse_generation(file_name: str) -> int | None:

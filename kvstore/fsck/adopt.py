@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
-from kvstore.format.places import Name
+from kvstore.format.places import GENERATIONS, Name
 from kvstore.fsck.records import read_claim
 from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, LeaseGone, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys
@@ -71,9 +71,10 @@ def adopt(
     clock: Clock | None = None,
     ids: Ids | None = None,
     timeout_s: float | None = None,
+    generations: Name = GENERATIONS,
 ) -> Adopted:
     """Makes root and ``meta`` one generation again. May be killed at any point, and repeated; ``timeout_s`` is for each
-    call to ``meta``.
+    call to ``meta``, ``generations`` the folder with the root's side of its generations.
 
     Nodes may run: those of ``meta`` lose their sessions, and protect nothing until the end of this; what those of
     another etcd hold, no collector of ``meta`` will ever know of, which costs them misses. Collectors of another etcd
@@ -82,16 +83,24 @@ def adopt(
     Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable if another adoption
     runs or a collector goes on condemning.
     """
-    return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s).run()
+    return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s, generations).run()
 
 
 class _Adoption:
     """One adoption; a method per step, in their order."""
 
     def __init__(
-        self, root: Root, identity: RootIdentity, meta: Meta, clock: Clock, ids: Ids, timeout_s: float | None
+        self,
+        root: Root,
+        identity: RootIdentity,
+        meta: Meta,
+        clock: Clock,
+        ids: Ids,
+        timeout_s: float | None,
+        generations: Name,
     ) -> None:
         self._root = root
+        self._generations = generations
         self._shard_bits = identity.shard_bits
         self._meta = meta
         self._keys = Keys(identity.root)
@@ -115,9 +124,9 @@ class _Adoption:
         return self._done
 
     def _next_generation(self) -> Generation:
-        self._done.previous = newest_number(self._root)
+        self._done.previous = newest_number(self._root, self._generations)
         mine = Generation(self._done.previous + 1, self._ids.fresh())
-        if publish(self._root, mine, ids=self._ids, clock=self._clock) != mine:
+        if publish(self._root, mine, ids=self._ids, clock=self._clock, folder=self._generations) != mine:
             raise _another_adoption()
         self._done.generation = mine.number
         return mine
@@ -233,7 +242,7 @@ class _Adoption:
 
     def _agree(self, mine: Generation, before: KeyValue | None) -> None:
         """The last word: etcd gets the root's generation, unless somebody else gave either another meanwhile."""
-        if newest_number(self._root) != mine.number:
+        if newest_number(self._root, self._generations) != mine.number:
             raise _another_adoption()
         key = self._keys.generation
         compare: Compare = Absent(key) if before is None else ModifiedAt(key, before.mod_revision)

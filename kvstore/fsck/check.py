@@ -39,8 +39,9 @@ WRITER_AGE_S = 30 * 86_400.0
 LINEAGES_MAX = 1_000_000
 """The most writers that are told apart; beyond it no record counts as old."""
 
-_GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS})
+_GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS, places.HOST_GENERATIONS})
 """The folders of garbage collection, which it checks itself."""
+_FILES = frozenset({places.FORMAT, places.RESERVE, places.METADATA, *places.METADATA_LOGS})
 _FOLDERS = _GC_FOLDERS | {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE}
 
 
@@ -133,7 +134,7 @@ class _Walk:
         """Checks the root's own folder, the only one that must be readable."""
         for entry in list(self._root.list(TOP)):
             name = Name(entry.name)
-            if entry.name in (places.FORMAT, places.RESERVE) or entry.name in FILE_SYSTEMS_OWN:
+            if entry.name in _FILES or entry.name in FILE_SYSTEMS_OWN:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))

@@ -1,7 +1,7 @@
 """A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
 
-Everything here may touch etcd, nothing here is on the path of a chunk.  Without etcd the same code runs over the
-in-memory metadata, whose pins live as long as this process.
+Everything here may touch etcd, nothing here is on the path of a chunk.  Without etcd the same code runs over metadata
+in a file, which the processes of one host share, or in memory, where pins live as long as this process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
@@ -25,7 +26,7 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
-from kvstore.meta.session import Session
+from kvstore.meta.session import Session, live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
@@ -40,15 +41,24 @@ CLEAR_DEADLINE_S = 600.0
 CLOSE_S = 0.5
 
 
+class Sharing(Enum):
+    """Who shares the metadata."""
+
+    ALONE = "this process alone"
+    HOST = "the processes of this host, in a file on the root"
+    CLUSTER = "a cluster, in etcd"
+
+
 class Member:
     """One node and its place in the cluster. Thread-safe; every call has a deadline.
 
-    ``shared`` metadata may be lost while this process lives: then pins have twins on the root (rule C5).
+    Shared metadata may be lost while this process lives: then pins have twins on the root (rule C5).
     """
 
-    def __init__(self, node: Node, meta: Meta, presence: Presence, *, shared: bool = False) -> None:
+    def __init__(self, node: Node, meta: Meta, presence: Presence, *, sharing: Sharing = Sharing.ALONE) -> None:
         self.node = node
-        self.shared = shared
+        self.sharing = sharing
+        shared = sharing is not Sharing.ALONE
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
@@ -248,9 +258,18 @@ class Member:
             return
         if self._follower is not None:
             self._follower.close(CLOSE_S)
-        self.node.close(keep_replaced=self.shared)
+        self.node.close(keep_replaced=self._has_others())
         self.presence.close()
         self.meta.close()
+
+    def _has_others(self) -> bool:
+        """True if other processes may hold what recoding replaced. On one host no collector may ever tidy up."""
+        if self.sharing is not Sharing.HOST:
+            return self.sharing is Sharing.CLUSTER
+        try:
+            return len(live_sessions(self.meta, self.keys, CLOSE_S)) > 1
+        except KVStoreError:
+            return True
 
     @contextmanager
     def _one_listing(self) -> Iterator[None]:

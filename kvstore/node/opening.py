@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import RootMismatch
+from kvstore.errors import KVStoreError, RootMismatch
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, root_binding
+from kvstore.meta.keys import ROOTS, Keys, root_binding
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
@@ -22,15 +24,18 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NodeOptions, TierSettings
 from kvstore.node.start_fence import StartFence
-from kvstore.root.generations import publish, read_newest
+from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
+from kvstore.root.posix import PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,13 +58,13 @@ def open_member(
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     with ExitStack() as undo:
-        meta: Meta = MemoryMeta(clock=clock)
+        cluster = None
         if etcd:
-            meta = EtcdMeta(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
-        undo.callback(meta.close)
+            cluster = EtcdMeta(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
+            undo.callback(cluster.close)
         root = _on_a_lane(lambda: open_root(url, root_options, create=create), limits, clock)
         undo.callback(root.close)
-        known = bound_root(meta, root.url) if etcd else None
+        known = bound_root(cluster, root.url) if cluster else None
         expect = RootId(known) if known else None
         try:
             identity = _on_a_lane(
@@ -72,10 +77,12 @@ def open_member(
                 f"{mismatch} If it was replaced on purpose, make the cluster forget the old one: delete the key "
                 f"{root_binding(root.url)} in etcd (or the folder of the etcd that `kvstore up` brought along)"
             ) from mismatch
-        if etcd:
-            bind_root(meta, root.url, identity.root)
+        if cluster:
+            bind_root(cluster, root.url, identity.root)
+        meta, sharing = (cluster, Sharing.CLUSTER) if cluster else _without_etcd(root, limits, clock)
+        undo.callback(meta.close)
         options = NodeOptions(durable, settings, label, keys)
-        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, shared=bool(etcd))
+        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
         undo.pop_all()
         return member
 
@@ -89,22 +96,24 @@ def join(
     limits: Limits,
     clock: Clock,
     ids: Ids,
-    shared: bool = False,
+    sharing: Sharing = Sharing.ALONE,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
-    ``shared`` metadata are a cluster's, which is told where the root is.
+    ``sharing`` says who shares the metadata. A cluster is told where the root is.
     """
+    shared = sharing is not Sharing.ALONE
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
     node = _node_of(root, identity, lambda: sessions[0], options, limits, clock, ids)
 
-    fence = _fence_of(node, meta, etcd_keys) if shared else None
+    folder = HOST_GENERATIONS if sharing is Sharing.HOST else GENERATIONS
+    fence = _fence_of(node, meta, etcd_keys, folder) if shared else None
     follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
 
     def began(session: Session) -> None:
         node.staging.leave(sessions[0])
         sessions[0] = session.id  # never staged under before: rule W2
-        if shared:
+        if sharing is Sharing.CLUSTER:
             # Again for each session: an etcd that came back empty knows neither this root nor where it is.
             bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
 
@@ -121,13 +130,15 @@ def join(
     presence = Presence(meta, etcd_keys, clock=clock, ids=ids)
     presence.attach(began, ended)
     presence.attach(follow, follower.end)
-    member = Member(node, meta, presence, shared=shared)
+    member = Member(node, meta, presence, sharing=sharing)
     if shared:
         member.follow_clears()
     try:
         if node.tiers is not None and options.tiers.disk_folder:
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
-        presence.start(wait_s=limits.meta_deadline_s)
+        # The file is on the disk of the root, and so as slow as a write.
+        wait_s = limits.write_deadline_s if sharing is Sharing.HOST else limits.meta_deadline_s
+        presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
     except BaseException:
         node.close(timeout_s=0.5)
         raise
@@ -160,8 +171,38 @@ def _node_of(
     )
 
 
-def _fence_of(node: Node, meta: Meta, keys: Keys) -> StartFence:
-    """What a node of a cluster does on its root before a session protects anything."""
+def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Sharing]:
+    """Metadata in a file on the root, or, where that cannot be, of this process alone.
+
+    Nobody else sees what a process alone holds and pins: as on a network file system, or beside a cluster.
+    """
+    if not isinstance(root, PosixRoot):
+        return MemoryMeta(clock=clock), Sharing.ALONE
+    from kvstore.meta.sqlite.client import SqliteMeta  # sqlite3 only where it is used
+    from kvstore.meta.sqlite.host import why_not_shared
+
+    def reason() -> str | None:
+        return why_not_shared(root.path) or ("it belongs to a cluster" if newest_number(root) else None)
+
+    why = _on_a_lane(reason, limits, clock)
+    if why is not None:
+        log.debug("host.alone %s %s", root.url, why)
+        return MemoryMeta(clock=clock), Sharing.ALONE
+    meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
+    try:
+        meta.count(ROOTS, limits.write_deadline_s)
+    except KVStoreError as error:
+        meta.close()
+        log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)
+        return MemoryMeta(clock=clock), Sharing.ALONE
+    return meta, Sharing.HOST
+
+
+def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:
+    """What a node of a cluster does on its root before a session protects anything.
+
+    ``folder`` has the root's side of the generations of these metadata.
+    """
     root, timeout_s = node.root, node.limits.meta_deadline_s
 
     def standing() -> Standing:
@@ -170,8 +211,8 @@ def _fence_of(node: Node, meta: Meta, keys: Keys) -> StartFence:
                 meta,
                 keys,
                 node.ids,
-                read_root=lambda: read_newest(root),
-                publish_root=lambda mine: publish(root, mine, ids=node.ids, clock=node.clock),
+                read_root=lambda: read_newest(root, folder),
+                publish_root=lambda mine: publish(root, mine, ids=node.ids, clock=node.clock, folder=folder),
                 timeout_s=timeout_s,
             )
         )

@@ -44,6 +44,9 @@ _OURS = frozenset(
         places.PLANS,
         places.PINS,
         places.GENERATIONS,
+        places.HOST_GENERATIONS,
+        places.METADATA,
+        *places.METADATA_LOGS,
         places.RESERVE,
         places.LINEAGE,
     }

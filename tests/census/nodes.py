@@ -20,6 +20,7 @@ from kvstore.client.store import Store
 from kvstore.format.lineage import lineage_id, written
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
+from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
@@ -53,7 +54,7 @@ class RolledOut:
             limits=limits,
             clock=clock,
             ids=ids,
-            shared=True,
+            sharing=Sharing.CLUSTER,
             options=NodeOptions(tiers=settings, label=label),
         )
         self.node = self.member.node

@@ -93,7 +93,6 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("clear", "model", "--root", "ROOT"), "give --etcd, or --ignore-pins"),
         (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
         (("fsck", "/"), "is not a kvstore root"),
-        (("fsck", "ROOT", "--adopt"), "give --etcd ENDPOINTS"),
         (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),
         (("stats", "--root", "/tmp"), "is not a kvstore root"),
         (("replay", "/missing.jsonl"), "cannot read the trace"),

@@ -14,6 +14,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
+from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -56,7 +57,7 @@ def shown() -> Iterator[Shown]:
     files = MemoryFiles()
     root, meta = MemoryRoot(files), MemoryMeta(clock=clock)
     identity = create_or_open(root, ids)
-    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, shared=True)
+    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, sharing=Sharing.CLUSTER)
     store = Store(LocalPort(member))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
     reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, None)

@@ -23,7 +23,7 @@ from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
 from kvstore.layout import Layout
 from kvstore.node.limits import Limits
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -120,7 +120,7 @@ def test_a_node_that_ends_leaves_in_a_cluster_what_others_may_hold_and_else_noth
         put_all(store, "other")
         for name in names_of(tmp_root):
             recode(member.node, name, Recoding.COMPRESS)
-        member.shared = shared
+        member.sharing = Sharing.CLUSTER if shared else Sharing.ALONE
         staged = places.staged(member.node._session(), 1 << 40)
         member.node.root.stage(staged, [memoryview(b"of a put that was cut off")], stamp_ns=0, durable=False)
         older = places.staged(bytes(16), 1)

@@ -19,7 +19,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
@@ -67,7 +67,7 @@ class Cluster:
             limits=limits,
             clock=SystemClock(),
             ids=RandomIds(),
-            shared=True,
+            sharing=Sharing.CLUSTER,
         )
         member.claim_namespace(SPACE)
         self.undo.callback(member.close)

@@ -27,7 +27,7 @@ from kvstore.meta.session import ANNOUNCED_MAX, Session, SessionRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.follower import Follower
 from kvstore.node.limits import Limits
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
 from kvstore.node.opening import join
 from kvstore.node.start_fence import StartFence
@@ -273,7 +273,7 @@ def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
     """A node that joins, though it is not known whether it will protect anything."""
     member = join(
         root or c.root, c.identity, MemoryMeta(c.store), limits=NODE_LIMITS, clock=SystemClock(),
-        ids=RandomIds(), shared=True,
+        ids=RandomIds(), sharing=Sharing.CLUSTER,
     )  # fmt: skip
     try:
         yield member

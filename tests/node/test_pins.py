@@ -32,6 +32,7 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
+from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.root.generations import newest_number, publish
 from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open
@@ -66,7 +67,7 @@ class Shared:
     def store(self, limits: Limits = LIMITS) -> Iterator[Store]:
         ids, clock = RandomIds(), SystemClock()
         identity = create_or_open(self.root, ids)
-        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, shared=True)
+        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, sharing=Sharing.CLUSTER)
         with Store(LocalPort(member)) as opened:
             yield opened
 

@@ -21,6 +21,7 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.node.limits import Limits
+from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.peers.joining import join_peers
@@ -56,7 +57,7 @@ def main() -> None:
         limits=limits,
         clock=clock,
         ids=ids,
-        shared=True,
+        sharing=Sharing.CLUSTER,
         options=NodeOptions(tiers=settings),
     )
     peers = join_peers(member)

@@ -12,7 +12,7 @@ from kvstore.format.places import Name
 from kvstore.meta.session import Session
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from tests.sim.kernel import Process
 from tests.sim.metadata import MetaPort, SimStore
@@ -53,7 +53,7 @@ class Host:
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
-                    shared=True,
+                    sharing=Sharing.CLUSTER,
                 )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")

@@ -17,7 +17,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.interface import Root
@@ -48,7 +48,7 @@ def with_memory(c: Cluster, root: Root | None = None, write: WriteMode = WriteMo
         limits=LIMITS,
         clock=SystemClock(),
         ids=RandomIds(),
-        shared=True,
+        sharing=Sharing.CLUSTER,
         options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)),
     )
     member.claim_namespace(SPACE)

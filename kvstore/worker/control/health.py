@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.errors import KVStoreError
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.root.interface import Space
 from kvstore.sources import Clock
 from kvstore.v1 import control_pb2 as pb
@@ -93,7 +93,7 @@ class Examination:
 
     def _etcd(self, gauges: dict[str, float]) -> pb.EtcdHealth:
         member = self._member
-        if not member.shared:
+        if member.sharing is not Sharing.CLUSTER:
             return pb.EtcdHealth()
         began_s = self._clock.monotonic_s()
         try:

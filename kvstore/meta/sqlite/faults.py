@@ -1,0 +1,46 @@
+"""What an error of SQLite means, and what to do about it."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+
+_BUSY = "another process has been writing to it for too long (is one stopped?): the call may be repeated"
+_DAMAGED = (
+    "it is damaged. Chunks are served, but nothing is protected and nothing collected. End all processes that use this "
+    "root, remove the file together with those that end in -wal and -shm, then run `kvstore fsck ROOT --adopt`"
+)
+_REFUSED = "not allowed to write to it: check the mount options, and the owner of the root"
+
+_ADVICE = {
+    0: _DAMAGED,  # found by us: a row that nobody wrote
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
+    sqlite3.SQLITE_FULL: "no space is left on the disk: free some",
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_SCHEMA: _DAMAGED,
+    sqlite3.SQLITE_ERROR: _DAMAGED,  # such as a table that is not there: our statements are right
+}
+_REFUSALS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
+_HARMLESS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL})
+
+
+def fault_of(error: sqlite3.Error, path: str) -> KVStoreError:
+    """Returns the caller's error for one of SQLite's."""
+    code = _code(error)
+    if code in _REFUSALS:
+        return PermissionDenied(f"metadata in {path}: {error}: {_REFUSED}")
+    advice = _ADVICE.get(code, "is the disk full or failing?")
+    return Unavailable(f"metadata in {path}: {error}: {advice}")
+
+
+def keeps_connection(error: sqlite3.Error) -> bool:
+    """True if the connection can be used again after this error."""
+    return _code(error) in _HARMLESS
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Returns the primary code: extended ones have details in the upper bytes."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

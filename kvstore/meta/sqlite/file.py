@@ -1,0 +1,130 @@
+"""The file with the metadata: made, opened, and recognised by the thread that owns it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import stat
+from collections.abc import Callable
+from urllib.parse import quote
+
+from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.format.places import METADATA
+from kvstore.meta.sqlite import process
+from kvstore.meta.sqlite.store import Store
+
+LOG_BYTES_MAX = 1 << 30
+"""A process that was stopped while it read keeps SQLite from using its log again. The log must not fill the disk."""
+
+Inode = tuple[int, int]
+
+
+class MetadataFile:
+    """The file in ``folder``. ``tables`` makes a Store of an open database. One thread."""
+
+    def __init__(self, folder: str, tables: Callable[[sqlite3.Connection], Store]) -> None:
+        self.path = os.path.join(folder, METADATA)
+        self.openings = 0
+        """Grows when the file was removed or replaced, and another was opened: then revisions begin anew."""
+        self._tables = tables
+        self._database: sqlite3.Connection | None = None
+        self._store: Store | None = None
+        self._inode: Inode | None = None
+
+    def opened(self, timeout_s: float) -> tuple[sqlite3.Connection, Store]:
+        """Returns the open file, which waits for locks of other processes for ``timeout_s``. Makes it if there is none.
+
+        Opens it again if it was removed or replaced: nobody else looks at the old one. Raises Unavailable,
+        PermissionDenied, RootMismatch, and the errors of SQLite and the system.
+        """
+        if self._database is not None and self._inode != _inode(self.path):
+            self.close()
+        if self._database is None or self._store is None:
+            self._database, self._store = self._open(timeout_s)
+        self._database.execute(f"PRAGMA busy_timeout = {max(1, int(1000 * timeout_s))}")
+        self._check_log()
+        return self._database, self._store
+
+    def close(self) -> None:
+        """Closes it. Idempotent."""
+        database, self._database, self._store = self._database, None, None
+        if database is not None:
+            try:
+                database.close()
+            except sqlite3.Error:
+                pass  # of no use either way
+
+    def _open(self, timeout_s: float) -> tuple[sqlite3.Connection, Store]:
+        if process.is_inherited(self.path):
+            raise InvalidRequest(
+                f"this process was forked while its parent was busy with {self.path}, so it gets no locks there: start "
+                "it by spawn"
+            )
+        inode = _make(self.path)
+        # SQLite may not make it: it would choose another mode.
+        name = f"file:{quote(self.path)}?mode=rw"
+        database = sqlite3.connect(name, uri=True, timeout=timeout_s, isolation_level=None)
+        try:
+            store = self._tables(database)
+            if inode != _inode(self.path):
+                raise Unavailable(f"metadata in {self.path}: it was replaced while it was opened: try again")
+        except BaseException:
+            database.close()
+            raise
+        if inode != self._inode:
+            self._inode, self.openings = inode, self.openings + 1
+        return database, store
+
+    def _check_log(self) -> None:
+        try:
+            size_bytes = os.stat(f"{self.path}-wal").st_size
+        except FileNotFoundError:
+            return
+        if size_bytes > LOG_BYTES_MAX:
+            raise Unavailable(
+                f"{self.path}-wal has {size_bytes} bytes: a process that was stopped while it read keeps it from being "
+                "used again: let it go on, or end it"
+            )
+
+
+def _inode(path: str) -> Inode | None:
+    """Returns the identity of the file at ``path``; None if there is none.
+
+    By its name: closing a descriptor of the file would drop the locks that SQLite has on it.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def _make(path: str) -> Inode:
+    """Makes the file unless it is there; returns its identity. Raises PermissionDenied, Unavailable, OSError."""
+    try:
+        # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
+        folder = os.stat(os.path.dirname(path))
+        mode = folder.st_mode & 0o666
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+        try:
+            os.fchmod(file, mode)
+            if os.geteuid() == 0:
+                os.fchown(file, folder.st_uid, folder.st_gid)
+        finally:
+            os.close(file)  # nobody in this process has locks on it yet
+    except FileExistsError:
+        pass
+    except OSError as cause:
+        if cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise PermissionDenied(f"metadata in {path}: not allowed to make that file: {_ASK}") from cause
+    inode = _inode(path)
+    if inode is None:
+        raise Unavailable(f"metadata in {path}: that is not a file, or it was removed at this moment")
+    if not os.access(path, os.R_OK | os.W_OK) or not os.access(os.path.dirname(path), os.W_OK):
+        raise PermissionDenied(f"metadata in {path}: not allowed to write to it: {_ASK}")
+    return inode
+
+
+_ASK = "check the mount options and the owner of the root"

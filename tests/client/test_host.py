@@ -1,0 +1,201 @@
+"""Embedded stores of several processes on one folder: they share sessions, holds, pins and sweeps, without etcd."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import kvstore
+from kvstore.cli.fsck import fsck
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.format.generation import Generation
+from kvstore.format.places import GENERATIONS, METADATA
+from kvstore.meta.sqlite import host
+from kvstore.node.member import Sharing
+from kvstore.node.opening import open_member
+from kvstore.root.generations import publish
+from kvstore.root.open import open_root
+from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.config import Config
+from kvstore_gc.serving import Collector, opened
+from kvstore_gc.summary import Summary
+from tests.client.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.patience import PATIENCE_S, eventually, returns
+
+
+@contextmanager
+def running(root: Path, what: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of ``host_process`` that has begun."""
+    command = [sys.executable, "-m", "tests.client.host_process", str(root), what]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert said(child) == "begun"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return returns(child.stdout.readline).strip()
+
+
+def let_go(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert said(child) == "done"
+    assert child.wait(PATIENCE_S) == 0
+
+
+def collected(root: Path) -> Summary:
+    """One round that deletes all that nobody uses."""
+    with opened(str(root), {}, None) as site:
+        summary = Collector(site, Config(max_bytes=1), lambda seconds: False).once(lambda shard: None)
+    assert summary is not None
+    return summary
+
+
+def matched(store: Store, prompt: int) -> int:
+    return store.namespace("model", LAYOUT).match(tokens(prompt))
+
+
+def test_what_another_process_pinned_stays_and_all_else_goes(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with running(root, "pins") as child, kvstore.open(str(root)) as store:
+        store.namespace("model", LAYOUT).put(tokens(2), kv(2))
+        assert [pin.owner for pin in store.pins()] == ["child"]
+        assert collected(root).reaped.count == 4
+        assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
+        let_go(child)
+        collected(root)
+        assert matched(store, 1) == TOKENS_COUNT, "the pin outlives its process"
+        assert store.unpin(store.pins()[0].id)
+        collected(root)
+        assert matched(store, 1) == 0
+
+
+def test_what_another_process_holds_stays_until_it_lets_go(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with running(root, "holds") as child, kvstore.open(str(root)) as store:
+        summaries: list[Summary] = []
+        with opened(str(root), {}, None) as site:
+            collector = Collector(site, Config(max_bytes=1), lambda seconds: bool(stop))
+            stop: list[int] = []
+            thread = threading.Thread(target=lambda: summaries.append(collector.once(lambda shard: None)))  # type: ignore[arg-type]
+            thread.start()
+            eventually(lambda: matched(store, 1) == 0, "it is condemned")
+            assert sum(1 for _ in (root / "chunks").glob("*/*")) == 4
+            let_go(child)
+            thread.join(PATIENCE_S)
+        assert summaries[0].reaped.count == 4
+
+
+def test_a_killed_process_holds_nothing_once_its_lease_is_over(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with running(root, "holds") as child:
+        child.kill()
+        child.wait(PATIENCE_S)
+        assert collected(root).reaped.count == 4
+
+
+def test_a_clear_in_one_process_spares_what_another_pinned(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with running(root, "pins"), kvstore.open(str(root)) as store:
+        cache = store.namespace("model", LAYOUT)
+        cache.put(tokens(2), kv(2))
+        cache.clear()
+        assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
+
+
+def test_the_file_is_removed_nothing_is_collected_and_one_command_mends_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(str(root)) as store:
+        cache = store.namespace("model", LAYOUT)
+        cache.put(tokens(1), kv(1))
+        for path in root.glob(f"{METADATA}*"):
+            path.unlink()
+        with pytest.raises(RootMismatch, match="kvstore fsck ROOT --adopt"):
+            collected(root)
+        cache.put(tokens(2), kv(2))
+        count, into = cache.get(tokens(1))
+        assert count == TOKENS_COUNT and (np.asarray(into) == 1).all()
+        eventually(lambda: not store.stats()["protected"], "its session is lost")
+        with pytest.raises(Unavailable):
+            cache.pin(tokens(1))
+        with kvstore.open(str(root)) as other:
+            assert matched(other, 2) == TOKENS_COUNT and not other.stats()["protected"]
+        adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
+        assert adopted.exit_code == 0 and "generation 1 -> 2" in adopted.output, adopted.output
+        eventually(lambda: store.stats()["protected"], "it protects again")
+        assert cache.pin(tokens(1)).tokens == TOKENS_COUNT
+        assert collected(root).reaped.count == 4
+        assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
+
+
+def test_a_damaged_file_leaves_a_process_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "root"
+    kvstore.open(str(root)).close()
+    (root / METADATA).write_bytes(bytes(range(256)) * 64)
+    with kvstore.open(str(root)) as store:
+        store.namespace("model", LAYOUT).put(tokens(1), kv(1))
+        assert matched(store, 1) == TOKENS_COUNT
+    assert "host.alone" in caplog.text and "is damaged" in caplog.text
+    with pytest.raises(Unavailable, match="is damaged"):
+        collected(root)
+
+
+def test_a_network_file_system_leaves_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(host, "_file_system", lambda folder: 0x6969)
+    member = open_member(str(root))
+    assert member.sharing is Sharing.ALONE and not (root / METADATA).exists()
+    member.close()
+    with pytest.raises(InvalidRequest, match=r"NFS.*give --etcd"):
+        collected(root)
+
+
+def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path) -> None:
+    path = tmp_path / "root"
+    kvstore.open(str(path)).close()
+    root = open_root(str(path))
+    publish(root, Generation(1, bytes(16)), ids=RandomIds(), clock=SystemClock())
+    root.close()
+    assert (path / GENERATIONS / "1").exists()
+    member = open_member(str(path))
+    assert member.sharing is Sharing.ALONE
+    member.close()
+    with pytest.raises(RootMismatch, match="belongs to a cluster"):
+        collected(path)
+    adopted = CliRunner().invoke(fsck, [str(path), "--adopt"])
+    assert adopted.exit_code == 2 and "give --etcd ENDPOINTS" in adopted.output, adopted.output
+
+
+def test_a_root_in_memory_leaves_a_process_alone() -> None:
+    member = open_member("memory://")
+    assert member.sharing is Sharing.ALONE
+    member.close()
+
+
+def test_no_chunk_costs_the_file_anything(tmp_path: Path) -> None:
+    member = open_member(str(tmp_path / "root"))
+    member.close()
+    with kvstore.open(str(tmp_path / "root")) as store:
+        cache = store.namespace("model", LAYOUT)
+        before = store.stats()["etcd_operations"]
+        for prompt in range(20):
+            cache.put(tokens(prompt), kv(prompt))
+            assert cache.match(tokens(prompt)) == cache.get(tokens(prompt))[0] == TOKENS_COUNT
+            cache.hold(tokens(prompt)).release()
+        # Nothing but keepalives, however slow this was.
+        assert store.stats()["etcd_operations"] - before < 20
