@@ -105,7 +105,7 @@ def _make(path: str) -> Inode:
     try:
         # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
         folder = os.stat(os.path.dirname(path))
-        mode = folder.st_mode & 0o666
+        mode = folder.st_mode & 0o660
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
             os.fchmod(file, mode)
