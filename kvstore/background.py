@@ -21,7 +21,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.waiting import Monitor
 
@@ -130,3 +132,53 @@ class Loop:
                     break
                 self._changed.wait(decision)
         return None
+
+
+class Tasks:
+    """A bounded queue of tasks, and the threads of a loop that does them in turn. Thread-safe.
+
+    Not the standard executor: its threads are joined when the interpreter ends, and it takes any number of tasks.
+    """
+
+    def __init__(self, name: str, threads: int, queue_max: int) -> None:
+        self._queue_max = queue_max
+        self._changed = Monitor()  # guards the tasks that wait
+        self._waiting: deque[Work] = deque()
+        self._busy = 0
+        self._loop = Loop(name, self._changed, self._next, threads_max=threads, drains=True)
+        for _ in range(threads):
+            self._loop.start()
+
+    def submit(self, task: Work) -> bool:
+        """Has a thread call ``task``; False if too many wait, after ``close``, and in a forked child."""
+        if not self._loop.is_here:
+            return False
+        with self._changed:
+            if self._loop.closed or len(self._waiting) >= self._queue_max:
+                return False
+            self._waiting.append(task)
+            self._changed.notify_all()
+        return True
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Waits until no task is left; True if that was in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Takes no more tasks, and waits for those in the queue; True if they and the threads ended in time."""
+        return self._loop.close(timeout_s)
+
+    def _next(self) -> Decision:
+        if not self._waiting:
+            return None
+        self._busy += 1
+        return partial(self._do, self._waiting.popleft())
+
+    def _do(self, task: Work) -> None:
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()

@@ -20,11 +20,11 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
+from kvstore.background import Tasks
 from kvstore.client import Cache
 from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, tensors
 from kvstore.connectors.lmcache_locks import Locks
 from kvstore.connectors.settings import LateStore, block_key, text
-from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.trouble import Trouble
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.sources import SystemClock
@@ -93,9 +93,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._loaded: _Outcomes[Bitmap] = _Outcomes()
         # Of their own each, so that a slow write never delays a read, nor a slow read a look-up.
         fewer = max(1, settings.threads // 2)
-        self._lookers = TaskThreads(fewer, TASKS_MAX, "kvstore-lmcache-look")
-        self._readers = TaskThreads(settings.threads, TASKS_MAX, "kvstore-lmcache-read")
-        self._writers = TaskThreads(fewer, TASKS_MAX, "kvstore-lmcache-write")
+        self._lookers = Tasks("kvstore-lmcache-look", fewer, TASKS_MAX)
+        self._readers = Tasks("kvstore-lmcache-read", settings.threads, TASKS_MAX)
+        self._writers = Tasks("kvstore-lmcache-write", fewer, TASKS_MAX)
         # The same number of bytes says nothing of what a serialiser made them from, and LMCache does not say.
         self._opaque = f"serde {settings.serde}" if settings.serde else f"process {secrets.token_hex(16)}"
         self._trouble = Trouble(log, "lmcache.task_failed")
@@ -244,7 +244,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             each.close()
 
     def _submit(
-        self, threads: TaskThreads, outcomes: _Outcomes[R], work: Callable[[], R], failure: R, timeout_s: float
+        self, threads: Tasks, outcomes: _Outcomes[R], work: Callable[[], R], failure: R, timeout_s: float
     ) -> int:
         """Has ``work`` done, and its result, or ``failure``, put where LMCache looks for it."""
         task = next(self._ids)

@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvstore.background import Tasks
 from kvstore.client.blocks import BLOCKS_MAX
-from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
@@ -68,8 +68,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._under_way = 0
         self._lookups = _Lookups(tier_type, self._link, settings)
         # vLLM bounds its jobs itself: each has chunks of the CPU cache.
-        self._loading = TaskThreads(settings.load_threads, sys.maxsize, "kvstore-vllm-tier-load")
-        self._storing = TaskThreads(1, sys.maxsize, "kvstore-vllm-tier-store")
+        self._loading = Tasks("kvstore-vllm-tier-load", settings.load_threads, sys.maxsize)
+        self._storing = Tasks("kvstore-vllm-tier-store", 1, sys.maxsize)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No wishes of its own."""
@@ -128,7 +128,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.shutdown()
         self._link.close()
 
-    def _submit(self, threads: TaskThreads, job: TransferJob) -> None:
+    def _submit(self, threads: Tasks, job: TransferJob) -> None:
         with self._condition:
             self._under_way += 1
         keys = [bytes(key) for key in job.keys]

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.background import Decision, Loop
+from kvstore.background import Tasks
 from kvstore.errors import InvalidRequest
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +48,7 @@ class AuditLog:
         self._now = now
         self._bytes_max = bytes_max
         self._kept_max = kept_max
-        self._changed = Monitor()  # guards the lines that wait
-        self._waiting: deque[bytes] = deque()
-        self._is_writing = False
-        self._loop = Loop("kvstore-audit", self._changed, self._next, drains=True)
+        self._tasks: Tasks | None = None
         self._fd = -1
         self._size_bytes = 0
 
@@ -64,7 +59,7 @@ class AuditLog:
 
     def open(self) -> None:
         """Opens the file. Raises InvalidRequest if it cannot be written."""
-        if self._path is None or self._loop.threads:
+        if self._path is None or self._tasks is not None:
             return
         try:
             self._open(self._path)
@@ -72,44 +67,31 @@ class AuditLog:
             raise InvalidRequest(
                 f"cannot write the audit log {str(self._path)!r}: {cause.strerror or cause}"
             ) from cause
-        self._loop.start()
+        self._tasks = Tasks("kvstore-audit", 1, QUEUE_MAX)
 
     def write(self, event: str, **fields: Any) -> None:
         """Queues one line. Omits ``fields`` that are None, and cuts long text."""
         entry: Mapping[str, Any] = {"time": self._now().isoformat(timespec="milliseconds"), "event": event, **fields}
         line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
-        if not self._loop.threads or self._loop.closed:
+        if self._tasks is None:
             log.info("audit %s", line)
-            return
-        with self._changed:
-            is_lost = len(self._waiting) >= QUEUE_MAX
-            if not is_lost:
-                self._waiting.append(line.encode() + b"\n")
-                self._changed.notify_all()
-        if is_lost:
+        elif not self._tasks.submit(partial(self._append_line, line.encode() + b"\n")):
             self.on_lost()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all lines so far are in the file; True if that was in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, timeout_s)
+        return self._tasks is None or self._tasks.drain(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Writes what waits and ends the thread. Idempotent."""
-        if not self._loop.close(timeout_s):
+        tasks, self._tasks = self._tasks, None
+        if tasks is not None and not tasks.close(timeout_s):
             return  # the disk hangs, and the thread with it
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     # On the writing thread
-
-    def _next(self) -> Decision:
-        self._is_writing = bool(self._waiting)
-        if self._is_writing:
-            return partial(self._append_line, self._waiting.popleft())
-        self._changed.notify_all()  # for ``flush``
-        return None
 
     def _append_line(self, line: bytes) -> None:
         assert self._path is not None, "the thread starts with a file"

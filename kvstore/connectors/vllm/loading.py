@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvstore.background import Tasks
 from kvstore.client.blocks import BLOCKS_MAX
-from kvstore.connectors.tasks import TaskThreads
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
@@ -64,7 +64,7 @@ class Loader:
         self._timeout_s = timeout_s
         self._bytes_max = bytes_max
         self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
-        self._threads = TaskThreads(threads, QUEUE_MAX, "kvstore-vllm-load")
+        self._threads = Tasks("kvstore-vllm-load", threads, QUEUE_MAX)
 
     def begin(self, load: Load, *, keep: bool) -> Loading:
         """Starts a load; its time runs from now, waiting for a thread included."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvstore.connectors.tasks import TaskThreads
+from kvstore.background import Tasks
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
@@ -45,7 +45,7 @@ class Storer:
         self._idle = Flag()
         self._idle.set()
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
-        self._thread = TaskThreads(1, sys.maxsize, "kvstore-vllm-store")
+        self._thread = Tasks("kvstore-vllm-store", 1, sys.maxsize)
 
     def store(self, run: Run) -> None:
         """Copies the blocks of ``run`` out, in parts, and publishes them behind the engine's back.

@@ -1,4 +1,4 @@
-"""Background threads of connectors: what is refused, and that closing ends them whatever waits."""
+"""Tasks in the background: what is refused, and that closing ends the threads whatever waits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import threading
 from functools import partial
 
-from kvstore.connectors.tasks import TaskThreads
+from kvstore.background import Tasks
 from tests.patience import PATIENCE_S
 
 
 def test_too_many_tasks_are_refused_and_those_that_wait_are_done_before_it_closes() -> None:
-    threads = TaskThreads(1, 2, "test-tasks")
+    threads = Tasks("test-tasks", 1, 2)
     begun, go_on, done = threading.Event(), threading.Event(), list[int]()
 
     def first() -> None:
@@ -29,16 +29,16 @@ def test_too_many_tasks_are_refused_and_those_that_wait_are_done_before_it_close
 
 
 def test_a_task_that_raises_does_not_end_its_thread() -> None:
-    threads = TaskThreads(1, 8, "test-tasks")
+    threads = Tasks("test-tasks", 1, 8)
     done = threading.Event()
-    assert threads.submit(lambda: 1 / 0)  # type: ignore[arg-type]
+    assert threads.submit(lambda: 1 / 0)
     assert threads.submit(done.set)
     assert done.wait(PATIENCE_S)
     assert threads.close(30)
 
 
 def test_a_forked_process_has_no_threads_and_is_told_so() -> None:
-    threads = TaskThreads(2, 8, "test-tasks")
+    threads = Tasks("test-tasks", 2, 8)
     child = os.fork()
     if not child:
         os._exit(not (not threads.submit(lambda: None) and threads.close(0)))
