@@ -17,7 +17,7 @@ LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk
 TOKENS = list(range(64))
 
 
-def asked_in_child(store: kvstore.client.store.Store, cache: kvstore.client.cache.Cache) -> int:
+def asked_in_child(store: kvstore.Store, cache: kvstore.Cache) -> int:
     """The number of calls that were refused as they should be."""
     kv = np.ones(LAYOUT.shape(len(TOKENS)), np.float16)
     refused = 0
