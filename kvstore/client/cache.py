@@ -253,8 +253,6 @@ class Hold:
             raw = arrays[layer].view(np.uint8).reshape(2, -1)
             return LayerMemory(raw[0].data, raw[1].data)
 
-        if not self.tokens:
-            return
         for layer, _ in self._held.layers(memory):
             array = arrays.pop(layer)
             yield layer, array[0], array[1]

@@ -19,7 +19,7 @@ from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
 from kvstore.client.owner import Owner
 from kvstore.counts import ClientCount, Counts
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
@@ -64,17 +64,28 @@ class Endpoints:
             self.refresh()
             self._look_after()
 
+    @property
+    def is_closed(self) -> bool:
+        """True once ``close`` was called: what fails after that fails because of it."""
+        return self._closed
+
+    def check(self) -> None:
+        """Raises StoreClosed once this is closed, and InvalidRequest in a forked child."""
+        self.owner.check()
+        if self._closed:
+            raise StoreClosed
+
     def ranked(self, affinity: bytes | None = None, *, even_aside: bool = False) -> list[Endpoint]:
         """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
 
-        Raises Unavailable where there is none, InvalidRequest in a forked child.
+        Raises Unavailable where there is none, StoreClosed, and InvalidRequest in a forked child.
         """
         self.owner.check()
         if self._credentials.connection_version != self._connection_version:
             self._list([each.address for each in self.every()])
         with self._changed:
             if self._closed:
-                raise Unavailable("the store is closed: connect again")
+                raise StoreClosed
             every = list(self._live.values())
         if len(every) > 1:
             self._look_after()  # so that one that freezes is left out before a call has to find out

@@ -163,6 +163,7 @@ class RemotePort:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
+            self._caller.check()
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
@@ -186,10 +187,10 @@ class RemotePort:
         tokens = _full_chunks(namespace, tokens)
         nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
         if not len(tokens):
+            self._caller.check()
             return nothing
         packed = pack_tokens(tokens)
-        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
-        raw = sealed(request)
+        raw = sealed(pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0))
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
@@ -221,6 +222,7 @@ class RemotePort:
         size = namespace.layout.chunk_tokens
         count = len(tokens) // size
         if not count:
+            self._caller.check()
             return PutResult(0, 0, 0, 0)
         start = pb.PutStart(
             namespace=namespace.digest,
@@ -247,8 +249,7 @@ class RemotePort:
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
         packed = pack_tokens(_full_chunks(namespace, tokens))
-        request = pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner)
-        raw = sealed(request)
+        raw = sealed(pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner))
         # Sent twice it would be two pins, one of which nobody knows of.
         answer = self._reopening(
             namespace,
@@ -260,9 +261,8 @@ class RemotePort:
 
     def unpin(self, pin_id: str) -> bool:
         request = sealed(pb.UnpinRequest(id=pin_id))
-        return pb.UnpinResponse.FromString(
-            self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
-        ).found
+        answer = self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
+        return pb.UnpinResponse.FromString(answer).found
 
     def pins(self) -> list[PinRecord]:
         raw = self._caller.every_message("ListPins", b"", self.limits.read_s)
@@ -333,11 +333,10 @@ class RemotePort:
 
     def clear(self, namespace: Namespace) -> Cleared:
         request = sealed(pb.ClearRequest(namespace=namespace.digest))
-        answer = pb.ClearResponse.FromString(
-            self._reopening(
-                namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
-            )
+        raw = self._reopening(
+            namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
+        answer = pb.ClearResponse.FromString(raw)
         return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
@@ -391,6 +390,7 @@ class RemotePort:
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
+            self._caller.check()
             return 0
         request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)))
         answer = self._reopening(

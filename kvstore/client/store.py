@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -130,7 +130,7 @@ class Store:
 
 
 def open(
-    root: str,
+    root: str | PathLike[str],
     etcd: str | Sequence[str] | None = None,
     *,
     durability: str = "none",
@@ -174,7 +174,7 @@ def open(
     if limits is not None and not isinstance(limits, Limits):
         raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
     member = open_member(
-        root,
+        fspath(root) if isinstance(root, PathLike) else root,
         etcd,
         durable=durability == "fsync",
         limits=limits,
