@@ -15,7 +15,6 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to, size
 from kvstore.cli.rooted import identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.layout import Layout
 from kvstore.namespace import NamespaceId
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _namespaces(access: Access, as_json: bool) -> None:
         ("name", "tenant", "fingerprint", "layout", "chunks", "stored"),
         [
             (
-                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", _layout(each.layout)),
+                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", each.layout.short),
                 row["chunks"],
                 None if row["bytes"] is None else size(row["bytes"]),
             )
@@ -176,10 +175,6 @@ def _share_cells(share: Share, names: dict[NamespaceId, str]) -> tuple[object, .
         size(share.size_bytes),
         ", ".join(said["namespaces"]),
     )
-
-
-def _layout(layout: Layout) -> str:
-    return f"{layout.layers}x2x{layout.chunk_tokens}x{layout.kv_heads}x{layout.head_dim} {layout.dtype}"
 
 
 def _left(seconds: float) -> str:

@@ -26,6 +26,8 @@ from kvstore.waiting import Monitor
 log = logging.getLogger(__name__)
 
 ENDPOINTS_MAX = 4096
+NAMED_MAX = 4
+"""Workers that ``place`` names."""
 
 
 class Endpoints:
@@ -63,6 +65,13 @@ class Endpoints:
         if discover is not None:
             self.refresh()
             self._look_after()
+
+    @property
+    def place(self) -> str:
+        """The workers that are known, and whether this is closed, for people."""
+        known = [*self._live]
+        named = ", ".join(known[:NAMED_MAX]) + ", ..." * (len(known) > NAMED_MAX)
+        return f"workers {named or 'that etcd lists'}" + self._closed * ", closed"
 
     @property
     def is_closed(self) -> bool:
@@ -177,7 +186,10 @@ class Endpoints:
     def _why_none(self, every: list[Endpoint]) -> str:
         if not every:
             return f"no worker is known: start one ({self._trouble or 'none was given'})"
-        reasons = "; ".join(f"{each.address}: {each.aside}" for each in every[:3])
+        reasons = "; ".join(
+            each.aside if each.aside and each.address in each.aside else f"{each.address}: {each.aside}"
+            for each in every[:3]
+        )
         return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
 
     # Looking after them

@@ -39,7 +39,7 @@ class OpenMember:
     def __init__(self, member: Member) -> None:
         self.member = member
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
 
     def __enter__(self) -> Member:
         # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
@@ -48,17 +48,17 @@ class OpenMember:
             raise InvalidRequest(
                 "this store was opened before a fork, and its threads are not here: open it in the child"
             )
-        if self._closed:
+        if self.closed:
             raise StoreClosed
         return self.member
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._closed and (error is None or isinstance(error, Exception)):
+        if self.closed and (error is None or isinstance(error, Exception)):
             raise StoreClosed from error
 
     def close(self) -> None:
         """Closes the member; idempotent."""
-        self._closed = True  # first: calls that fail because of what follows can tell why
+        self.closed = True  # first: calls that fail because of what follows can tell why
         self.member.close()
 
 
@@ -112,6 +112,10 @@ class LocalPort:
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
+
+    @property
+    def place(self) -> str:
+        return f"root {self._store.member.node.root.url}" + self._store.closed * ", closed"
 
     def open_namespace(self, namespace: Namespace) -> None:
         with self._store as member:

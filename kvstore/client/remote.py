@@ -145,6 +145,10 @@ class RemotePort:
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
+    @property
+    def place(self) -> str:
+        return self.endpoints.place
+
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
@@ -229,7 +233,7 @@ class RemotePort:
             tokens=pack_tokens(tokens),
             hints=hints_message(hints),
             first=first,
-            write=write_message(self._mode(write)),
+            write=write_message(write or self._tools.write),
         )
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
@@ -286,8 +290,7 @@ class RemotePort:
         hints: Hints,
         write: WriteMode | None = None,
     ) -> list[bool]:
-        mode = self._mode(write)
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, mode))
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
@@ -383,9 +386,6 @@ class RemotePort:
     def close(self) -> None:
         if self.endpoints.owner.is_here:  # in a forked child, threads and connections are its parent's
             self.parts.close()
-
-    def _mode(self, write: WriteMode | None) -> WriteMode | None:
-        return self._tools.write if write is None else write
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)

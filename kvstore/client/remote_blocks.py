@@ -50,7 +50,7 @@ class RemoteBlocks:
             keys=pack_keys(keys),
             sizes=pack_sizes(sizes),
             hints=hints_message(hints),
-            write=write_message(write),
+            write=write_message(write or self._tools.write),
         )
         opening = start.SerializeToString()
 

@@ -116,6 +116,9 @@ class Store:
         """
         return self._port.control()
 
+    def __repr__(self) -> str:
+        return f"<kvstore.Store {self._port.place}>"
+
     def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""
         if self._when_dropped is not None:
