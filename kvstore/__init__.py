@@ -21,7 +21,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvstore import errors
-from kvstore.layout import Layout
 from kvstore.version import VERSION
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.client.store import Store, connect, open
     from kvstore.client.tickets import Ticket
     from kvstore.hints import Hints
+    from kvstore.layout import Layout
     from kvstore.meta.etcd import EtcdTls, EtcdUser
     from kvstore.namespace import Namespace
     from kvstore.node.limits import Limits
@@ -84,6 +84,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.tickets": ("Ticket",),
         "kvstore.hints": ("Hints",),
+        "kvstore.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.namespace": ("Namespace",),
         "kvstore.node.limits": ("Limits",),
@@ -97,7 +98,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         return __all__
 
     def __getattr__(name):
-        # Lazily, so that importing the package (for a layout, say) costs no gRPC and no file-system code.
+        # Lazily: importing the package (for a layout, say) costs no gRPC, and for the command line not even numpy.
         for place, names in _PLACES.items():
             if name in names:
                 return getattr(import_module(place), name)

@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="List namespaces, pins, workers or writers.")
+@click.command(cls=Command, short_help="List namespaces, pins, workers or writers.")
 @click.option("--pins", "what", flag_value="pins", help="List live pins instead.")
 @click.option("--workers", "what", flag_value="workers", help="List live workers instead; needs --etcd.")
 @click.option("--lineage", "what", flag_value="lineage", help="List who wrote what is stored instead; needs --root.")

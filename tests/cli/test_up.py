@@ -70,7 +70,11 @@ def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) ->
 def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
     with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
         programs = descendants(running.child.pid)
-        assert running.end(signal.SIGINT) == 0
+        assert running.end(signal.SIGINT) == 130
+        lines = running.log.read_text().splitlines()
+        assert lines[-1] == "kvstore up: interrupted"
+        for started in ("etcd", "worker 0", "gc"):
+            assert any(f"up.starting name={started}" in line for line in lines), started
         assert gone(programs)
 
 

@@ -100,15 +100,19 @@ def test_type_checkers_and_programs_see_the_same_names() -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     places = {alias.name: each.module for each in seen.body if isinstance(each, ast.ImportFrom) for alias in each.names}
-    assert {*places, "Layout", "errors", "__version__"} == set(kvstore.__all__)
+    assert {*places, "errors", "__version__"} == set(kvstore.__all__)
     for name, place in places.items():
         assert getattr(kvstore, name) is getattr(importlib.import_module(str(place)), name)
     with pytest.raises(AttributeError, match="'kvstore' has no attribute 'Stroe'"):
         kvstore.Stroe  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_importing_the_package_imports_no_grpc() -> None:
-    program = "import sys, kvstore; kvstore.Layout(1, 1, 8); assert not {'grpc', 'fsspec'} & sys.modules.keys()"
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [("kvstore.Layout(1, 1, 8)", {"grpc", "fsspec"}), ("import kvstore.cli.main", {"numpy", "click", "socket"})],
+)
+def test_importing_the_package_imports_little(program: str, absent: set[str]) -> None:
+    program = f"import sys, kvstore; {program}; assert not {absent} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=True)
 
 
