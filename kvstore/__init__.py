@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 from kvstore import errors
 from kvstore.version import VERSION
 
+TYPE_CHECKING = False  # as in typing, which is not imported: the command line hears Ctrl-C as soon as it can
 if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.blocks import BlockCache, BlockHold
@@ -98,6 +97,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         return __all__
 
     def __getattr__(name):
+        from importlib import import_module
+
         # Lazily: importing the package (for a layout, say) costs no gRPC, and for the command line not even numpy.
         for place, names in _PLACES.items():
             if name in names:

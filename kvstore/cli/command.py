@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from kvstore.cli.ctrl_c import INTERRUPTED, raises
+from kvstore.cli.ctrl_c import INTERRUPTED, Raises
 from kvstore.cli.signals import Interrupted
 from kvstore.errors import KVStoreError
 
@@ -36,7 +36,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with raises():
+            with Raises():
                 return super().invoke(ctx)
         except KVStoreError as error:
             fail(ctx, str(error))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import _thread
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from types import FrameType
+else:
+    import _signal as signal  # what signal wraps, without enumerations: those take most of the time up to here
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -31,7 +33,7 @@ class _EndsAtOnce:
 
 
 def ends_at_once(program: str) -> None:
-    """From now on Ctrl-C ends this program with one line and exit code 130, except within ``raises``.
+    """From now on Ctrl-C ends this program with one line and exit code 130, except within ``Raises``.
 
     For the time before a command begins and after it has ended: an exception in the middle of an import, or while the
     interpreter ends, is a traceback, or lost.
@@ -40,25 +42,25 @@ def ends_at_once(program: str) -> None:
         signal.signal(signal.SIGINT, _EndsAtOnce(program))
 
 
-@contextmanager
-def raises() -> Iterator[None]:
-    """Within, Ctrl-C raises KeyboardInterrupt where ``ends_at_once`` was called."""
-    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    if not isinstance(before, _EndsAtOnce):
-        yield
-        return
+class Raises:
+    """A context within which Ctrl-C raises KeyboardInterrupt, in a program that called ``ends_at_once``."""
 
-    def again(lost: sys.UnraisableHookArgs) -> None:
-        # It came where Python cannot raise it, such as in a finalizer: it comes again, in a moment.
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Timer(AGAIN_S, _thread.interrupt_main).start()
-        else:
-            hook(lost)
+    def __enter__(self) -> None:
+        self._before, self._hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+        if isinstance(self._before, _EndsAtOnce):
+            sys.unraisablehook = self._again
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    try:
-        sys.unraisablehook = again
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        sys.unraisablehook = hook
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._before, _EndsAtOnce):
+            signal.signal(signal.SIGINT, self._before)
+            sys.unraisablehook = self._hook
+
+    def _again(self, lost: sys.UnraisableHookArgs) -> None:
+        """Hears of a KeyboardInterrupt where Python cannot raise it, such as in a finalizer: it comes again soon."""
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        import threading
+
+        threading.Timer(AGAIN_S, _thread.interrupt_main).start()

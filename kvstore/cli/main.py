@@ -5,12 +5,13 @@ Separate from the commands so that a missing package, or Ctrl-C while they are i
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-from typing import NoReturn
 
 from kvstore.cli.ctrl_c import ends_at_once
+
+TYPE_CHECKING = False  # typing is slow to import, and Ctrl-C is a traceback until ``ends_at_once``
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 NEEDED = ("click", "rich")
 
@@ -23,6 +24,8 @@ def main() -> NoReturn:
 def run(program: str, what: str, needed: tuple[str, ...], module: str, command: str) -> NoReturn:
     """Runs a command of click, which is imported once the packages it needs were found. Exits as ``main``."""
     ends_at_once(program)
+    import importlib.util
+
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program}: {what} needs {' and '.join(missing)}: pip install 'kvstore[server]'", file=sys.stderr)
