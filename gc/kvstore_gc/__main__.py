@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from kvstore.cli.main import run
 
 NEEDED = ("click", "rich", "prometheus_client")
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the command and exits: 0 done, 1 it could not finish what it had to, 2 wrong use or could not run, 130
     Ctrl-C.
     """

@@ -151,7 +151,9 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
         )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert f"could not listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"kvstore up: cannot listen on --listen 127.0.0.1:{port} (Address already in use)")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_root.iterdir()) == [], "nothing was begun"
 
 
 def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:

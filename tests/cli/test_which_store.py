@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +18,7 @@ import kvstore
 from kvstore.cli.app import app
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
+from tests.patience import PATIENCE_S
 from tests.worker.serving import serving
 
 Run = Callable[..., Result]
@@ -101,6 +105,19 @@ def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple
 def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(collector, list(arguments), prog_name="kvstore-gc")
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_collector_reads_the_environment_too(tmp_root: Path) -> None:
+    # A program of its own: it sets up the log and the priority of its process.
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvstore_gc", "--once"],
+        env={**os.environ, "KVSTORE_ROOT": str(tmp_root / "missing"), "KVSTORE_ETCD": UNREACHED},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 2 and "missing does not exist" in ended.stderr
 
 
 def test_the_collector_says_its_version() -> None:
