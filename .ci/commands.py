@@ -19,7 +19,27 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
 
 Made from the commands by `make docs`; do not edit. `kvstore COMMAND --help` prints the same. Every command that prints
-results has `--json`. Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run.
+results has `--json`. Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run, 130 Ctrl-C.
+
+## Which store
+
+`KVSTORE_ROOT`, `KVSTORE_CONNECT` and `KVSTORE_ETCD` stand for `--root`, `--connect` and `--etcd`, for every command. An
+option wins over the variables: with `--connect`, `KVSTORE_ROOT` is not read, and so on. Only `KVSTORE_ETCD` still
+counts beside `--root`, and `--etcd ""` turns that off. Without options, `KVSTORE_CONNECT` wins over `KVSTORE_ROOT`.
+
+## Completion in a shell
+
+Put one of these lines into the shell's start file:
+
+```text
+~/.bashrc                    eval "$(_KVSTORE_COMPLETE=bash_source kvstore)"
+~/.zshrc                     eval "$(_KVSTORE_COMPLETE=zsh_source kvstore)"
+~/.config/fish/config.fish   _KVSTORE_COMPLETE=fish_source kvstore | source
+```
+
+`kvstore-gc` has `_KVSTORE_GC_COMPLETE`.
+
+## All commands
 
 | command | what it does |
 |---|---|

@@ -158,7 +158,7 @@ def store(folder: Path, mib: int) -> None:
                 puts.append(time.process_time() - began_s)
                 files = [path for path in (folder / "root" / "chunks").rglob("*") if path.is_file()]
                 if how in ("compressed", "both"):
-                    node = opened._port._member.node  # type: ignore[attr-defined]
+                    node = opened._port._store.member.node  # type: ignore[attr-defined]
                     began_s = time.process_time()
                     for path in files:
                         name = Name(str(path.relative_to(folder / "root")))

@@ -1,21 +1,42 @@
 """kvstore: a distributed store for the KV caches of LLM inference.
 
-``open`` makes this process a node of its own; ``connect`` goes through a worker.  Both give the same ``Store``.
+``open`` makes this process a node of its own; ``connect`` goes through a worker.  Both give the same ``Store``:
+
+    import kvstore
+
+    layout = kvstore.Layout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", chunk_tokens=256)
+    with kvstore.open("/mnt/kv") as store:  # or kvstore.connect("10.0.0.7:7070")
+        cache = store.namespace("llama-3.1-8b", layout, fingerprint="sha256 of the weights")
+        cache.put(tokens, kv)  # kv: (layers, 2, len(tokens), kv_heads, head_dim)
+        count, kv = cache.get(tokens)  # the longest stored prefix, every byte verified
+
+``kvstore.errors`` has the errors, all of them a ``KVStoreError``.  A miss is a value, never an error.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
 
 from kvstore import errors
-from kvstore.layout import Layout
 from kvstore.version import VERSION
 
+TYPE_CHECKING = False  # as in typing, which is not imported: the command line hears Ctrl-C as soon as it can
 if TYPE_CHECKING:
-    from kvstore.client import connect, open
+    from kvstore.census.selection import Selection
+    from kvstore.client.blocks import BlockCache, BlockHold
+    from kvstore.client.cache import Cache, Hold, Pin
+    from kvstore.client.limits import ClientLimits
+    from kvstore.client.store import Store, connect, open
+    from kvstore.client.tickets import Ticket
+    from kvstore.hints import Hints
+    from kvstore.layout import Layout
+    from kvstore.meta.etcd import EtcdTls, EtcdUser
+    from kvstore.namespace import Namespace
+    from kvstore.node.limits import Limits
+    from kvstore.results import Cleared, PinRecord, PutResult
     from kvstore.security.tls import ClientTls
+    from kvstore.writes import WriteMode
 
 # A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
 # of its own in parent and child. They start threads in the child and use connections that it shares with its parent:
@@ -26,21 +47,60 @@ if "grpc" not in sys.modules:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__ = VERSION
-__all__ = ["ClientTls", "Layout", "__version__", "connect", "errors", "open"]
+__all__ = [
+    "BlockCache",
+    "BlockHold",
+    "Cache",
+    "Cleared",
+    "ClientLimits",
+    "ClientTls",
+    "EtcdTls",
+    "EtcdUser",
+    "Hints",
+    "Hold",
+    "Layout",
+    "Limits",
+    "Namespace",
+    "Pin",
+    "PinRecord",
+    "PutResult",
+    "Selection",
+    "Store",
+    "Ticket",
+    "WriteMode",
+    "__version__",
+    "connect",
+    "errors",
+    "open",
+]
 
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name, typos too
+    _PLACES = {
+        "kvstore.census.selection": ("Selection",),
+        "kvstore.client.blocks": ("BlockCache", "BlockHold"),
+        "kvstore.client.cache": ("Cache", "Hold", "Pin"),
+        "kvstore.client.limits": ("ClientLimits",),
+        "kvstore.client.store": ("Store", "connect", "open"),
+        "kvstore.client.tickets": ("Ticket",),
+        "kvstore.hints": ("Hints",),
+        "kvstore.layout": ("Layout",),
+        "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
+        "kvstore.namespace": ("Namespace",),
+        "kvstore.node.limits": ("Limits",),
+        "kvstore.results": ("Cleared", "PinRecord", "PutResult"),
+        "kvstore.security.tls": ("ClientTls",),
+        "kvstore.writes": ("WriteMode",),
+    }
+    """The names that are imported on first use, by their modules."""
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__():
+        return __all__
 
+    def __getattr__(name):
+        from importlib import import_module
 
-def __getattr__(name: str) -> Any:
-    # Lazily, so that importing the package (for a layout, say) costs no gRPC and no file-system code.
-    if name in ("connect", "open"):
-        from kvstore import client
-
-        return getattr(client, name)
-    if name == "ClientTls":
-        from kvstore.security.tls import ClientTls
-
-        return ClientTls
-    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+        # Lazily: importing the package (for a layout, say) costs no gRPC, and for the command line not even numpy.
+        for place, names in _PLACES.items():
+            if name in names:
+                return getattr(import_module(place), name)
+        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

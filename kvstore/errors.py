@@ -15,6 +15,17 @@ class InvalidRequest(KVStoreError, ValueError):
     """The request itself is wrong (shape, dtype, negative token, over a limit). Fix the call; do not retry."""
 
 
+class StoreClosed(KVStoreError):
+    """The store was closed, before the call or while it ran. Open it again.
+
+    Caches, holds and pins end with their store. A call that ran while another thread closed the store may have had its
+    effect.
+    """
+
+    def __init__(self, message: str = "the store is closed: open it again (kvstore.open, kvstore.connect)") -> None:
+        super().__init__(message)
+
+
 class LayoutMismatch(KVStoreError):
     """The namespace exists with another layout. Use the same layout, or another namespace name."""
 

@@ -99,6 +99,11 @@ class Layout:
         """Payload bytes of one chunk."""
         return self.section_count * self.section_bytes
 
+    @property
+    def short(self) -> str:
+        """The shape of one chunk and the type of its elements, for people: ``32x2x256x8x128 bfloat16``."""
+        return f"{'x'.join(map(str, self.shape(self.chunk_tokens)))} {self.dtype}"
+
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of the KV array of ``tokens`` tokens."""
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)

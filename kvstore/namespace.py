@@ -73,6 +73,12 @@ class Namespace:
         """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
         return NamespaceId(self.digest[:8])
 
+    @property
+    def short(self) -> str:
+        """Its name, tenant and layout, for people."""
+        tenant = f" of tenant {self.tenant!r}" if self.tenant else ""
+        return f"{self.name!r}{tenant}, {self.layout.short}"
+
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, UTF-8. The digest is taken over it."""
         return json.dumps(_fields(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

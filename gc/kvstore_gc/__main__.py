@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from typing import NoReturn
+from kvstore.cli.main import run
 
 NEEDED = ("click", "rich", "prometheus_client")
 
 
-def main() -> NoReturn:
-    """Runs the command and exits: 0 done, 1 it could not finish what it had to, 2 wrong use or could not run."""
-    missing = [name.replace("_", "-") for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"kvstore-gc: it needs {' and '.join(missing)}: pip install 'kvstore[server]'", file=sys.stderr)
-        sys.exit(2)
-    from kvstore_gc.cli import command
-
-    command(prog_name="kvstore-gc")
-    sys.exit(0)
+def main() -> None:
+    """Runs the command and exits: 0 done, 1 it could not finish what it had to, 2 wrong use or could not run, 130
+    Ctrl-C.
+    """
+    run("kvstore-gc", "it", NEEDED, "kvstore_gc.cli", "command")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from kvstore.cli.declared import flag, group, option, takes
 from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import LOG_FORMAT, Room
 from kvstore.cli.output import print_table, progress_bar, size
+from kvstore.cli.ports import check_free
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
 from kvstore.security.networks import is_loopback
+from kvstore.version import VERSION
 from kvstore_gc.config import Config, read_config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
@@ -128,9 +130,9 @@ class Rounds:
 
 @click.command(
     cls=Command,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+@click.version_option(VERSION, prog_name="kvstore-gc")
 @takes("cluster", ClusterAccess)
 @takes("limits", Limits)
 @takes("rounds", Rounds)
@@ -168,6 +170,7 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
       kvstore-gc --root /data/kv --once --max-bytes 200GiB
     """
     rounds.check()
+    check_free("--metrics", [rounds.metrics])
     explain = [_address(text) for text in rounds.addresses]
     config = limits.config()
     rounds.configure()

@@ -33,6 +33,12 @@ from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 
+SPARED = (
+    *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "pinned", "published anew"),
+    *("swept by another collector", "used since it was listed"),
+)
+"""The reasons by which ``SweepReport.spared`` counts."""
+
 
 @dataclass(slots=True)
 class SweepReport:

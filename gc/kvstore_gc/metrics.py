@@ -21,10 +21,16 @@ from kvstore import scraping
 from kvstore.errors import InvalidRequest
 from kvstore.sources import Clock
 from kvstore_gc.capacity import Level
+from kvstore_gc.execute import SPARED
+from kvstore_gc.orphans import ORPHANS
+from kvstore_gc.plan import Reason
 from kvstore_gc.summary import Summary
 
+CHOSEN = [reason.value for reason in Reason if reason.condemns]
+KEPT = [reason.value for reason in Reason if not reason.condemns]
 OUTCOMES = ("done", "unfinished", "failed")
 SWEEPS = ("begun", "adopted", "abandoned", "left")
+PHASES = ("check", "survey", "plan", "condemn", "grace", "reap", "close", "orphans")
 PHASE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14_400)
 
 
@@ -63,11 +69,6 @@ class Metrics:
         self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
         self._sweeps = self._counter("sweeps", "sweeps of a shard", "outcome")
         self._rounds = self._counter("rounds", "rounds", "outcome")
-        # At 0 from the start on, or Prometheus would not see the first one as an increase.
-        for outcome in OUTCOMES:
-            self._rounds.labels(outcome)
-        for outcome in SWEEPS:
-            self._sweeps.labels(outcome)
         self._phases = Histogram(
             "kvstore_gc_phase_seconds",
             "how long phases of a round took",
@@ -75,15 +76,28 @@ class Metrics:
             buckets=PHASE_BUCKETS_S,
             registry=self.registry,
         )
+        # At 0 from the start on, or Prometheus would not see the first one as an increase, and a panel would be empty.
+        for metric, labels in (
+            (self._rounds, OUTCOMES),
+            (self._sweeps, SWEEPS),
+            (self._chosen, CHOSEN),
+            (self._chosen_bytes, CHOSEN),
+            (self._kept, KEPT),
+            (self._spared, SPARED),
+            (self._orphans, ORPHANS),
+            (self._phases, PHASES),
+        ):
+            for label in labels:
+                metric.labels(label)
 
     def done(self, summary: Summary) -> None:
         """Adds a round that ended."""
         self._rounds.labels("unfinished" if summary.unfinished else "done").inc()
         self._round.set(self._clock.now_s())
         self._blocked.set(summary.sweeps["abandoned"] + summary.sweeps["left"])
-        self._kept.clear()
-        for reason, tally in summary.kept.items():
-            self._kept.labels(reason).set(tally.bytes)
+        for reason in KEPT:
+            tally = summary.kept.get(reason)
+            self._kept.labels(reason).set(tally.bytes if tally is not None else 0)
         if not summary.unfinished:
             self._success.set(self._clock.now_s())
         self._chunks.set(summary.scanned.count)

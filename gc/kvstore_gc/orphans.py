@@ -29,6 +29,9 @@ from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
 
+ORPHANS = ("staging", "restored", "quarantine", "plans", "twins", "failed")
+"""The kinds that ``Orphans.remove`` counts."""
+
 
 class Orphans:
     """The orphans of one root. One thread at a time. Remembers from round to round what it need not look at again."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from kvstore.cli.declared import group, option, takes
+from kvstore.cli.declared import argument, group, option, takes
 from kvstore.cli.securing import ClientAccess
 from kvstore.errors import InvalidRequest
 
@@ -69,7 +70,13 @@ def keys_option() -> Any:
 class EtcdAccess:
     """The way to etcd. Holds names of files, not their content. Can be pickled."""
 
-    endpoints: str = option("--etcd", metavar="ENDPOINTS", help="etcd as HOST:PORT[,HOST:PORT...].")
+    endpoints: str = option(
+        "--etcd",
+        metavar="ENDPOINTS",
+        envvar="KVSTORE_ETCD",
+        show_envvar=True,
+        help="etcd as HOST:PORT[,HOST:PORT...].",
+    )
     ca_file: str | None = option(
         "--etcd-ca", metavar="FILE", help="PEM file of the authority that signed etcd's certificate."
     )
@@ -125,9 +132,43 @@ class EtcdAccess:
 class ClusterAccess:
     """The root and the etcd of a cluster, for the programs that it consists of."""
 
-    root: str = option("--root", required=True, metavar="URL", help="A folder, file:///path, s3://bucket/prefix, ...")
+    root: str = option(
+        "--root",
+        metavar="URL",
+        envvar="KVSTORE_ROOT",
+        show_envvar=True,
+        help="A folder, file:///path, s3://bucket/prefix, ...",
+    )
     root_options: RootOptions = group(RootOptions, RootOptions())
     etcd: EtcdAccess | None = group(EtcdAccess)
+
+    def __post_init__(self) -> None:
+        check_root_given(self.root)
+
+
+@dataclass(frozen=True, slots=True)
+class RootPlace:
+    """The root that a command is about: an argument, or an option as elsewhere."""
+
+    given: str | None = argument(metavar="[ROOT]", required=False)
+    named: str | None = option(
+        "--root", metavar="URL", envvar="KVSTORE_ROOT", show_envvar=True, help="The root, if not as an argument."
+    )
+    options: RootOptions = group(RootOptions, RootOptions())
+
+    @property
+    def url(self) -> str:
+        """The URL. Raises InvalidRequest if no root is given, or two."""
+        if self.given and self.named and _is_typed("root_named"):
+            raise InvalidRequest("ROOT and --root are two ways to say which root: give one of them")
+        return check_root_given(self.given or self.named)
+
+
+def check_root_given(root: str | None) -> str:
+    """Raises InvalidRequest if there is none."""
+    if not root:
+        raise InvalidRequest("which root? give --root URL (a folder, file:///path, s3://...), or set KVSTORE_ROOT")
+    return root
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +176,38 @@ class Access:
     """The way to a store. Can be pickled, so that other processes reach the same."""
 
     root: str | None = option(
-        "--root", metavar="URL", help="The root itself: a folder, file:///path, s3://bucket/prefix, or any fsspec URL."
+        "--root",
+        metavar="URL",
+        envvar="KVSTORE_ROOT",
+        show_envvar=True,
+        help="The root itself: a folder, file:///path, s3://bucket/prefix, or any fsspec URL.",
     )
     root_options: RootOptions = group(RootOptions, RootOptions())
     connect: tuple[str, ...] = option(
-        "--connect", type=Workers(), default=(), metavar="HOST:PORT[,...]", help="One or several workers."
+        "--connect",
+        type=Workers(),
+        default=(),
+        metavar="HOST:PORT[,...]",
+        envvar="KVSTORE_CONNECT",
+        show_envvar=True,
+        help="One or several workers.",
     )
     root_id: str | None = option("--root-id", metavar="HEX", help="Which root is meant, where etcd knows several.")
     keys: str | None = keys_option()
     etcd: EtcdAccess | None = group(EtcdAccess)
     client: ClientAccess = group(ClientAccess, ClientAccess())
+
+    @classmethod
+    def of_options(cls, root: str | None, connect: tuple[str, ...], **given: Any) -> Access:
+        """An option that was typed wins over the environment, which may have all three ways to a store: there workers
+        win over the root.
+        """
+        has_root, has_connect = _is_typed("access_root"), _is_typed("access_connect")
+        if has_root or has_connect or (given["etcd"] and _is_typed("access_etcd_endpoints")):
+            root, connect = root if has_root else None, connect if has_connect else ()
+        elif connect:
+            root = None
+        return cls(root, connect=connect, **given)
 
     def __post_init__(self) -> None:
         if self.root is not None and self.connect:
@@ -182,12 +245,21 @@ class Access:
                 tls=self.client.tls(),
                 token_file=self.client.token_file,
             )
-        raise InvalidRequest("which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS")
+        raise InvalidRequest(
+            "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set KVSTORE_ROOT, "
+            "KVSTORE_CONNECT or KVSTORE_ETCD"
+        )
+
+
+def _is_typed(name: str) -> bool:
+    """True if a parameter of the command was on its command line, and not in the environment."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 access_options = takes("access", Access)
 etcd_options = takes("etcd", EtcdAccess)
 root_options_option = takes("options", RootOptions)
+root_option = takes("root", RootPlace)
 
 
 def open_store(access: Access, durability: str = "none") -> Store:

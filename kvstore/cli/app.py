@@ -60,6 +60,6 @@ def app() -> None:
 
     Start with `kvstore demo`; serve a host with `kvstore up --root FOLDER`.
 
-    Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run. Secrets are read from files or the
+    Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run, 130 Ctrl-C. Secrets are read from files or the
     environment, never from arguments.
     """

@@ -14,7 +14,7 @@ from kvstore.cli.output import print_json, print_table, progress_bar
 from kvstore.cli.rooted import open_existing
 
 
-@click.command("check-root", cls=Command, no_args_is_help=True, short_help="Test a mount for what the store relies on.")
+@click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")
 @click.argument("root", metavar="ROOT")
 @click.argument("second", metavar="[SECOND_MOUNT]", required=False)
 @root_options_option

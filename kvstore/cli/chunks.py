@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.client.store import Store
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Delete stored chunks, by namespace, writer, age, ...")
+@click.command(cls=Command, short_help="Delete stored chunks, by namespace, writer, age, ...")
 @selection_options
 @click.option("--pinned", is_flag=True, help="Pinned chunks too; their pins stay, over nothing.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
@@ -84,7 +84,7 @@ def clear(
         check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Compress stored chunks on the root.")
+@click.command(cls=Command, short_help="Compress stored chunks on the root.")
 @selection_options
 @no_wait_option
 @worker_option
@@ -105,7 +105,7 @@ def compress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as
     _recode(asked, no_wait, access, as_json, lambda control, chunks: control.compress(chunks, worker=worker))
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Decompress stored chunks on the root.")
+@click.command(cls=Command, short_help="Decompress stored chunks on the root.")
 @selection_options
 @no_wait_option
 @worker_option
@@ -121,7 +121,7 @@ def decompress(asked: Asked, no_wait: bool, worker: str | None, access: Access, 
     _recode(asked, no_wait, access, as_json, lambda control, chunks: control.decompress(chunks, worker=worker))
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Encrypt stored chunks with the current keys.")
+@click.command(cls=Command, short_help="Encrypt stored chunks with the current keys.")
 @selection_options
 @no_wait_option
 @worker_option

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from kvstore.cli.ctrl_c import INTERRUPTED, Raises
 from kvstore.cli.signals import Interrupted
 from kvstore.errors import KVStoreError
 
@@ -27,15 +28,22 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Looked at before parsing, because the option has no value of its own in the commands' functions.
         ctx.meta["kvstore.debug"] = "--debug" in args
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            message = error.format_message().rstrip(".")
+            fail(ctx, f"{message[:1].lower()}{message[1:]} ({ctx.command_path} --help shows all options)")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with Raises():
+                return super().invoke(ctx)
         except KVStoreError as error:
             fail(ctx, str(error))
-        except (Interrupted, KeyboardInterrupt, click.Abort):
-            fail(ctx, "interrupted")
+        except Interrupted as interrupted:
+            fail(ctx, "interrupted", interrupted.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            fail(ctx, "interrupted", INTERRUPTED)
         except (click.exceptions.Exit, click.ClickException, BrokenPipeError):
             raise  # click's own
         except OSError as error:
@@ -49,9 +57,9 @@ def check_failed() -> NoReturn:
     click.get_current_context().exit(CHECK_FAILED)
 
 
-def fail(ctx: click.Context, message: str) -> NoReturn:
-    """Prints why on one line of standard error, and ends with exit code 2."""
+def fail(ctx: click.Context, message: str, exit_code: int = COULD_NOT_RUN) -> NoReturn:
+    """Prints why on one line of standard error, and ends the command."""
     if ctx.meta.get("kvstore.debug") and sys.exc_info()[0] is not None:
         traceback.print_exc()
     print(f"{ctx.command_path}: {' '.join(message.split())}", file=sys.stderr)
-    ctx.exit(COULD_NOT_RUN)
+    ctx.exit(exit_code)

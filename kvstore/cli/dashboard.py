@@ -14,6 +14,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.declared import arguments, flag, option, takes
 from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging, Room
+from kvstore.cli.ports import check_free
 from kvstore.cli.programs import gc_command
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
@@ -50,7 +51,7 @@ class PageAccess:
             )
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="A web page about a cluster.")
+@click.command(cls=Command, short_help="A web page about a cluster.")
 @access_options
 @click.option(
     "--listen",
@@ -84,6 +85,7 @@ def dashboard(access: Access, listen: str, page: PageAccess, room: Room, policy:
     if access.root is None or access.etcd is None:
         raise InvalidRequest("the dashboard looks at a cluster: give --root URL and --etcd ENDPOINTS")
     page.check(listen)
+    check_free("--listen", [listen])
     logging.configure()
     cluster = ClusterAccess(access.root, access.root_options, access.etcd)
     collector = gc_command(*arguments(cluster), *arguments(room), *(("--policy", policy) if policy else ()))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import EtcdAccess, RootOptions, etcd_options, root_options_option
+from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.output import print_json, progress_to, shown, size
 from kvstore.cli.rooted import identified
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import HOST_GENERATIONS
@@ -37,13 +37,12 @@ class _Wanted:
     rate: int | None = option("--rate", type=SIZE, help="Read at most this much a second, such as 200MiB.")
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Check every file of a root, and repair it.")
-@click.argument("root", metavar="ROOT")
+@click.command(cls=Command, short_help="Check every file of a root, and repair it.")
+@root_option
 @takes("wanted", _Wanted)
-@root_options_option
 @etcd_options
 @json_option
-def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | None, as_json: bool) -> None:
+def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> None:
     """Check every file of ROOT, beside a store that goes on working.
 
     Readers take damaged chunks for misses; a check finds them earlier. With --repair they are set aside, looked at
@@ -63,13 +62,13 @@ def fsck(root: str, wanted: _Wanted, options: RootOptions, etcd: EtcdAccess | No
 
     \b
     Examples:
-      kvstore fsck /mnt/kv
+      kvstore fsck --root /mnt/kv
       kvstore fsck /mnt/kv --repair --etcd 10.0.0.5:2379 --rate 200MiB
       kvstore fsck /mnt/kv --adopt --etcd 10.0.0.5:2379
     """
     if wanted.rate is not None and wanted.rate < 1:
         raise InvalidRequest("--rate is 0: give how much to read a second, such as 200MiB")
-    with identified(root, options.read()) as (opened, identity):
+    with identified(root.url, root.options.read()) as (opened, identity):
         # Before the check, which may take hours on a root whose nodes refuse pins until they have a generation again.
         adopted = _adopt(opened, identity, etcd) if wanted.adopt else None
         if adopted is not None and not as_json:
@@ -152,12 +151,12 @@ def _print_adopted(adopted: Adopted) -> None:
         flush=True,
     )
     for refused in adopted.refused:
-        print(f"left out: {refused}")
+        print(f"left out: {shown(str(refused))}")
 
 
 def _show(finding: Finding) -> None:
     done = f" [{finding.action.value}]" if finding.action else ""
-    print(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}")
+    print(shown(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}"))
 
 
 def _print(report: Report) -> None:

@@ -55,12 +55,15 @@ class Host:
     def start(self, count: int, listen: str, metrics: str) -> None:
         """Starts the workers and waits until they serve. Raises Unavailable where one does not."""
         for number in range(count):
-            command = self._command(number, _address(listen, number), _address(metrics, number))
+            command = self._command(number, numbered(listen, number), numbered(metrics, number))
             program = Program(f"worker {number}", command)
             self._programs.append(program)
+            log.info("up.starting name=%s root=%s", program.name, self._serving.cluster.root)
             program.start()
         for program in list(self._programs):
             self._workers.append(_Worker(program, program.wait_ready(lambda: self._stopper.asked)))
+            took_s = time.monotonic() - program.started_s
+            log.info("up.started name=%s after_s=%.1f", program.name, took_s)
 
     def start_gc(self, room: Room, metrics: str | None) -> None:
         """Starts the garbage collector, where it is installed. After the workers, who make the root."""
@@ -144,11 +147,12 @@ class Host:
         program = Program(name, command)
         self._programs.append(program)
         self._others.append(program)
+        log.info("up.starting name=%s", name)
         program.start()
         return program
 
 
-def _address(first: str, number: int) -> str:
+def numbered(first: str, number: int) -> str:
     """``number`` ports after the first; any free one for all where the first is 0."""
     host, port = split(first)
     if port and port + number > 65535:

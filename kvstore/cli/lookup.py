@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.node.looking import ChunkPlace, RootCopy
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Where a stored prefix lies, chunk by chunk.")
+@click.command(cls=Command, short_help="Where a stored prefix lies, chunk by chunk.")
 @prompt_options
 @click.option("--chunks", "chunks_max", type=click.IntRange(0), default=0, help="At most so many leading chunks.")
 @click.option("--worker", metavar="HOST:PORT", help="As this worker sees it; by default the one it is read from.")

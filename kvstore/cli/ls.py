@@ -15,7 +15,6 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to, size
 from kvstore.cli.rooted import identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.layout import Layout
 from kvstore.namespace import NamespaceId
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ TIMEOUT_S = 10.0
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="List namespaces, pins, workers or writers.")
+@click.command(cls=Command, short_help="List namespaces, pins, workers or writers.")
 @click.option("--pins", "what", flag_value="pins", help="List live pins instead.")
 @click.option("--workers", "what", flag_value="workers", help="List live workers instead; needs --etcd.")
 @click.option("--lineage", "what", flag_value="lineage", help="List who wrote what is stored instead; needs --root.")
@@ -74,7 +73,7 @@ def _namespaces(access: Access, as_json: bool) -> None:
         ("name", "tenant", "fingerprint", "layout", "chunks", "stored"),
         [
             (
-                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", _layout(each.layout)),
+                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", each.layout.short),
                 row["chunks"],
                 None if row["bytes"] is None else size(row["bytes"]),
             )
@@ -176,10 +175,6 @@ def _share_cells(share: Share, names: dict[NamespaceId, str]) -> tuple[object, .
         size(share.size_bytes),
         ", ".join(said["namespaces"]),
     )
-
-
-def _layout(layout: Layout) -> str:
-    return f"{layout.layers}x2x{layout.chunk_tokens}x{layout.kv_heads}x{layout.head_dim} {layout.dtype}"
 
 
 def _left(seconds: float) -> str:

@@ -39,7 +39,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     table.add_column()
     table.add_column(justify="right", overflow="fold")
     for name, value in pairs:
-        table.add_row(name, value)
+        table.add_row(shown(name), shown(value))
     console().print(table)
 
 
@@ -100,9 +100,11 @@ def _cell(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    """Text with its control characters made visible: labels, tenants and names are others' text."""
+    """Text with its control characters made visible, those that begin a line too: labels, tenants and names are others'
+    text.
+    """
     return text if text.isprintable() else "".join(_visible(each) for each in text)
 
 
 def _visible(char: str) -> str:
-    return char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+    return char if char.isprintable() else char.encode("unicode_escape").decode()

@@ -26,12 +26,12 @@ LOOK_S = 0.2
 """Between two looks at the progress of a move."""
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="How many leading tokens of a prompt are stored.")
+@click.command(cls=Command, short_help="How many leading tokens of a prompt are stored.")
 @prompt_options
 @access_options
 @json_option
 def match(prompt: Prompt, access: Access, as_json: bool) -> None:
-    """Print how many leading tokens of a prompt are stored.
+    """Print how many leading tokens of a prompt are stored. Exit code 1 where none is.
 
     NAME is a namespace, as `kvstore ls` lists it; TOKENS are token ids with commas between. A file or standard input
     may have them with commas, spaces or as a JSON list.
@@ -48,9 +48,11 @@ def match(prompt: Prompt, access: Access, as_json: bool) -> None:
         print_json({"namespace": prompt.name, "tokens": len(ids), "tokens_matched": matched})
     else:
         print(f"{matched} of {len(ids)} tokens")
+    if not matched:
+        check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Protect a stored prefix from garbage collection.")
+@click.command(cls=Command, short_help="Protect a stored prefix from garbage collection.")
 @prompt_options
 @click.option("--ttl", type=DURATION, default="1h", show_default=True, help="The pin ends by itself after this time.")
 @click.option("--owner", default="", help="Who pins, as `kvstore ls --pins` shows it; by default the host's name.")
@@ -83,7 +85,7 @@ def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -
         check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="End a pin.")
+@click.command(cls=Command, short_help="End a pin.")
 @click.argument("pin_id", metavar="ID")
 @access_options
 @json_option
@@ -105,7 +107,7 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
         check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Bring a stored prefix into a worker's memory.")
+@click.command(cls=Command, short_help="Bring a stored prefix into a worker's memory.")
 @prompt_options
 @click.option("--tier", type=click.Choice(["memory", "disk"]), default="memory", show_default=True, help="Where to.")
 @no_wait_option
@@ -128,7 +130,7 @@ def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: 
         _follow("prefetched", prompt, access, as_json, lambda cache, ids: cache.prefetch(ids, tier))
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Move a stored prefix to another tier of a worker.")
+@click.command(cls=Command, short_help="Move a stored prefix to another tier of a worker.")
 @prompt_options
 @click.option("--tier", type=click.Choice(["memory", "disk", "root"]), required=True, help="Where to.")
 @no_wait_option
@@ -150,7 +152,7 @@ def move(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool
         _follow("moved", prompt, access, as_json, lambda cache, ids: cache.move(ids, tier))
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Evict a prompt first when a worker needs room.")
+@click.command(cls=Command, short_help="Evict a prompt first when a worker needs room.")
 @prompt_options
 @no_wait_option
 @access_options

@@ -55,7 +55,7 @@ class Callers:
     keep: bool = flag("--keep", help="Leave the chunks in the store.")
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Replay a trace and compare every byte.")
+@click.command(cls=Command, short_help="Replay a trace and compare every byte.")
 @click.argument("trace", metavar="TRACE")
 @access_options
 @takes("callers", Callers)

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
+from kvstore.cli.ctrl_c import INTERRUPTED
+
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 
@@ -20,17 +22,24 @@ Handler = Callable[[int, FrameType | None], None]
 class Interrupted(BaseException):
     """A signal asked to end; not an Exception, so that nothing on the way takes it for a failure of its own."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = INTERRUPTED if number == signal.SIGINT else 2
+
 
 SAME_WISH_S = 1.0
 """Signals this close together are one wish: a service manager signals a whole group, and a parent its children too."""
 
 
 class Stopper:
-    """For servers: whether a signal came. A second one, a moment later, ends the program at once, after ``at_once``."""
+    """For servers: whether a signal came. A second one, a moment later, ends the program at once, after ``at_once``.
+
+    Raises Interrupted at the end where the first one was Ctrl-C.
+    """
 
     def __init__(self, at_once: Callable[[], object] = lambda: None) -> None:
         self._asked = False
-        self._signalled = False
+        self._signal = 0
         self._asked_s = 0.0
         self._at_once = at_once
 
@@ -69,20 +78,22 @@ class Stopper:
         self._before = _install(self._came)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _restore(self._before)
         signal.set_wakeup_fd(self._waked_before)
         self._wake.close()
         self._asleep.close()
+        if self._signal == signal.SIGINT and kind is None:
+            raise Interrupted(signal.SIGINT)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if not self._signalled:
-            self._signalled = True
+        if not self._signal:
+            self._signal = number
             self._asked_s = time.monotonic()
             self.ask()
         elif time.monotonic() - self._asked_s > SAME_WISH_S:
             self._at_once()
-            os._exit(2)
+            os._exit(INTERRUPTED if number == signal.SIGINT else 2)
 
 
 class Interrupts:
@@ -93,7 +104,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._guarded = 0
-        self._asked_by: str | None = None
+        self._asked_by = 0
         self._raised = False
 
     def __enter__(self) -> Interrupts:
@@ -121,7 +132,7 @@ class Interrupts:
         self._raise_if_asked()
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        self._asked_by = self._asked_by or signal.Signals(number).name
+        self._asked_by = self._asked_by or number
         if not self._guarded:
             self._raise_if_asked()
 

@@ -29,7 +29,7 @@ GROUPS = (
 """Counters by what their names begin with; any other is listed under "now"."""
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="What the workers did; how full a root is.")
+@click.command(cls=Command, short_help="What the workers did; how full a root is.")
 @access_options
 @json_option
 def stats(access: Access, as_json: bool) -> None:

@@ -11,12 +11,12 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option, worker_option
-from kvstore.cli.output import print_json, print_table, size
+from kvstore.cli.output import print_json, print_table, shown, size
 from kvstore.cli.tickets import steered
 from kvstore.errors import InvalidRequest, KVStoreError
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Stop a worker after it has finished its calls.")
+@click.command(cls=Command, short_help="Stop a worker after it has finished its calls.")
 @worker_option
 @click.option(
     "--within",
@@ -50,7 +50,7 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
     )
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Show or change limits of running workers.")
+@click.command(cls=Command, short_help="Show or change limits of running workers.")
 @click.argument("changes", metavar="[NAME=VALUE]...", nargs=-1)
 @worker_option
 @access_options
@@ -105,7 +105,7 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
         check_failed()
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="The health of workers, root, etcd and queues.")
+@click.command(cls=Command, short_help="The health of workers, root, etcd and queues.")
 @access_options
 @json_option
 def health(access: Access, as_json: bool) -> None:
@@ -148,7 +148,7 @@ def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
     )
     print(f"{address}  {'well' if found['healthy'] else 'has problems'}: {said}")
     for problem in found["problems"]:
-        print(f"  ! {problem}")
+        print(f"  ! {shown(problem)}")
     room = f", {size(root['free_bytes'])} of {size(root['total_bytes'])} free" if root["total_bytes"] else ""
     print(f"  root    {_answer(root)}{room}  {root['url']}")
     if etcd["used"]:

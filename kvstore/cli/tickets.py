@@ -24,7 +24,7 @@ LEFT = ("failed_chunks", "unconfirmed_nodes")
 """Counts of chunks that a clear could not delete, and of nodes that did not confirm it."""
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="List, watch or cancel long-running operations.")
+@click.command(cls=Command, short_help="List, watch or cancel long-running operations.")
 @click.option("--watch", "watched", metavar="ID", help="Follow one until it ends; Ctrl-C only stops following.")
 @click.option("--cancel", "cancelled", metavar="ID", help="End one; what it has done stays done.")
 @access_options

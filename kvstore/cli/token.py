@@ -36,7 +36,7 @@ def token() -> None:
     """
 
 
-@token.command(cls=Command, no_args_is_help=True)
+@token.command(cls=Command)
 @click.argument("file", type=click.Path(dir_okay=False))
 def key(file: str) -> None:
     """Make a key that signs tokens: FILE, which only its owner may read, and FILE.pub.
@@ -52,7 +52,7 @@ def key(file: str) -> None:
     print(f"{file} signs tokens: keep it where only they are issued; {file}{PUBLIC} verifies them", flush=True)
 
 
-@token.command(cls=Command, no_args_is_help=True)
+@token.command(cls=Command)
 @click.option(
     "--key", "key_file", required=True, metavar="FILE", help="The key that signs, as kvstore token key made it."
 )
@@ -81,7 +81,7 @@ def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str
         print(f"{out}: token {id} of {identity} for {ttl_s:g} s", flush=True)
 
 
-@token.command(cls=Command, no_args_is_help=True)
+@token.command(cls=Command)
 @click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json beside it.")
 @click.option("--token-file", metavar="FILE", help="The token itself, in a file.")
 @click.option(

@@ -18,9 +18,10 @@ from kvstore.children import STOP_S, Program, kill_all, stop_all
 from kvstore.cli.access import EtcdAccess
 from kvstore.cli.command import Command
 from kvstore.cli.declared import flag, group, option, takes
-from kvstore.cli.host import Host
+from kvstore.cli.host import Host, numbered
 from kvstore.cli.kinds import DURATION, HOST_PORT
 from kvstore.cli.options import Room
+from kvstore.cli.ports import check_free
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
@@ -88,10 +89,17 @@ class UpOptions:
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
 
+    def check_ports(self) -> None:
+        """Raises Unavailable where a port that somebody is to listen on is in use."""
+        numbers = range(self.workers)
+        check_free("--listen", [numbered(self.listen, number) for number in numbers])
+        check_free("--metrics", [numbered(self.metrics, number) for number in numbers])
+        check_free("--gc-metrics", [self.gc_metrics])
+        check_free("--dashboard", [self.dashboard])
+
 
 @click.command(
     cls=Command,
-    no_args_is_help=True,
     short_help="Serve a root on this host: etcd, workers, garbage collection.",
 )
 @takes("serving", WorkerOptions)
@@ -115,6 +123,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
           --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json
     """
     options.check(serving)
+    options.check_ports()
     serving.secured.make_private(keeps_keys=serving.keys_file is not None)
     serving.logging.configure()
     programs: list[Program] = []
@@ -149,6 +158,7 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
     from kvstore.meta.server import EmbeddedEtcd
 
     path = Path(folder) if folder else state_folder(serving.cluster.root)
+    log.info("up.starting name=etcd folder=%s", path)
     with _locked(path), EmbeddedEtcd(path) as server:
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)
         yield EtcdAccess(server.endpoints), server

@@ -17,6 +17,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.declared import group, option, takes
 from kvstore.cli.kinds import BULK_PORT, DURATION, HOST_PORT, LISTEN
 from kvstore.cli.options import DURABILITY, Logging
+from kvstore.cli.ports import check_free
 from kvstore.cli.securing import ServerAccess
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import Tiers
@@ -117,7 +118,7 @@ class Addresses:
     )
 
 
-@click.command(cls=Command, no_args_is_help=True, short_help="Serve a root as one worker of a cluster.")
+@click.command(cls=Command, short_help="Serve a root as one worker of a cluster.")
 @takes("options", WorkerOptions)
 @takes("at", Addresses)
 @click.option(
@@ -148,10 +149,12 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
     """
     if options.cluster.etcd is None:
         raise InvalidRequest(
-            "a worker is part of a cluster: give --etcd ENDPOINTS, or use kvstore up for one host alone"
+            "a worker is part of a cluster: give --etcd ENDPOINTS (or KVSTORE_ETCD), or use kvstore up for one host"
         )
     options.logging.configure()
     options.secured.check([at.listen, at.metrics])
+    check_free("--listen", [at.listen])
+    check_free("--metrics", [at.metrics])
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         _serve(options, at, _Ending(stopper, drain_s), undo)

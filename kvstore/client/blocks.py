@@ -32,6 +32,9 @@ class BlockCache:
         self._namespace = namespace
         self._write = write
 
+    def __repr__(self) -> str:
+        return f"<kvstore.BlockCache {self._namespace.short}, {self._port.place}>"
+
     def put(
         self,
         keys: Sequence[bytes],
@@ -112,6 +115,9 @@ class BlockHold:
         """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
         if self._owner.is_here:
             self._hold.release()
+
+    def __repr__(self) -> str:
+        return f"<kvstore.BlockHold {sum(self.present)} of {len(self.present)} blocks, {self._cache!r}>"
 
     def __enter__(self) -> BlockHold:
         return self

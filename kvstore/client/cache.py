@@ -40,6 +40,9 @@ class Cache:
         self.layout = namespace.layout
         self.blocks = BlockCache(port, namespace, write)
 
+    def __repr__(self) -> str:
+        return f"<kvstore.Cache {self.namespace.short}, {self._port.place}>"
+
     def put(
         self,
         tokens: Tokens,
@@ -206,6 +209,7 @@ class Hold:
         self._held = held
         self._cache = cache  # keeps the store open: one that nobody refers to closes, and ends its holds
         self._layout = cache.layout
+        self._released = False
         self.tokens = held.chunks * cache.layout.chunk_tokens
         """Leading tokens that are held, a multiple of chunk_tokens."""
 
@@ -254,16 +258,18 @@ class Hold:
             raw = arrays[layer].view(np.uint8).reshape(2, -1)
             return LayerMemory(raw[0].data, raw[1].data)
 
-        if not self.tokens:
-            return
         for layer, _ in self._held.layers(memory):
             array = arrays.pop(layer)
             yield layer, array[0], array[1]
 
     def release(self) -> None:
         """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
+        self._released = True
         if self._owner.is_here:
             self._held.release()
+
+    def __repr__(self) -> str:
+        return f"<kvstore.Hold {self.tokens} tokens{self._released * ', released'}, {self._cache!r}>"
 
     def __enter__(self) -> Hold:
         return self
@@ -292,6 +298,10 @@ class Pin:
     def release(self) -> bool:
         """Removes the pin; False where it had ended already. Raises Unavailable where etcd does not answer."""
         return bool(self.record.id) and self._port.unpin(self.record.id)
+
+    def __repr__(self) -> str:
+        about = f"{self.tokens} tokens of {self.record.namespace!r}, {self.id}" if self.id else "of nothing"
+        return f"<kvstore.Pin {about}, {self._port.place}>"
 
     def __enter__(self) -> Pin:
         return self

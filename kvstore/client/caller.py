@@ -13,7 +13,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount, Counts
-from kvstore.errors import HoldBroken, KVStoreError, Unavailable
+from kvstore.errors import HoldBroken, KVStoreError, StoreClosed, Unavailable
 from kvstore.sources import Clock
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.wire.statuses import Busy, Draining, Failure, failure
@@ -110,6 +110,7 @@ class Caller:
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
         """The same question to every worker, all at once: what each answered by address, or why it did not."""
+        self._endpoints.check()
         asked: list[tuple[Endpoint, Any]] = []
         answers: dict[str, bytes | KVStoreError] = {}
         for endpoint in self._endpoints.every():
@@ -127,9 +128,13 @@ class Caller:
                 endpoint.leave()
         return answers
 
+    def check(self) -> None:
+        """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
+        self._endpoints.check()
+
     def at(self, endpoint: Endpoint, send: Callable[[], T]) -> T:
-        """One call to one worker, which is set aside where it did not answer. Raises CallFailed; InvalidRequest in a
-        forked child.
+        """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of a
+        store that was closed meanwhile), and InvalidRequest in a forked child.
         """
         self._endpoints.owner.check()
         try:
@@ -141,18 +146,26 @@ class Caller:
             failed = refused.failed
         except NoAnswer as gone:
             failed = Failure(gone, False, True)
-        except LinkLate as late:
-            failed = Failure(Unavailable(f"worker {endpoint.address}: {late}"), False, False)
-        except grpc.FutureCancelledError:
-            failed = Failure(Unavailable(f"worker {endpoint.address} took nothing for too long"), False, False)
-        except ValueError as error:
-            if isinstance(error, KVStoreError):
-                raise
+        except (LinkLate, grpc.FutureCancelledError) as late:
+            said = str(late) or "it took nothing for too long"
+            failed = Failure(Unavailable(f"worker {endpoint.address}: {said}"), False, False)
+        except KVStoreError as error:
+            if self._endpoints.is_closed:
+                raise StoreClosed from error
+            raise
+        except ValueError:
             # What gRPC says of a closed channel.
             failed = Failure(Unavailable(f"the connection to worker {endpoint.address} was closed"), False, True)
-        if isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy)):
+        if self._endpoints.is_closed:
+            raise StoreClosed from failed.error  # connections and threads end under a call
+        if _is_out(failed):
             self._endpoints.set_aside(endpoint, str(failed.error))
         raise CallFailed(failed)
+
+
+def _is_out(failed: Failure) -> bool:
+    """True if the worker takes no calls at the moment, as far as this failure tells."""
+    return isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy))
 
 
 def _helps_elsewhere(failed: Failure) -> bool:

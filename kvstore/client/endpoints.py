@@ -21,13 +21,15 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
 from kvstore.counts import ClientCount, Counts
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
 ENDPOINTS_MAX = 4096
+NAMED_MAX = 4
+"""Workers that ``place`` names."""
 
 
 class Endpoints:
@@ -66,17 +68,35 @@ class Endpoints:
             self.refresh()
             self._loop.start()
 
+    @property
+    def place(self) -> str:
+        """The workers that are known, and whether this is closed, for people."""
+        known = [*self._live]
+        named = ", ".join(known[:NAMED_MAX]) + ", ..." * (len(known) > NAMED_MAX)
+        return f"workers {named or 'that etcd lists'}" + self._loop.closed * ", closed"
+
+    @property
+    def is_closed(self) -> bool:
+        """True once ``close`` was called: what fails after that fails because of it."""
+        return self._loop.closed
+
+    def check(self) -> None:
+        """Raises StoreClosed once this is closed, and InvalidRequest in a forked child."""
+        self.owner.check()
+        if self._loop.closed:
+            raise StoreClosed
+
     def ranked(self, marking: Marking | None = None, *, even_aside: bool = False) -> list[Endpoint]:
         """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
 
-        Raises Unavailable where there is none, InvalidRequest in a forked child.
+        Raises Unavailable where there is none, StoreClosed, and InvalidRequest in a forked child.
         """
         self.owner.check()
         if self._credentials.connection_version != self._connection_version:
             self._list([each.address for each in self.every()])
         with self._changed:
             if self._loop.closed:
-                raise Unavailable("the store is closed: connect again")
+                raise StoreClosed
             every = list(self._live.values())
         if len(every) > 1 and not self._loop.threads:
             self._loop.start()  # so that one that freezes is left out before a call has to find out
@@ -166,7 +186,10 @@ class Endpoints:
     def _why_none(self, every: list[Endpoint]) -> str:
         if not every:
             return f"no worker is known: start one ({self._trouble or 'none was given'})"
-        reasons = "; ".join(f"{each.address}: {each.aside}" for each in every[:3])
+        reasons = "; ".join(
+            each.aside if each.aside and each.address in each.aside else f"{each.address}: {each.aside}"
+            for each in every[:3]
+        )
         return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
 
     # Looking after them

@@ -20,7 +20,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
@@ -196,8 +196,8 @@ class LayersAhead:
             self._writes = False
             self._changed.notify_all()
 
-    def _broken(self, error: KVStoreError) -> HoldBroken:
-        if isinstance(error, HoldBroken):
+    def _broken(self, error: KVStoreError) -> KVStoreError:
+        if isinstance(error, (HoldBroken, StoreClosed)):
             return error
         is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
         self._tools.counters.add(ClientCount.MISSES_DAMAGED if is_damage else ClientCount.MISSES_UNREACHABLE)

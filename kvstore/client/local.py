@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
@@ -28,22 +29,59 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control
 
 
+class OpenMember:
+    """The member of a store in this process, as a context around each call. Raises StoreClosed once it is closed.
+
+    So does a call during which another thread closed the store, whatever came of it: what a node that is being closed
+    finds may be a miss for that reason alone.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._pid = os.getpid()
+        self.closed = False
+
+    def __enter__(self) -> Member:
+        # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
+        # what the child wrote into the shared arena, which it would treat as its own, would change the parent's images.
+        if self._pid != os.getpid():
+            raise InvalidRequest(
+                "this store was opened before a fork, and its threads are not here: open it in the child"
+            )
+        if self.closed:
+            raise StoreClosed
+        return self.member
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.closed and (error is None or isinstance(error, Exception)):
+            raise StoreClosed from error
+
+    def close(self) -> None:
+        """Closes the member; idempotent."""
+        self.closed = True  # first: calls that fail because of what follows can tell why
+        self.member.close()
+
+
 class LocalHold:
     """A hold of the node in this process."""
 
-    def __init__(self, node: Node, hold: Hold) -> None:
+    def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
+        self._store = store
         self._node = node
         self._hold = hold
         self.chunks = hold.count
 
     def read(self, sections: Sections) -> int:
-        return self._node.read(self._hold, sections)
+        with self._store:
+            return self._node.read(self._hold, sections)
 
     def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
-        return self._node.read_layers(self._hold, memory)
+        with self._store:
+            yield from self._node.read_layers(self._hold, memory)
 
     def view(self) -> list[npt.NDArray[Any]]:
-        return self._node.view(self._hold)
+        with self._store:
+            return self._node.view(self._hold)
 
     def release(self) -> None:
         self._node.release(self._hold)
@@ -52,16 +90,18 @@ class LocalHold:
 class LocalBlockHold:
     """Blocks held by the node in this process: as a hold of chunks, it keeps collectors away from all there is."""
 
-    def __init__(self, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
+    def __init__(self, store: OpenMember, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
+        self._store = store
         self._node = node
         self._namespace = namespace
         self._hold = hold
         self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        self._node.holds.check(self._hold)
-        deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
-        return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
+        with self._store:
+            self._node.holds.check(self._hold)
+            deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
+            return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
     def release(self) -> None:
         self._node.release(self._hold)
@@ -71,31 +111,23 @@ class LocalPort:
     """A member of the cluster, or a node alone, in this process."""
 
     def __init__(self, member: Member) -> None:
-        self._opened = member
-        self._pid = os.getpid()
+        self._store = OpenMember(member)
 
     @property
-    def _member(self) -> Member:
-        # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
-        # what the child wrote into the arena, of which it thinks that it is its own, would change the parent's images.
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was opened before a fork, and its threads are not here: open it in the child"
-            )
-        return self._opened
-
-    @property
-    def _node(self) -> Node:
-        return self._member.node
+    def place(self) -> str:
+        return f"root {self._store.member.node.root.url}" + self._store.closed * ", closed"
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._member.claim_namespace(namespace)
+        with self._store as member:
+            member.claim_namespace(namespace)
 
     def namespaces(self) -> list[Namespace]:
-        return self._node.namespaces()
+        with self._store as member:
+            return member.node.namespaces()
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._node.match(self._node.chains.of(namespace, tokens))
+        with self._store as member:
+            return member.node.match(member.node.chains.of(namespace, tokens))
 
     def put(
         self,
@@ -106,32 +138,41 @@ class LocalPort:
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
-        return self._node.put(self._node.chains.of(namespace, tokens), first, sections, hints=hints, write=write)
+        with self._store as member:
+            return member.node.put(member.node.chains.of(namespace, tokens), first, sections, hints=hints, write=write)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
-        size = namespace.layout.chunk_tokens
-        hold = self._node.hold(self._node.chains.of(namespace, tokens[: chunks_max * size]))
-        try:
-            return self._node.read(hold, memory(hold.count))
-        except HoldBroken:
-            return 0  # the session was lost since the match: a miss, as everything that a read cannot have
-        finally:
-            self._node.release(hold)
+        with self._store as member:
+            size = namespace.layout.chunk_tokens
+            hold = member.node.hold(member.node.chains.of(namespace, tokens[: chunks_max * size]))
+            try:
+                return member.node.read(hold, memory(hold.count))
+            except HoldBroken:
+                return 0  # the session was lost since the match: a miss, as everything that a read cannot have
+            finally:
+                member.node.release(hold)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> LocalHold:
-        return LocalHold(self._node, self._node.hold(self._node.chains.of(namespace, tokens), ttl_s))
+        with self._store as member:
+            return LocalHold(
+                self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
+            )
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
-        return self._member.pin(self._node.chains.of(namespace, tokens), ttl_s, owner)
+        with self._store as member:
+            return member.pin(member.node.chains.of(namespace, tokens), ttl_s, owner)
 
     def unpin(self, pin_id: str) -> bool:
-        return self._member.unpin(pin_id)
+        with self._store as member:
+            return member.unpin(pin_id)
 
     def pins(self) -> list[PinRecord]:
-        return self._member.pins()
+        with self._store as member:
+            return member.pins()
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._member.refcount(self._node.chains.of(namespace, tokens))
+        with self._store as member:
+            return member.refcount(member.node.chains.of(namespace, tokens))
 
     def put_blocks(
         self,
@@ -141,35 +182,44 @@ class LocalPort:
         hints: Hints,
         write: WriteMode | None = None,
     ) -> list[bool]:
-        return self._node.put_blocks(namespace, keys, buffers, hints=hints, write=write)
+        with self._store as member:
+            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
-        return self._node.blocks.match(namespace, keys, deadline)
+        with self._store as member:
+            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
+            return member.node.blocks.match(namespace, keys, deadline)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        deadline = Deadline(self._node.clock, self._node.limits.match_deadline_s)
-        return self._node.blocks.present(namespace, keys, deadline)
+        with self._store as member:
+            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
+            return member.node.blocks.present(namespace, keys, deadline)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
-        hold, present = self._node.hold_blocks(namespace, keys, ttl_s)
-        return LocalBlockHold(self._node, namespace, hold, present)
+        with self._store as member:
+            hold, present = member.node.hold_blocks(namespace, keys, ttl_s)
+            return LocalBlockHold(self._store, member.node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
-        return self._node.blocks.get(namespace, keys, buffers, deadline)
+        with self._store as member:
+            deadline = Deadline(member.node.clock, member.node.limits.read_deadline_s)
+            return member.node.blocks.get(namespace, keys, buffers, deadline)
 
     def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> Move:
-        return self._node.begin_move(self._node.chains.of(namespace, tokens), act, level)
+        with self._store as member:
+            return member.node.begin_move(member.node.chains.of(namespace, tokens), act, level)
 
     def clear(self, namespace: Namespace) -> Cleared:
-        return self._member.clear(namespace)
+        with self._store as member:
+            return member.clear(namespace)
 
     def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
-        return self._member.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
+        with self._store as member:
+            return member.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
 
     def stats(self) -> dict[str, int | float]:
-        return self._member.stats()
+        with self._store as member:
+            return member.stats()
 
     def control(self) -> Control:
         raise InvalidRequest(
@@ -181,4 +231,4 @@ class LocalPort:
         return {"": self.stats()}
 
     def close(self) -> None:
-        self._opened.close()
+        self._store.close()

@@ -93,6 +93,11 @@ class PortMove(Protocol):
 class Port(Protocol):
     """Every call returns or raises within its deadline; errors are those of ``kvstore.errors``."""
 
+    @property
+    def place(self) -> str:
+        """The root or the workers behind this port, and whether it is closed, for people."""
+        ...
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Claims the namespace for its layout. Raises LayoutMismatch."""
         ...

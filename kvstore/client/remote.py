@@ -145,6 +145,10 @@ class RemotePort:
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
+    @property
+    def place(self) -> str:
+        return self.endpoints.place
+
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
@@ -163,6 +167,7 @@ class RemotePort:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
+            self._caller.check()
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
@@ -186,10 +191,10 @@ class RemotePort:
         tokens = _full_chunks(namespace, tokens)
         nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
         if not len(tokens):
+            self._caller.check()
             return nothing
         packed = pack_tokens(tokens)
-        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
-        raw = sealed(request)
+        raw = sealed(pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0))
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
@@ -221,13 +226,14 @@ class RemotePort:
         size = namespace.layout.chunk_tokens
         count = len(tokens) // size
         if not count:
+            self._caller.check()
             return PutResult(0, 0, 0, 0)
         start = pb.PutStart(
             namespace=namespace.digest,
             tokens=pack_tokens(tokens),
             hints=hints_message(hints),
             first=first,
-            write=write_message(self._mode(write)),
+            write=write_message(write or self._tools.write),
         )
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
@@ -247,8 +253,7 @@ class RemotePort:
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
         packed = pack_tokens(_full_chunks(namespace, tokens))
-        request = pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner)
-        raw = sealed(request)
+        raw = sealed(pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner))
         # Sent twice it would be two pins, one of which nobody knows of.
         answer = self._reopening(
             namespace,
@@ -260,9 +265,8 @@ class RemotePort:
 
     def unpin(self, pin_id: str) -> bool:
         request = sealed(pb.UnpinRequest(id=pin_id))
-        return pb.UnpinResponse.FromString(
-            self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
-        ).found
+        answer = self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
+        return pb.UnpinResponse.FromString(answer).found
 
     def pins(self) -> list[PinRecord]:
         raw = self._caller.every_message("ListPins", b"", self.limits.read_s)
@@ -286,8 +290,7 @@ class RemotePort:
         hints: Hints,
         write: WriteMode | None = None,
     ) -> list[bool]:
-        mode = self._mode(write)
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, mode))
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
@@ -384,12 +387,10 @@ class RemotePort:
         if self.endpoints.owner.is_here:  # in a forked child, threads and connections are its parent's
             self.parts.close()
 
-    def _mode(self, write: WriteMode | None) -> WriteMode | None:
-        return self._tools.write if write is None else write
-
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
+            self._caller.check()
             return 0
         request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)))
         answer = self._reopening(

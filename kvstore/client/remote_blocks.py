@@ -42,6 +42,7 @@ class RemoteBlocks:
     ) -> list[bool]:
         """See ``Port.put_blocks``."""
         if not keys:
+            self._tools.caller.check()
             return []
         limits, watch = self._tools.limits, self._tools.watch
         sizes = [len(buffer) for buffer in buffers]
@@ -50,7 +51,7 @@ class RemoteBlocks:
             keys=pack_keys(keys),
             sizes=pack_sizes(sizes),
             hints=hints_message(hints),
-            write=write_message(write),
+            write=write_message(write or self._tools.write),
         )
         opening = start.SerializeToString()
 
@@ -103,6 +104,7 @@ class RemoteBlocks:
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """See ``Port.match_blocks``. Raises Unavailable."""
         if not keys:
+            self._tools.caller.check()
             return 0
         request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)))
         answer = self._tools.caller.unary(
@@ -113,6 +115,7 @@ class RemoteBlocks:
     def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         """See ``Port.present_blocks``. Raises Unavailable."""
         if not keys:
+            self._tools.caller.check()
             return []
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
         raw = self._tools.caller.unary(
@@ -123,6 +126,7 @@ class RemoteBlocks:
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         """See ``Port.hold_blocks``. Raises Unavailable, Overloaded."""
         if not keys:
+            self._tools.caller.check()
             return self.unheld(namespace, keys)
         request = sealed(pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys)))
 
@@ -143,6 +147,7 @@ class RemoteBlocks:
         Where a worker fails, the next one is asked for those that are left.
         """
         if not keys:
+            self._tools.caller.check()
             return
         wanted, limits = keyed(namespace, keys, [len(buffer) for buffer in buffers]), self._tools.limits
 

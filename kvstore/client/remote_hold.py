@@ -20,7 +20,7 @@ from kvstore.client.fetching import ChunkFetch
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
-from kvstore.errors import HoldBroken
+from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
@@ -73,8 +73,8 @@ class HeldAtWorker:
         endpoint = self._lease.endpoint
         try:
             self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
-        except CallFailed:
-            pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
+        except (CallFailed, StoreClosed):
+            pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
 
     def _at_worker(self, read: Callable[[Endpoint, bytes], None], tokens_valid: Callable[[], int] = lambda: 0) -> None:
@@ -99,9 +99,12 @@ class HeldAtWorker:
                 ) from failed
 
     def _check(self) -> None:
+        lease = self._lease
+        if self._released or lease is None or lease.ended:
+            self._tools.caller.check()  # nothing is sent; a store that is closed says so all the same
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
-        if self._lease is not None and self._lease.ended:
+        if lease is not None and lease.ended:
             raise HoldBroken(
                 "the hold has ended (its worker was restarted, or this process did not renew it in time): match again"
             )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
+from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.port import Port
 from kvstore.encodings.keys import KeyFile
@@ -23,6 +25,7 @@ from kvstore.node.settings import TierSettings
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
+from kvstore.security.tls import ClientTls
 from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
@@ -113,6 +116,9 @@ class Store:
         """
         return self._port.control()
 
+    def __repr__(self) -> str:
+        return f"<kvstore.Store {self._port.place}>"
+
     def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""
         if self._when_dropped is not None:
@@ -127,7 +133,7 @@ class Store:
 
 
 def open(
-    root: str,
+    root: str | PathLike[str],
     etcd: str | Sequence[str] | None = None,
     *,
     durability: str = "none",
@@ -171,7 +177,7 @@ def open(
     if limits is not None and not isinstance(limits, Limits):
         raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
     member = open_member(
-        root,
+        fspath(root) if isinstance(root, PathLike) else root,
         etcd,
         durable=durability == "fsync",
         limits=limits,
@@ -192,7 +198,13 @@ def connect(
     *workers: str,
     etcd: str | Sequence[str] | None = None,
     root: str | None = None,
-    **options: Any,
+    limits: ClientLimits | None = None,
+    etcd_tls: EtcdTls | None = None,
+    etcd_user: EtcdUser | None = None,
+    bulk: str | None = None,
+    write: WriteMode | str | None = None,
+    tls: ClientTls | None = None,
+    token_file: str | Path | None = None,
 ) -> Store:
     """Connects to workers (``host:port``, one or several), or to those that etcd lists.
 
@@ -210,5 +222,16 @@ def connect(
     """
     from kvstore.client.remote import remote_port  # gRPC only where it is used
 
-    port = remote_port(workers, etcd=etcd, root=root, **options)
+    port = remote_port(
+        workers,
+        etcd=etcd,
+        root=root,
+        limits=limits,
+        etcd_tls=etcd_tls,
+        etcd_user=etcd_user,
+        bulk=bulk,
+        write=write,
+        tls=tls,
+        token_file=token_file,
+    )
     return Store(port, close_when_dropped(port, port.parts.close, ", ".join(workers) or f"etcd {etcd}"))

@@ -85,13 +85,16 @@ class Member:
         self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, node.limits.meta_deadline_s)
         self.presence.attach(self._follower.begin, self._follower.end)
 
-    def claim_namespace(self, namespace: Namespace) -> None:
+    def claim_namespace(self, namespace: Namespace, meta_deadline_s: float | None = None) -> None:
         """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
         if namespace.digest in self._claimed:
             return
         # The root first, without claiming: a name that it refuses must not be taken in etcd.
         self.node.check_namespace(namespace)
-        self._namespaces.claim(namespace, self.node.limits.meta_deadline_s)
+        try:
+            self._namespaces.claim(namespace, meta_deadline_s or self.node.limits.meta_deadline_s)
+        except Unavailable as error:
+            raise Unavailable(f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}") from error
         self.node.claim_namespace(namespace)
         self._claimed[namespace.digest] = namespace
 

@@ -56,7 +56,13 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
                 name=f"kvstore replay {number}",
                 daemon=True,
             )
-            child.start()
+            # Ctrl-C is for this process, which ends its children: one that came while they import would be a traceback
+            # of each. They inherit the mask; SIGINT that waits meanwhile is for us.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                child.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             theirs.close()
             ours.append(mine)
             children.append(child)
@@ -121,7 +127,6 @@ def _expect_ready(message: _Message) -> None:
 
 def _child(connection: Connection, parent: int, requests: list[Request], open_store: OpenStore, plan: Plan) -> None:
     """The main program of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
+from kvstore.format.places import STAGING
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import FOLDER_MODE, PosixRoot
@@ -73,6 +74,10 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
         raise PermissionDenied(f"root {path}: not allowed to make that folder; make it, owned by this user") from cause
     except OSError as cause:
         raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
+    staging = os.path.join(path, STAGING)
+    if os.path.islink(staging):
+        # What is staged would be written wherever the link leads, for whoever can read it there.
+        raise RootMismatch(f"{staging} is a symbolic link: the folders of a root must be its own; remove the link")
     return PosixRoot(path, direct=bool((options or {}).get("direct")))
 
 

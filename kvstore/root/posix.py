@@ -286,6 +286,7 @@ class PosixRoot:
         """
         self._check_mounted()
         folder = os.path.dirname(path)
+        self._check_own(folder)
         if not os.path.isdir(os.path.dirname(folder)):
             self._make_folder(folder)
         try:
@@ -294,6 +295,13 @@ class PosixRoot:
             if not os.path.isdir(folder):
                 # Not FileExistsError, for callers that ask whether the file exists.
                 raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a folder", folder) from None
+
+    def _check_own(self, folder: str) -> None:
+        """Raises Unavailable if a folder of the root, or one above it, is a link, which leads to somebody else's."""
+        while len(folder) > len(self.path):
+            if os.path.islink(folder):
+                raise Unavailable(f"{folder} is a symbolic link: the folders of a root must be its own")
+            folder = os.path.dirname(folder)
 
     def _check_mounted(self) -> None:
         """Raises Unavailable if this is not the root that was opened.

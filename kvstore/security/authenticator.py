@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.security.bearer import SKEW_S, TTL_S_MAX, Claims, PublicKey, verified
+from kvstore.security.bearer import SKEW_S, Claims, PublicKey, verified
 from kvstore.security.denials import Denied, NotKnown, Reason
 from kvstore.security.identity import CERTIFICATE, Identity, Presented
 from kvstore.security.rules import Rules
@@ -94,7 +94,9 @@ class Authenticator:
             if name in loaded.rules.identities:
                 return Identity(name, loaded.rules.identities[name])
         raise Denied(
-            Reason.UNKNOWN_IDENTITY, f"identity {names[0]!r} is not in the access file: ask the operator to add it"
+            Reason.UNKNOWN_IDENTITY,
+            f"identity {names[0]!r} is not in the access file: ask the operator to add it",
+            names[0],
         )
 
     def _of_token(self, presented: Presented, loaded: _Loaded) -> str:
@@ -107,19 +109,24 @@ class Authenticator:
                 loaded.seen[token] = claims
                 while len(loaded.seen) > TOKENS_MAX:
                     loaded.seen.popitem(last=False)
-        now_s = self._now_s()
-        # Also if it says that it is issued next year: no token counts for longer than the longest life.
-        if claims.expires_s - now_s > TTL_S_MAX + SKEW_S:
-            raise NotKnown(Reason.TOKEN_INVALID, f"the token would be valid for over {TTL_S_MAX} s: issue another one")
-        if claims.expires_s + SKEW_S <= now_s:
-            raise NotKnown(Reason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)")
-        if claims.id in loaded.revoked:
-            raise NotKnown(Reason.TOKEN_REVOKED, "the token was revoked: issue another one (kvstore token issue)")
-        if claims.thumbprint and not hmac.compare_digest(claims.thumbprint, presented.thumbprint):
-            raise NotKnown(
-                Reason.TOKEN_BINDING, "the token is bound to a client certificate, which did not come with it"
-            )
+        if (refused := self._refused(claims, presented, loaded)) is not None:
+            raise NotKnown(*refused, claims.identity)
         return claims.identity
+
+    def _refused(self, claims: Claims, presented: Presented, loaded: _Loaded) -> tuple[Reason, str] | None:
+        """The reason why a token with a right signature does not count now, and what to do; None if it counts."""
+        now_s = self._now_s()
+        if claims.issued_s - SKEW_S > now_s:
+            # Its life is limited from then on, so it would count for longer than any token may.
+            said = "the token is issued in the future: compare the clocks of its issuer and of this worker"
+            return Reason.TOKEN_INVALID, said
+        if claims.expires_s + SKEW_S <= now_s:
+            return Reason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)"
+        if claims.id in loaded.revoked:
+            return Reason.TOKEN_REVOKED, "the token was revoked: issue another one (kvstore token issue)"
+        if claims.thumbprint and not hmac.compare_digest(claims.thumbprint, presented.thumbprint):
+            return Reason.TOKEN_BINDING, "the token is bound to a client certificate, which did not come with it"
+        return None
 
     def _current(self) -> _Loaded:
         loaded = self._loaded

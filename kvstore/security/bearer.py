@@ -35,6 +35,7 @@ class Claims:
 
     id: str
     identity: str
+    issued_s: float
     expires_s: float
     thumbprint: bytes
     """Thumbprint of the certificate that has to come with it; empty for any or none."""
@@ -151,7 +152,7 @@ def _claims(claims: dict[str, Any]) -> Claims:
         raise _invalid("its binding is not a SHA-256") from cause
     if _BINDING in confirmation and len(thumbprint) != hashlib.sha256().digest_size:
         raise _invalid("its binding is not a SHA-256")
-    return Claims(token_id, identity, float(expires_s), thumbprint)
+    return Claims(token_id, identity, float(issued_s), float(expires_s), thumbprint)
 
 
 def _private_key(pem: bytes) -> Any:

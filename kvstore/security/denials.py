@@ -29,16 +29,18 @@ class Reason(enum.Enum):
 
 
 class NotKnown(Unauthenticated):
-    """The caller's identity is not proved."""
+    """The caller's identity is not proved. ``claimed`` is the one that its token names, if the signature is right."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.claimed = claimed
 
 
 class Denied(PermissionDenied):
-    """The caller's identity is proved, and may not do this."""
+    """The caller's identity is proved, and may not do this. ``claimed`` is it, if the access file does not name it."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.claimed = claimed

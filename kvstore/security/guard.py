@@ -64,7 +64,7 @@ class Guard:
             return self._authenticator.identify(presented)
         except (NotKnown, Denied) as error:
             name = CERTIFICATE + presented.names[0] if presented.names else None
-            self._note(error.reason, method, name, peer, request_id)
+            self._note(error.reason, method, error.claimed or name, peer, request_id)
             raise
 
     def admit(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Visit:

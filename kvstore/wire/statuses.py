@@ -19,6 +19,7 @@ from kvstore.errors import (
     PermissionDenied,
     RootMismatch,
     SessionLost,
+    StoreClosed,
     Unauthenticated,
     Unavailable,
 )
@@ -56,6 +57,7 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     NoTicket: grpc.StatusCode.NOT_FOUND,
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     RootMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    StoreClosed: grpc.StatusCode.FAILED_PRECONDITION,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -115,13 +117,46 @@ def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, s
         return Failure(HoldBroken(message, _count(tags.get(TOKENS_VALID_KEY, "0"))), True, False)
     if kind is not None:
         return Failure(kind(message), True, REFUSED_KEY in tags)
-    unsent = code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return _unreached(message, where)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Failure(Unavailable(f"worker {where} did not answer in time"), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
         return Failure(Busy(f"worker {where} has too many calls at once: back off"), True, True)  # gRPC itself says so
     kind = _BY_CODE.get(code, Unavailable)
-    return Failure(kind(f"worker {where}: {message or code.name}"), code is grpc.StatusCode.INTERNAL, unsent)
+    return Failure(kind(f"worker {where}: {message or code.name}"), code is grpc.StatusCode.INTERNAL, False)
+
+
+_UNREACHED = (
+    (
+        "connection refused",
+        "nothing listens there",
+        "check that the worker runs, and the port: its ready line has both",
+    ),
+    ("no such file", "there is no such socket", "check that the worker runs, and the path"),
+    ("resolving", "its name has no address", "check the name of the host"),
+    ("resolution failed", "its name has no address", "check the name of the host"),
+    (
+        "handshake",
+        "TLS failed",
+        "check that the worker has TLS, and the files of tls= (--tls-ca, --tls-cert, --tls-key)",
+    ),
+    ("parsing http/2", "no worker listens there", "check the port: that of gRPC, not that of metrics"),
+    ("settings frame", "what listens there does not speak", "check the port, and that the worker is not frozen"),
+    ("failed to connect", "there is no way to it", "check the host, its network and firewalls"),
+)
+"""Parts of what gRPC says where it has no connection, in lower case; why, and what to check. The first match counts."""
+
+
+def _unreached(message: str, where: str) -> Failure:
+    """A failure of the connection to a worker, with advice instead of gRPC's text."""
+    lower = message.lower()
+    unsent = lower.startswith("failed to connect")
+    for part, why, advice in _UNREACHED:
+        if part in lower:
+            return Failure(Unavailable(f"cannot reach worker {where}: {why}; {advice}"), False, unsent)
+    said = f"the connection to worker {where} ended ({message or 'no reason given'})"
+    return Failure(Unavailable(f"{said}: it was stopped or restarted, perhaps; retry later"), False, unsent)
 
 
 def _fitting(message: str) -> str:

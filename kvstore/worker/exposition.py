@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
-from kvstore.node.timings import LATENCY_BUCKETS_S, Latency
+from kvstore.node.timings import LATENCY_BUCKETS_S, Latency, Operation, TierName
+from kvstore.security.permissions import PERMISSIONS
+from kvstore.worker.bulk.serving import BULK_METHODS
+from kvstore.worker.calls import GRPC, Ended
 from kvstore.worker.worker import Worker
 
 _ELSEWHERE = frozenset((WorkerCount.WIRE_BYTES_IN, WorkerCount.WIRE_BYTES_OUT, WorkerCount.QUOTA_REFUSED))
 """Counters that metrics have as sums of others."""
 _GAUGES = {**NODE_GAUGES, **WORKER_GAUGES}
+# At 0 from the start on, or Prometheus would not see the first one as an increase, and a panel would say "No data".
+_NO_CALLS = {
+    Ended(method, code, path): 0
+    for path, methods in ((GRPC, PERMISSIONS), ("unix", BULK_METHODS.values()), ("tcp", BULK_METHODS.values()))
+    for method in methods
+    for code in ("OK", "UNAVAILABLE")
+}
+_NO_BYTES = {(direction, path): 0 for direction in ("in", "out") for path in (GRPC, "unix", "tcp")}
+_NO_STEPS = {(tier, operation): Latency() for tier in get_args(TierName) for operation in get_args(Operation)}
 
 
 class Exposition:
@@ -47,19 +59,19 @@ class Exposition:
     def _calls(self) -> Iterator[Any]:
         calls = self._worker.service.calls
         ended = CounterMetricFamily("kvstore_calls", "calls that ended", labels=("method", "code", "path"))
-        for key, count in calls.ended().items():
+        for key, count in {**_NO_CALLS, **calls.ended()}.items():
             ended.add_metric(key, count)
         yield ended
         yield _histogram("kvstore_call_seconds", "how long calls took", ("method", "path"), calls.latencies().items())
         moved = CounterMetricFamily(
             "kvstore_wire_bytes", "payload bytes from and to clients", labels=("direction", "path")
         )
-        for moved_key, size_bytes in calls.moved_bytes().items():
+        for moved_key, size_bytes in {**_NO_BYTES, **calls.moved_bytes()}.items():
             moved.add_metric(moved_key, size_bytes)
         yield moved
 
     def _tiers(self) -> Iterator[Any]:
-        found = self._worker.service.tiers.snapshot()
+        found = {**_NO_STEPS, **self._worker.service.tiers.snapshot()}
         labels = ("tier", "operation")
         yield _histogram("kvstore_tier_seconds", "how long steps of a tier took", labels, found.items())
         moved = CounterMetricFamily("kvstore_tier_bytes", "bytes read from and written to a tier", labels=labels)

@@ -170,7 +170,8 @@ class Service:
         call.allow(namespace.tenant, namespace.name)
         if not call.may(Role.WRITE, namespace.tenant) and self._member.find_namespace(namespace.digest) is None:
             call.allow(namespace.tenant, namespace.name, role=Role.WRITE)  # it would be made
-        self._member.claim_namespace(namespace)
+        # In less time than the client waits, or it would not hear that it is etcd that does not answer.
+        self._member.claim_namespace(namespace, seconds_left(call, self._node.limits.meta_deadline_s))
         layout = namespace.layout
         return pb.OpenNamespaceResponse(
             digest=namespace.digest,

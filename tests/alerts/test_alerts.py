@@ -119,7 +119,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             yield scene
 
 
-def cache_of(program: Program, **options: object) -> tuple[kvstore.client.store.Store, kvstore.client.cache.Cache]:
+def cache_of(program: Program, **options: object) -> tuple[kvstore.Store, kvstore.Cache]:
     store = kvstore.connect(program.said["grpc"], **options)  # type: ignore[arg-type]
     return store, store.namespace("model", LAYOUT)
 
@@ -191,7 +191,7 @@ def test_a_worker_that_is_secured_and_what_is_tried_on_it(scene: Scene) -> None:
         )
         scene.watch(secured)
 
-        def at(who: Pair) -> kvstore.client.store.Store:
+        def at(who: Pair) -> kvstore.Store:
             tls = ClientTls(str(authority.ca), str(who.cert), str(who.key))
             return kvstore.connect(secured.said["grpc"], tls=tls, bulk="grpc")
 
@@ -261,7 +261,7 @@ def test_a_root_that_hangs(scene: Scene) -> None:
             with suppress(KVStoreError):
                 cache.match(tokens(10_000 + number, 4))
 
-        def put(cache: kvstore.client.cache.Cache, number: int, chunks: int, write: str | None) -> None:
+        def put(cache: kvstore.Cache, number: int, chunks: int, write: str | None) -> None:
             with suppress(KVStoreError):
                 cache.put(tokens(20_000 + number, chunks), kv(chunks), write=write)
 

@@ -132,14 +132,15 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("up",), "Usage"),
+        (("up",), "which root? give --root URL (a folder, file:///path, s3://...), or set KVSTORE_ROOT"),
+        (("match",), "missing argument 'NAME' (kvstore match --help shows all options)"),
         (("up", "--root", "x", "--listen", "nonsense"), "write HOST:PORT"),
         (("up", "--root", "x", "--listen", "h:99999"), "write HOST:PORT"),
         (("up", "--root", "x", "--drain", "soon"), "write 30s"),
         (("up", "--root", "x", "--workers", "0"), "--workers"),
         (("fsck", "x", "--rate", "fast"), "write 512MiB"),
         (("nonsense",), "No such command"),
-        (("ls", "--nonsense"), "No such option"),
+        (("ls", "--nonsense"), "no such option"),
     ],
 )
 def test_wrong_use_is_exit_code_2(run: Run, arguments: tuple[str, ...], said: str) -> None:

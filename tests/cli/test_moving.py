@@ -87,6 +87,6 @@ def test_ctrl_c_ends_it_at_the_worker_too() -> None:
                 said = interrupted(child)
             finally:
                 child.kill()
-            assert (child.returncode, said) == (2, "kvstore move: interrupted\n")
+            assert (child.returncode, said) == (130, "kvstore move: interrupted\n")
             eventually(lambda: idle(served))
         assert acting.get(1, 6) == 6

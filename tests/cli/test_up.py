@@ -70,7 +70,11 @@ def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) ->
 def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
     with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
         programs = descendants(running.child.pid)
-        assert running.end(signal.SIGINT) == 0
+        assert running.end(signal.SIGINT) == 130
+        lines = running.log.read_text().splitlines()
+        assert lines[-1] == "kvstore up: interrupted"
+        for started in ("etcd", "worker 0", "gc"):
+            assert any(f"up.starting name={started}" in line for line in lines), started
         assert gone(programs)
 
 
@@ -147,7 +151,9 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
         )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert f"could not listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"kvstore up: cannot listen on --listen 127.0.0.1:{port} (Address already in use)")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_root.iterdir()) == [], "nothing was begun"
 
 
 def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:

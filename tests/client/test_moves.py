@@ -14,7 +14,7 @@ import pytest
 from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.tickets import Ticket
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, StoreClosed, Unavailable
 from kvstore.hints import Hints
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -291,7 +291,7 @@ def test_closing_ends_all_of_them() -> None:
         for ticket in tickets:
             ticket.wait(WAIT_S)
             assert ticket.done
-        with pytest.raises(Unavailable):
+        with pytest.raises(StoreClosed):
             acting.cache.prefetch(acting.prompts.tokens(1, 8))
     eventually(lambda: threading.active_count() <= before)
 

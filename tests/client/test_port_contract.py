@@ -498,14 +498,3 @@ def test_stats_count_what_was_done(store: Store, cache: Cache) -> None:
     assert stats["bytes_written"] == stats["bytes_read"] == 8 * SMALL.chunk_bytes
     # A worker lets go once it has heard that the client has read, for which the client does not wait.
     eventually(lambda: store.stats()["holds"] == 0, "the hold of the get is released")
-
-
-def test_closed_stores_refuse(store: Store, cache: Cache) -> None:
-    cache.put(TOKENS, KV)
-    store.close()
-    store.close()
-    with pytest.raises(Unavailable, match="closed"):
-        store.namespace("another", SMALL)
-    with pytest.raises(Unavailable, match="closed"):
-        cache.put(TOKENS, KV)
-    assert cache.get(TOKENS)[0] == 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -399,7 +400,7 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
         ((), {"etcd": "nonsense"}, "expected host:port"),
     ],
 )
-def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, str], says: str) -> None:
+def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         kvstore.connect(*workers, **options)
 

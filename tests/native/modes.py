@@ -11,7 +11,7 @@ from kvstore.client.store import Store
 from kvstore.node.chunks import Chunks
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import member_on
+from tests.node.stores import member_of, member_on
 
 
 class PlainRoot(PosixRoot):
@@ -32,6 +32,4 @@ def opened(path: Path, *, native: bool, limits: Limits | None = None, direct: bo
 
 def chunks_of(store: Store) -> Chunks:
     """The chunks of the node behind a store."""
-    port = store._port
-    assert isinstance(port, LocalPort)
-    return port._node._chunks
+    return member_of(store).node._chunks

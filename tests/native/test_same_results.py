@@ -23,7 +23,7 @@ from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
 from kvstore.sections import Buffers, planes_of
 from tests.native.modes import chunks_of, opened
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -76,7 +76,7 @@ def test_a_put_that_extends_a_prompt_raises_the_hints_of_what_is_there(tmp_root:
         cache.put(tokens[: 30 * size], kv[:, :, 20 * size : 30 * size], prefix=20 * size, preset="rag")
         result = cache.put(tokens, kv[:, :, 30 * size :], prefix=30 * size, preset="chat")
         assert (result.tokens_present, result.chunks_written) == (len(tokens), 10)
-        store._port._node.drain()  # type: ignore[attr-defined]
+        member_of(store).node.drain()
         said = sorted((file.stat().st_mtime_ns for file in chunk_files(tmp_root)), reverse=True)
         hints = [decode_mtime(mtime_ns, Limits().quantum_s).hints for mtime_ns in said]
         assert hints == [PRESETS["rag"]] * 30 + [PRESETS["chat"]] * 10

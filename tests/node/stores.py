@@ -43,6 +43,13 @@ class SetClock:
         return SystemClock().monotonic_s()
 
 
+def member_of(store: Store) -> Member:
+    """The member behind a store in this process."""
+    port = store._port
+    assert isinstance(port, LocalPort)
+    return port._store.member
+
+
 def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = None, durable: bool = False) -> Member:
     """A member of its own metadata on ``root``."""
     clock, ids = clock or SystemClock(), RandomIds()

@@ -23,7 +23,7 @@ from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from tests.etcd_fixture import eventually, running_etcd
-from tests.node.stores import SMALL, TINY, kv_of, same
+from tests.node.stores import SMALL, TINY, kv_of, member_of, same
 from tests.patience import PATIENCE_S, slowness
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def in_time(began_s: float) -> bool:
 
 def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
     cache = store.namespace("m", TINY)
-    kv_operations = store._port._member.meta  # type: ignore[attr-defined]
+    kv_operations = member_of(store).meta
     tokens = np.arange(500 * TINY.chunk_tokens)
     kv = np.ones(TINY.shape(len(tokens)), np.int8)
     began_s = time.monotonic()
@@ -197,7 +197,7 @@ def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: Em
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         hold = cache.hold(TOKENS)
-        member = store._port._member  # type: ignore[attr-defined]
+        member = member_of(store)
         lost = member.presence.current()
         member.meta.revoke(lost.lease)
         lost.beat()
@@ -216,7 +216,7 @@ def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: P
     with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
-        member = store._port._member  # type: ignore[attr-defined]
+        member = member_of(store)
         binding = root_binding(member.node.root.url)
         before = member.presence.current()
         etcd.stop()
@@ -239,7 +239,7 @@ def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: P
 
 def test_a_node_that_is_dropped_leaves_the_cluster(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
     store = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
-    root = store._port._member.node.identity.root  # type: ignore[attr-defined]
+    root = member_of(store).node.identity.root
     store.close()
     before = set(threading.enumerate())
     with closing(EtcdMeta(etcd.endpoints)) as meta, pytest.warns(ResourceWarning, match="dropped without close"):

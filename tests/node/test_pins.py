@@ -43,7 +43,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 from tests.etcd_fixture import eventually, free_port, running_etcd
 from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.node.stores import TINY, kv_of, same, store_on
+from tests.node.stores import TINY, kv_of, member_of, same, store_on
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, FaultyRoot, Hang
 from tests.root.faulty import Rule as RootRule
@@ -149,7 +149,7 @@ def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
         thread = threading.Thread(target=pin)
         thread.start()
         assert hang.reached.wait(PATIENCE_S)
-        store._port._member.node.holds.drop_all()  # type: ignore[attr-defined]
+        member_of(store).node.holds.drop_all()
         hang.release.set()
         thread.join(PATIENCE_S)
         assert [type(error) for error in failed] == [HoldBroken]
@@ -257,7 +257,7 @@ def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_sessi
 def _beat(store: Store) -> None:
     """Lets a node notice now that its session was ended; by itself it would within a third of its ttl."""
     try:
-        store._port._member.presence.current().beat()  # type: ignore[attr-defined]
+        member_of(store).presence.current().beat()
     except KVStoreError:
         pass  # it has noticed
 

@@ -19,7 +19,7 @@ from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
-from tests.node.stores import TINY, SetClock, chunk_files, kv_of, store_on
+from tests.node.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s
@@ -28,7 +28,7 @@ TOKENS = np.arange(CHUNKS * TINY.chunk_tokens)
 
 
 def drain(store: Store) -> None:
-    store._port._node.drain()  # type: ignore[attr-defined]
+    member_of(store).node.drain()
 
 
 def mtimes(root: Path) -> list[int]:
@@ -99,7 +99,7 @@ def test_a_renewal_is_a_look_and_a_touch_and_only_a_look_where_another_node_was_
         first.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
         clock.wall_s += QUANTUM_S
         # Both read before either renews: nobody's look at the read tells it that there is nothing to do.
-        used = second._port._node._refresher.used  # type: ignore[attr-defined]
+        used = member_of(second).node._refresher.used
         assert renewing(first) == ["stat"] * CHUNKS + ["touch"] * CHUNKS
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()

@@ -190,12 +190,16 @@ def test_a_mount_that_went_away_is_an_empty_root_or_an_error_never_wrong_bytes(t
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
 
 
-def test_where_a_folder_cannot_be_made_nothing_is_published(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("obstacle", "said"), [("link", "is a symbolic link"), ("file", "Not a directory")])
+def test_where_a_folder_cannot_be_made_nothing_is_published(obstacle: str, said: str, tmp_path: Path) -> None:
     """And nobody is told that another writer was first, whose chunk would be there."""
     root = PosixRoot(tmp_path)
     staged = Name("staging/s/1.part")
     root.stage(staged, [memoryview(b"payload")], stamp_ns=0, durable=False)
     (tmp_path / "chunks").mkdir()
-    (tmp_path / "chunks" / "0001").symlink_to("/nowhere/at/all")
-    with pytest.raises(Unavailable, match="not a folder"):
+    if obstacle == "link":
+        (tmp_path / "chunks" / "0001").symlink_to("/nowhere/at/all")
+    else:
+        (tmp_path / "chunks" / "0001").touch()
+    with pytest.raises(Unavailable, match=said):
         root.publish(staged, Name("chunks/0001/b"), durable=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.security.authenticator import REVOKED, Authenticator
-from kvstore.security.bearer import PublicKey, issue, new_key, verified
+from kvstore.security.bearer import SKEW_S, PublicKey, issue, new_key, verified
 from kvstore.security.denials import NotKnown, Reason
 from kvstore.security.identity import NOTHING, Presented
 
@@ -67,6 +67,19 @@ def test_a_bound_token_needs_its_certificate(tmp_path: Path) -> None:
     assert known.refused(Presented(token=bound, thumbprint=ours)) is None
     for thumbprint in (b"", hashlib.sha256(b"theirs").digest()):
         assert known.refused(Presented(token=bound, thumbprint=thumbprint)) is Reason.TOKEN_BINDING
+
+
+def test_a_token_that_is_issued_in_the_future_is_none(tmp_path: Path) -> None:
+    known = Known(tmp_path)
+    for ahead_s, reason in (
+        (SKEW_S, None),
+        (SKEW_S + 1, Reason.TOKEN_INVALID),
+        (7 * 24 * HOUR_S, Reason.TOKEN_INVALID),
+    ):
+        shown = Presented(token=issue(KEY, "a", "1", NOW_S + ahead_s, HOUR_S))
+        assert known.refused(shown) is reason, ahead_s
+    known.now_s += MINUTE_S
+    assert known.refused(Presented(token=issue(KEY, "a", "1", NOW_S + SKEW_S + 1, HOUR_S))) is None
 
 
 def test_a_token_signed_with_another_key_is_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk
 TOKENS = list(range(64))
 
 
-def asked_in_child(store: kvstore.client.store.Store, cache: kvstore.client.cache.Cache) -> int:
+def asked_in_child(store: kvstore.Store, cache: kvstore.Cache) -> int:
     """The number of calls that were refused as they should be."""
     kv = np.ones(LAYOUT.shape(len(TOKENS)), np.float16)
     refused = 0
@@ -36,7 +36,7 @@ def test_i2_a_forked_child_is_refused_at_once_and_changes_nothing(tmp_root: Path
     with kvstore.open(str(tmp_root), memory=16 << 20) as store:
         cache = store.namespace("m", LAYOUT)
         assert cache.put(TOKENS, kv).tokens_present == len(TOKENS)
-        with store._port._node.memory._lock:  # type: ignore[attr-defined]
+        with store._port._store.member.node.memory._lock:  # type: ignore[attr-defined]
             child = os.fork()
             if child == 0:
                 try:

@@ -28,7 +28,7 @@ from kvstore.worker.puts_behind import PutsBehind
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
-NAMES = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
+BULK_METHODS = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
 """The calls that requests are counted as."""
 
 
@@ -77,7 +77,7 @@ class BulkRequests:
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s, trace_of(request.message), connection.presented)
-            with self._calls.serving(NAMES[head.kind], context) as call, self._counting_idle():
+            with self._calls.serving(BULK_METHODS[head.kind], context) as call, self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:

@@ -138,7 +138,7 @@ IDENTITIES = [
         "token-expired",
         "an expired token is none",
         edit(
-            "kvstore.security.authenticator:Authenticator._of_token",
+            "kvstore.security.authenticator:Authenticator._refused",
             "if claims.expires_s + SKEW_S <= now_s:",
             "if False:",
         ),
@@ -147,14 +147,14 @@ IDENTITIES = [
     access(
         "token-revoked",
         "a revoked token is none",
-        edit("kvstore.security.authenticator:Authenticator._of_token", "if claims.id in loaded.revoked:", "if False:"),
+        edit("kvstore.security.authenticator:Authenticator._refused", "if claims.id in loaded.revoked:", "if False:"),
         f"{TOKENS}a_revoked_token_is_none",
     ),
     access(
         "token-unbound",
         "a bound token needs its certificate",
         edit(
-            "kvstore.security.authenticator:Authenticator._of_token",
+            "kvstore.security.authenticator:Authenticator._refused",
             "if claims.thumbprint and not hmac",
             "if False and not hmac",
         ),
@@ -162,13 +162,13 @@ IDENTITIES = [
     ),
     access(
         "token-of-next-year",
-        "no token counts for longer than tokens live",
+        "no token counts before it was issued",
         edit(
-            "kvstore.security.authenticator:Authenticator._of_token",
-            "if claims.expires_s - now_s > TTL_S_MAX + SKEW_S:",
+            "kvstore.security.authenticator:Authenticator._refused",
+            "if claims.issued_s - SKEW_S > now_s:",
             "if False:",
         ),
-        f"{RULES}a_token_that_is_issued_next_year_does_not_count_until_then",
+        f"{TOKENS}a_token_that_is_issued_in_the_future_is_none",
     ),
     access(
         "token-signature",

@@ -1,0 +1,165 @@
+"""How a command learns which store is meant: options, the environment, or one line that says what to give."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import kvstore
+from kvstore.cli.app import app
+from kvstore_gc.cli import command as collector
+from tests.cli.conftest import parsed
+from tests.patience import PATIENCE_S
+from tests.worker.serving import serving
+
+Run = Callable[..., Result]
+
+LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
+UNREACHED = "127.0.0.1:9"
+
+
+def filled(root: Path, name: str) -> str:
+    with kvstore.open(root) as store:
+        store.namespace(name, LAYOUT).put(range(4), np.zeros(LAYOUT.shape(4), np.int8))
+    return str(root)
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> str:
+    return filled(tmp_root / "one", "first")
+
+
+def names(result: Result) -> list[str]:
+    return [each["name"] for each in parsed(result)["namespaces"]]
+
+
+def test_a_root_of_the_environment(run: Run, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_ROOT", root)
+    assert names(run("ls", "--json")) == ["first"]
+    assert run("match", "first", "0,1,2,3").stdout == "4 of 4 tokens\n"
+    assert run("fsck", "--json").exit_code == run("stats", "--json").exit_code == 0
+
+
+def test_what_is_typed_wins_over_the_environment(
+    run: Run, root: str, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = filled(tmp_root / "two", "second")
+    monkeypatch.setenv("KVSTORE_ROOT", root)
+    monkeypatch.setenv("KVSTORE_CONNECT", UNREACHED)
+    assert names(run("ls", "--root", other, "--json")) == ["second"]
+    assert run("fsck", other, "--json").stdout == run("fsck", "--root", other, "--json").stdout
+    with serving(Path(other)) as served:
+        assert names(run("ls", "--connect", served.address, "--json")) == ["second"]
+        monkeypatch.setenv("KVSTORE_CONNECT", served.address)
+        assert names(run("ls", "--json")) == ["second"], "workers win over the root"
+
+
+def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_ETCD", UNREACHED)
+    monkeypatch.setenv("KVSTORE_ROOT", root)
+    assert "etcd" in run("ls").stderr
+    assert "etcd" in run("ls", "--root", root).stderr
+    assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("ls",),
+            "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set",
+        ),
+        (("stats",), "which store?"),
+        (("health",), "which store?"),
+        (("limits",), "which store?"),
+        (("tickets",), "which store?"),
+        (("match", "m", "1"), "which store?"),
+        (("clear", "m", "--yes"), "which store?"),
+        (("up",), "which root? give --root URL"),
+        (("worker", "--listen", "127.0.0.1:0"), "which root? give --root URL"),
+        (("fsck",), "which root? give --root URL"),
+        (("fsck", "here", "--root", "there"), "give one of them"),
+        (("dashboard",), "give --root URL and --etcd ENDPOINTS"),
+        (("lookup",), "missing argument 'NAME'"),
+    ],
+)
+def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "which etcd? give --etcd ENDPOINTS")],
+)
+def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(collector, list(arguments), prog_name="kvstore-gc")
+    assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_collector_reads_the_environment_too(tmp_root: Path) -> None:
+    # A program of its own: it sets up the log and the priority of its process.
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvstore_gc", "--once"],
+        env={**os.environ, "KVSTORE_ROOT": str(tmp_root / "missing"), "KVSTORE_ETCD": UNREACHED},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 2 and "missing does not exist" in ended.stderr
+
+
+def test_the_collector_says_its_version() -> None:
+    result = CliRunner().invoke(collector, ["--version"], prog_name="kvstore-gc")
+    assert result.stdout == f"kvstore-gc, version {kvstore.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands(shell: str) -> None:
+    script = CliRunner().invoke(app, env={"_KVSTORE_COMPLETE": f"{shell}_source"}, prog_name="kvstore").stdout
+    assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
+    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "kvstore look", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    """An address that somebody listens on."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("option", ["--listen", "--metrics", "--gc-metrics", "--dashboard"])
+def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str, busy: str, tmp_root: Path) -> None:
+    folder = tmp_root / "new"
+    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", option, busy)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = f"kvstore up: cannot listen on {option} {busy} (Address already in use): stop the program that does, or "
+    assert result.stderr.startswith(said) and len(result.stderr.splitlines()) == 1
+    assert not folder.exists()
+
+
+def test_lookup_and_match_agree_on_nothing_found(run: Run, root: str) -> None:
+    with serving(Path(root)) as served:
+        for tokens, code in (("0,1,2,3", 0), ("7,7,7,7", 1)):
+            for command in ("match", "lookup"):
+                assert run(command, "first", tokens, "--connect", served.address).exit_code == code, command
+    assert run("match", "first", "7,7,7,7", "--root", root).stdout == "0 of 4 tokens\n"
+
+
+def test_a_name_cannot_fake_a_row(run: Run, tmp_root: Path) -> None:
+    with kvstore.open(tmp_root) as store:
+        store.namespace("real\nfake  -  -  1x2x4x1x4 int8  0  0 B\r", LAYOUT)
+    lines = run("ls", "--root", str(tmp_root)).stdout.splitlines()
+    assert len(lines) == 2 and lines[1].startswith(r"real\nfake") and r"0 B\r" in lines[1]

@@ -1,0 +1,151 @@
+"""What people read: the ``repr`` of what a store gives, and errors that say what to check."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.interface import KeyValue
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.namespaces import Namespaces
+from kvstore.wire.statuses import failure
+from tests.node.stores import SMALL, TINY, kv_of
+from tests.worker.serving import connected, serving
+
+TOKENS = range(8 * TINY.chunk_tokens)
+KEYS = [bytes([number]) * 16 for number in range(3)]
+SHAPE = "2x2x4x1x4 int8"
+
+
+def said_of(store: kvstore.Store, place: str) -> None:
+    """Checks the ``repr`` of everything that a store gives, before and after it is closed."""
+    cache = store.namespace("m", TINY, tenant="alice")
+    cache.put(TOKENS, kv_of(TINY, TOKENS))
+    cache.blocks.put(KEYS[:2], [b"abc"] * 2)
+    hold, blocks, pin = cache.hold(TOKENS), cache.blocks.hold(KEYS), cache.pin(TOKENS, ttl=60)
+    about = f"'m' of tenant 'alice', {SHAPE}, {place}"
+    assert repr(store) == f"<kvstore.Store {place}>"
+    assert repr(cache) == f"<kvstore.Cache {about}>"
+    assert repr(cache.blocks) == f"<kvstore.BlockCache {about}>"
+    assert repr(hold) == f"<kvstore.Hold 32 tokens, <kvstore.Cache {about}>>"
+    assert repr(blocks) == f"<kvstore.BlockHold 2 of 3 blocks, <kvstore.BlockCache {about}>>"
+    assert repr(pin) == f"<kvstore.Pin 32 tokens of 'm', {pin.id}, {place}>"
+    assert repr(cache.pin([], ttl=60)) == f"<kvstore.Pin of nothing, {place}>"
+    hold.release()
+    assert repr(hold) == f"<kvstore.Hold 32 tokens, released, <kvstore.Cache {about}>>"
+    store.close()
+    assert repr(store) == f"<kvstore.Store {place}, closed>"
+    assert repr(cache) == f"<kvstore.Cache {about}, closed>"
+    assert repr(hold).endswith(", closed>>") and repr(pin).endswith(", closed>")
+    blocks.release()
+
+
+def test_an_embedded_store_says_where_it_is(tmp_root: Path) -> None:
+    said_of(kvstore.open(tmp_root), f"root file://{tmp_root}")
+
+
+def test_a_connected_store_says_where_it_is() -> None:
+    with serving() as served:
+        said_of(connected(served), f"workers {served.address}")
+
+
+def test_a_store_of_many_workers_names_some() -> None:
+    with kvstore.connect(*(f"127.0.0.1:{port}" for port in range(7001, 7007))) as store:
+        assert repr(store).endswith("127.0.0.1:7004, ...>")
+
+
+def test_a_root_may_be_a_path(tmp_root: Path) -> None:
+    with kvstore.open(tmp_root / "new") as store:
+        assert store.namespaces() == []
+    with kvstore.open(str(tmp_root / "new"), create=False):
+        pass
+    with pytest.raises(InvalidRequest, match="root"):
+        kvstore.open(17)  # type: ignore[arg-type]
+
+
+@contextmanager
+def dialled(what: str, folder: Path) -> Iterator[str]:
+    """An address at which there is no worker."""
+    with closing(socket.socket()) as plain:
+        plain.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{plain.getsockname()[1]}"
+        if what == "silent":
+            plain.listen()
+        yield f"unix:{folder}/none" if what == "unix" else address
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("refused", "nothing listens there; check that the worker runs"),
+        ("silent", "what listens there does not speak; check the port"),
+        ("unix", "there is no such socket; check that the worker runs"),
+    ],
+)
+def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_path: Path) -> None:
+    with dialled(what, tmp_path) as address, kvstore.connect(address) as store:
+        for call in (lambda: store.namespace("m", TINY), store.stats, store.pins):
+            with pytest.raises(Unavailable, match=said) as failed:
+                call()
+            message = str(failed.value)
+            assert message.count(address) == 1
+            assert not any(word in message for word in ("UNKNOWN", "UNAVAILABLE", "all addresses", "errno"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("errors resolving nobody:7070: [field:hostname lookup error: ...]", "its name has no address"),
+        ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
+        ("failed to connect to all addresses; last error: Failed parsing HTTP/2", "no worker listens there"),
+        ("failed to connect to all addresses; last error: No route to host", "there is no way to it; check the host"),
+        ("Socket closed", "the connection to worker node7:7070 ended (Socket closed): it was stopped"),
+    ],
+)
+def test_what_grpc_says_becomes_advice(text: str, said: str) -> None:
+    failed = failure(grpc.StatusCode.UNAVAILABLE, text, (), "node7:7070")
+    assert said in str(failed.error) and "node7:7070" in str(failed.error)
+    assert (failed.answered, failed.unsent) == (False, text.startswith("failed to connect"))
+
+
+class Frozen(MemoryMeta):
+    """An etcd that does not answer in the time that it is given."""
+
+    waited_s: float | None = None
+
+    def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
+        Frozen.waited_s = timeout_s
+        raise Unavailable("etcd: get: DEADLINE_EXCEEDED: check that etcd runs")
+
+
+def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:
+    with serving() as served, connected(served, limits=kvstore.ClientLimits(pin_s=3.0)) as store:
+        member = served.member
+        member._namespaces = Namespaces(Frozen(), member.keys)
+        with pytest.raises(Unavailable, match="namespace 'm' is new to this node, which needs etcd: etcd: get"):
+            store.namespace("m", SMALL)
+        # The worker hears of it before its client gives up, or the client could not name etcd.
+        assert Frozen.waited_s is not None and Frozen.waited_s < 3.0
+
+
+def test_a_buffer_that_cannot_be_filled_is_an_error_and_no_miss(tmp_root: Path) -> None:
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: b"abc", "buffer 1 is read-only"),
+        (lambda: np.zeros(6, np.uint8)[::2], "contiguous"),
+        (bytearray, "buffer 1 has 0 bytes"),
+        (lambda: 3, "buffer 1 is a int: expected contiguous bytes"),
+    ]
+    with kvstore.open(tmp_root) as store:
+        blocks = store.namespace("m", TINY).blocks
+        blocks.put(KEYS[:2], [b"abc"] * 2)
+        for buffer, said in wrong:
+            with pytest.raises(InvalidRequest, match=said):
+                blocks.get(KEYS[:2], [bytearray(3), buffer()])

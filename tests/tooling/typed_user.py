@@ -1,0 +1,78 @@
+"""A user's program, annotated in full: type checkers accept every line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvstore
+from kvstore import Cache, Hold, Layout, Pin, PutResult, Store
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
+
+LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
+
+
+def opened(folder: Path) -> Store:
+    return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(lanes=2))
+
+
+def connected(address: str, tls: kvstore.ClientTls | None) -> Store:
+    return kvstore.connect(address, bulk="grpc", tls=tls, limits=kvstore.ClientLimits(match_s=1.0))
+
+
+def through_etcd(endpoints: str) -> Store:
+    return kvstore.connect(etcd=endpoints, etcd_tls=kvstore.EtcdTls("ca.crt"), etcd_user=kvstore.EtcdUser("me", "word"))
+
+
+def stored(cache: Cache, tokens: list[int], kv: npt.NDArray[Any]) -> PutResult | None:
+    try:
+        return cache.put(tokens, kv, preset="chat", write=kvstore.WriteMode.THROUGH)
+    except Overloaded:
+        return None
+    except KVStoreError as error:
+        raise Unavailable("later") from error
+
+
+def read(cache: Cache, tokens: list[int]) -> tuple[int, npt.NDArray[Any]]:
+    out = np.empty(LAYOUT.shape(len(tokens)), LAYOUT.numpy_dtype)
+    count: int = cache.get(tokens, out=out)
+    return max(count, cache.match(tokens)), cache.get(tokens)[1]
+
+
+def held(hold: Hold) -> int:
+    with hold:
+        layers = [layer for layer, k, v in hold.layers() if k.shape == v.shape]
+        views: list[npt.NDArray[Any]] = hold.view()
+        return hold.tokens + len(layers) + len(views)
+
+
+def pinned(cache: Cache, tokens: list[int]) -> kvstore.PinRecord:
+    pin: Pin = cache.pin(tokens, ttl=60.0)
+    if not pin.release():
+        print(pin.id, pin.tokens)
+    return pin.record
+
+
+def moved(cache: Cache, tokens: list[int]) -> int:
+    ticket: kvstore.Ticket = cache.prefetch(tokens)
+    return ticket.wait(1.0)
+
+
+def blocks(blocks: kvstore.BlockCache, key: bytes) -> list[bool]:
+    stored: list[bool] = blocks.put([key], [b"abc"])
+    with blocks.hold([key]) as hold:
+        kept: kvstore.BlockHold = hold
+        return stored + kept.get([key], [bytearray(3)])
+
+
+def main() -> None:
+    with opened(Path("kv")) as store:
+        cache = store.namespace("model", LAYOUT, attributes={"tp": "1"})
+        about: kvstore.Namespace = cache.namespace
+        cleared: kvstore.Cleared = store.clear(kvstore.Selection(namespace=about.digest), dry_run=True)
+        hints: kvstore.Hints = kvstore.Hints.of(preset="rag")
+        counts: dict[str, int | float] = store.stats()
+        print(cleared.chunks, hints.priority, counts, kvstore.__version__)

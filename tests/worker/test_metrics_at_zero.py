@@ -1,0 +1,73 @@
+"""Labelled counters are there from the start, at 0: Prometheus sees the first one as an increase."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+import kvstore_gc
+from kvstore.sources import SystemClock
+from kvstore.worker.exposition import Exposition
+from kvstore_gc import execute, metrics, orphans
+from tests.worker.serving import serving
+
+GRAFANA = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
+LABELS = re.compile(r"sum by \(([a-z, ]+)\) \((?:rate|increase)?\(?(kvstore_[a-z_]+)\{([^}]*)\}")
+
+
+def series(registry: CollectorRegistry) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def exported() -> list[str]:
+    """All series of a worker and a collector that have done nothing."""
+    registry = CollectorRegistry()
+    with serving() as served:
+        registry.register(Exposition(served.worker, "0"))
+        mine = series(registry)
+    return [*mine, *series(metrics.Metrics(lambda: None, SystemClock()).registry)]
+
+
+def expressions(panels: list[dict[str, Any]]) -> list[str]:
+    found = [target.get("expr", "") for panel in panels for target in panel.get("targets", ())]
+    return found + [each for panel in panels for each in expressions(panel.get("panels", []))]
+
+
+def test_every_labelled_series_of_a_panel_is_there_from_the_start(exported: list[str]) -> None:
+    queries = [each for file in GRAFANA.glob("*.json") for each in expressions(json.loads(file.read_text())["panels"])]
+    asked = [found for query in queries for found in LABELS.findall(query)]
+    assert len(asked) > 10
+    for labels, name, wanted in asked:
+        own = [label for label in labels.split(", ") if label not in ("instance", "le", "job")]
+        values = dict(re.findall(r'([a-z]+)="([^"$]+)"', wanted))
+        there = [line for line in exported if line.startswith((f"{name}{{", f"{name} "))]
+        there = [line for line in there if all(f'{label}="{value}"' in line for label, value in values.items())]
+        if 'code!="OK"' in wanted:
+            there = [line for line in there if 'code="OK"' not in line]
+        if own and "call_seconds" not in name:  # a quantile of no calls is not a number
+            assert there and all(f'{label}="' in line for label in own for line in there), (name, wanted)
+            assert "bucket" in name or any(line.endswith(" 0.0") for line in there), name
+
+
+def test_the_collector_counts_by_no_other_label() -> None:
+    folder = Path(kvstore_gc.__file__).parent
+    spared = re.findall(r'spared\["([^"]+)"\] \+=', (folder / "execute.py").read_text())
+    assert {*spared, "swept by another collector", "condemned too slowly"} == {*execute.SPARED}
+    kinds = {
+        each
+        for name in ("orphans", "quarantine")
+        for each in re.findall(r'done\["(\w+)"\]', (folder / f"{name}.py").read_text())
+    }
+    assert kinds == {*orphans.ORPHANS}
+    phases = {
+        each
+        for name in ("execute", "rounds")
+        for each in re.findall(r'(?:_spent\(report|_timed\(summary), "(\w+)"', (folder / f"{name}.py").read_text())
+    }
+    assert phases == {*metrics.PHASES}
