@@ -1,4 +1,4 @@
-"""Sends one call: to the best worker, and to the next one where that fails without harm. The rim of the client."""
+"""Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class CallFailed(Exception):
-    """A call to one worker failed; carries what that means."""
+    """A call to one worker failed; carries the error to raise."""
 
     def __init__(self, failed: Failure) -> None:
         super().__init__(str(failed.error))
@@ -46,7 +46,7 @@ class Caller:
         may_repeat: bool = True,
         even_aside: bool = False,
     ) -> bytes:
-        """The answer to a call with one message each way. Raises what the worker raised, or Unavailable."""
+        """Returns the answer to a call with one message each way. Raises what the worker raised, or Unavailable."""
 
         def send(endpoint: Endpoint, left_s: float) -> bytes:
             answer: bytes = endpoint.unary(name)(request, timeout=left_s)
@@ -55,7 +55,7 @@ class Caller:
         return self.anywhere(send, timeout_s, affinity, may_repeat=may_repeat, even_aside=even_aside)
 
     def every_message(self, name: str, request: bytes, timeout_s: float) -> list[bytes]:
-        """All messages of an answer that is a short stream."""
+        """Returns all messages of an answer that is a short stream."""
 
         def send(endpoint: Endpoint, left_s: float) -> list[bytes]:
             return list(endpoint.stream_in(name)(request, timeout=left_s))
@@ -71,10 +71,10 @@ class Caller:
         may_repeat: bool = True,
         even_aside: bool = False,
     ) -> T:
-        """``send(endpoint, seconds left)`` at one worker after the other, until one answers or time is up.
+        """Calls ``send(endpoint, seconds left)`` at one worker after the other, until one answers or time is up.
 
-        A call that must not run twice (``may_repeat`` False) goes on only where nothing at all was done.
-        All attempts carry one request id, which is noted on what is raised.
+        A call that must not run twice (``may_repeat`` False) is repeated only if nothing at all was done. All attempts
+        carry one request id, which is noted on the error that is raised.
         """
         with tracing.request() as id:
             try:
@@ -108,7 +108,7 @@ class Caller:
         raise error or Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
-        """The same question to every worker, all at once: what each answered by address, or why it did not."""
+        """Asks every worker at once; returns, by address, its answer or the error why there is none."""
         asked: list[tuple[Endpoint, Any]] = []
         answers: dict[str, bytes | KVStoreError] = {}
         for endpoint in self._endpoints.every():
@@ -127,8 +127,9 @@ class Caller:
         return answers
 
     def at(self, endpoint: Endpoint, send: Callable[[], T]) -> T:
-        """One call to one worker, which is set aside where it did not answer. Raises CallFailed; InvalidRequest in a
-        forked child.
+        """Makes one call to one worker, and sets the worker aside if it does not answer.
+
+        Raises CallFailed; InvalidRequest in a forked child.
         """
         self._endpoints.owner.check()
         try:
@@ -147,7 +148,7 @@ class Caller:
         except ValueError as error:
             if isinstance(error, KVStoreError):
                 raise
-            # What gRPC says of a closed channel.
+            # gRPC raises this for a closed channel.
             failed = Failure(Unavailable(f"the connection to worker {endpoint.address} was closed"), False, True)
         if isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy)):
             self._endpoints.set_aside(endpoint, str(failed.error))
@@ -155,12 +156,12 @@ class Caller:
 
 
 def _helps_elsewhere(failed: Failure) -> bool:
-    """Whether another worker may do better: not for a request that is wrong, nor for a root that is full."""
+    """True if another worker may do better: false for a wrong request and for a full root."""
     kind = type(failed.error)
     return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
 
 
 def _failure_of(error: grpc.RpcError, address: str) -> Failure:
-    """What an error of gRPC means. ``code`` and the others are there on every error that a call raises."""
+    """Returns the meaning of a gRPC error. Every error that a call raises has ``code`` and the other members."""
     trailers: Any = error.trailing_metadata() or ()
     return failure(error.code(), error.details() or "", trailers, address)

@@ -1,6 +1,6 @@
-"""Which worker a call goes to: the one that has seen the prompt before, if it is not too busy, among those that live.
+"""The choice of a worker for a call: among the live ones the one that saw the prompt before, unless it is too busy.
 
-A worker that does not answer is set aside and asked how it is, at growing intervals, until it says SERVING again.
+A worker that does not answer is set aside and probed at growing intervals until it answers SERVING.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ENDPOINTS_MAX = 4096
 
 
 class Endpoints:
-    """The workers of one client, and the thread that looks after them. Thread-safe; not usable in a forked child.
+    """The workers of one client, and the thread that probes them. Thread-safe; not usable in a forked child.
 
-    ``discover`` returns the addresses of all workers, and is called again and again; without it they stay as given.
+    ``discover`` returns the addresses of all workers and is called regularly; without it the list is fixed.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Endpoints:
             self._look_after()
 
     def ranked(self, affinity: bytes | None = None, *, even_aside: bool = False) -> list[Endpoint]:
-        """The workers to try, best first. Those set aside only with ``even_aside``, and only if no other is there.
+        """Returns the workers to try, best first; with ``even_aside`` those set aside too, if no other is left.
 
-        Raises Unavailable where there is none, InvalidRequest in a forked child.
+        Raises Unavailable if there is none, InvalidRequest in a forked child.
         """
         self.owner.check()
         if self._credentials.connection_version != self._connection_version:
@@ -77,7 +77,7 @@ class Endpoints:
                 raise Unavailable("the store is closed: connect again")
             every = list(self._live.values())
         if len(every) > 1:
-            self._look_after()  # so that one that freezes is left out before a call has to find out
+            self._look_after()  # so that a frozen worker is skipped before a call has to find out
         live = [each for each in every if each.aside is None]
         if not live:
             if not (even_aside and every):
@@ -92,29 +92,29 @@ class Endpoints:
         return live
 
     def every(self) -> list[Endpoint]:
-        """All workers, also those set aside. Raises InvalidRequest in a forked child."""
+        """Returns all workers, including those set aside. Raises InvalidRequest in a forked child."""
         self.owner.check()
         with self._changed:
             return list(self._live.values())
 
     def set_aside(self, endpoint: Endpoint, why: str) -> None:
-        """No more calls to this worker until it says that it is well."""
+        """Sends no more calls to this worker until it answers that it is well."""
         with self._changed:
             if endpoint.aside is not None or self._closed:
                 return
             endpoint.aside = why
             endpoint.probe_pause_s = self._limits.probe_pause_s_min
             endpoint.probe_at_s = self._clock.monotonic_s()
-            self._refresh_at_s = endpoint.probe_at_s  # whoever took its place is in the list already
+            self._refresh_at_s = endpoint.probe_at_s  # its successor may be in the list already
             self._changed.notify_all()
         self._counters.add(ClientCount.SET_ASIDE)
         log.info("client.set_aside worker=%s why=%s", endpoint.address, why)
         self._look_after()
 
     def refresh(self) -> None:
-        """Reads the list of workers anew; without an answer the old one stays, as etcd is not needed to serve.
+        """Reads the list of workers again; without an answer the old list stays, since serving does not need etcd.
 
-        Raises InvalidRequest where it cannot be said which workers are meant, PermissionDenied where etcd says so.
+        Raises InvalidRequest if it is unclear which workers are meant, PermissionDenied if etcd says so.
         """
         if self._discover is None:
             return
@@ -141,9 +141,7 @@ class Endpoints:
             thread.join(self._limits.probe_s + self._limits.refresh_s)
 
     def _list(self, addresses: Sequence[str]) -> None:
-        """Adds the workers that are new, and lets go of those that are not listed any more, or whose connections were
-        made with another certificate.
-        """
+        """Adds new workers; retires those that are no longer listed or whose connections have an old certificate."""
         wanted = list(dict.fromkeys(check_address(address) for address in addresses))[:ENDPOINTS_MAX]
         with self._changed:
             if self._closed:
@@ -169,7 +167,7 @@ class Endpoints:
         reasons = "; ".join(f"{each.address}: {each.aside}" for each in every[:3])
         return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
 
-    # Looking after them
+    # Probing
 
     def _look_after(self) -> None:
         with self._changed:
@@ -195,11 +193,11 @@ class Endpoints:
                 try:
                     self.refresh()
                 except (InvalidRequest, PermissionDenied) as error:
-                    self._trouble = str(error)  # such as a second root that appeared: those known go on
+                    self._trouble = str(error)  # such as a second root that appeared: the known workers stay in use
             self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
 
     def _probe(self, endpoints: list[Endpoint]) -> None:
-        """Asks workers how they are, all at once, and believes what they say."""
+        """Asks workers for their health, all at once, and takes over their answers."""
         asked: list[tuple[Endpoint, Any]] = []
         for endpoint in endpoints:
             endpoint.use()
@@ -226,12 +224,12 @@ class Endpoints:
 
 
 def _health_of(answer: Any) -> str | None:
-    """None where the worker serves, else why not."""
+    """Returns None if the worker serves, else why not."""
     try:
         status = answer.result()
     except grpc.RpcError as error:
         code = error.code()
-        # A worker without the health service serves all the same.
+        # A worker without the health service still serves.
         return None if code is grpc.StatusCode.UNIMPLEMENTED else f"health: {code.name}"
     except grpc.FutureCancelledError:
         return "health: cancelled"

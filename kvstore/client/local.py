@@ -50,7 +50,7 @@ class LocalHold:
 
 
 class LocalBlockHold:
-    """Blocks held by the node in this process: as a hold of chunks, it keeps collectors away from all there is."""
+    """Held blocks of the node in this process. Like a hold of chunks, it protects all chunks from collection."""
 
     def __init__(self, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
         self._node = node
@@ -68,7 +68,7 @@ class LocalBlockHold:
 
 
 class LocalPort:
-    """A member of the cluster, or a node alone, in this process."""
+    """The port to a node in this process, in a cluster or alone."""
 
     def __init__(self, member: Member) -> None:
         self._opened = member
@@ -76,8 +76,8 @@ class LocalPort:
 
     @property
     def _member(self) -> Member:
-        # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
-        # what the child wrote into the arena, of which it thinks that it is its own, would change the parent's images.
+        # Before any lock: a lock that another thread held at the fork is never released in the child, and writes of the
+        # child into the shared arena, which it would treat as its own, would change the parent's images.
         if self._pid != os.getpid():
             raise InvalidRequest(
                 "this store was opened before a fork, and its threads are not here: open it in the child"
@@ -114,7 +114,7 @@ class LocalPort:
         try:
             return self._node.read(hold, memory(hold.count))
         except HoldBroken:
-            return 0  # the session was lost since the match: a miss, as everything that a read cannot have
+            return 0  # the session was lost since the match: a miss, like everything a read cannot get
         finally:
             self._node.release(hold)
 

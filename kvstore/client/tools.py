@@ -1,4 +1,4 @@
-"""What the calls of one port share."""
+"""The tools that the calls of one port share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from kvstore.writes import WriteMode
 
 
 class FileLanes:
-    """The threads that read files which workers handed over, and others that copy within memory; made when they are
-    needed. Thread-safe.
-    """
+    """The threads that read handed-over files, and those that copy within memory; started on demand. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -28,13 +26,13 @@ class FileLanes:
         self._copiers: Lanes | None = None
 
     def get(self) -> Lanes:
-        """Those for files."""
+        """Returns the lanes for files."""
         with self._lock:
             self._lanes = self._lanes or self._made(2)
             return self._lanes
 
     def copiers(self) -> Lanes:
-        """Those that never wait for a device: so memory is read while the root hangs."""
+        """Returns the lanes that never wait for a device, so that memory is read while the root hangs."""
         with self._lock:
             self._copiers = self._copiers or self._made(1)
             return self._copiers
@@ -44,7 +42,7 @@ class FileLanes:
         return Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
 
     def close(self) -> None:
-        """Ends them. Idempotent."""
+        """Ends the threads. Idempotent."""
         with self._lock:
             for lanes in (self._lanes, self._copiers):
                 if lanes is not None:
@@ -53,7 +51,7 @@ class FileLanes:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Who sends calls, who counts, who looks at the time, who reads files, who renews holds."""
+    """The caller, counters, limits, watch, lanes and lease renewal of one port."""
 
     caller: Caller
     counters: Counts[ClientCount]
@@ -62,4 +60,4 @@ class Tools:
     lanes: FileLanes
     renewing: Renewing
     write: WriteMode | None
-    """The mode of puts that do not say one; None: the worker's."""
+    """The default write mode of puts; None: the worker's."""
