@@ -1,4 +1,4 @@
-"""Around every call: lets it in, times it, and turns what it raises into a status. The rim of the worker."""
+"""The rim of the worker: admits each call, times it, and turns its exceptions into a status."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ _MOVED = {WorkerCount.WIRE_BYTES_IN: "in", WorkerCount.WIRE_BYTES_OUT: "out"}
 
 
 class Ended(NamedTuple):
-    """What calls are counted by."""
+    """The key by which calls are counted."""
 
     method: str
     code: str
     path: str
-    """``grpc``, or of the bulk protocol ``unix`` or ``tcp``."""
+    """``grpc``, or for the bulk protocol ``unix`` or ``tcp``."""
 
 
 class CallContext(Protocol):
-    """What a call knows of its client: gRPC's context, or that of the bulk protocol."""
+    """The client side of a call: the context of gRPC, or that of the bulk protocol."""
 
     def time_remaining(self) -> float | None:
-        """Seconds the client still waits; None where it did not say."""
+        """Seconds that the client still waits; None if it did not say."""
         ...
 
     def invocation_metadata(self) -> Any:
-        """What the client sent with the call: pairs of a key and a value."""
+        """The metadata that the client sent with the call: pairs of a key and a value."""
         ...
 
     def is_active(self) -> bool:
-        """Whether the client is there."""
+        """True while the client is connected."""
         ...
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with a refusal."""
+        """Sets the metadata that a refusal carries."""
         ...
 
     def abort(self, code: grpc.StatusCode, details: str) -> Any:
@@ -65,7 +65,7 @@ class CallContext(Protocol):
 
 
 class Calls:
-    """What the worker did, call by call; thread-safe."""
+    """Counts and timings of the worker's calls; thread-safe."""
 
     def __init__(
         self, gate: Gate, ids: Ids, authenticator: Authenticator | None = None, audit: AuditLog | None = None
@@ -79,7 +79,7 @@ class Calls:
         self._latencies: Latencies[tuple[str, str]] = Latencies()
         self._bytes: dict[tuple[str, str], int] = {}
         self._serving = threading.local()
-        """Of each thread, the visit that it serves and by which way the call came."""
+        """For each thread, the visit that it serves and the path of the call."""
 
     def add(self, counter: WorkerCount, count: int = 1) -> None:
         """Adds to one of the worker's counters."""
@@ -95,7 +95,7 @@ class Calls:
             visit.moved(**{f"bytes_{direction}": count})
 
     def tenant(self) -> str | None:
-        """Whose the call is that this thread serves; None where nobody pays for it, as where nobody is asked."""
+        """The tenant of the call that this thread serves; None if no tenant pays for it."""
         visit: Visit | None = getattr(self._serving, "visit", None)
         return visit.pays if visit is not None else None
 
@@ -104,12 +104,12 @@ class Calls:
         return self._counts.snapshot()
 
     def ended(self) -> dict[Ended, int]:
-        """Calls that ended, by method, status code and path."""
+        """Ended calls by method, status code and path."""
         with self._lock:
             return dict(self._ended)
 
     def latencies(self) -> dict[tuple[str, str], Latency]:
-        """How long they took, by method and path."""
+        """Durations of calls by method and path."""
         return self._latencies.snapshot()
 
     def moved_bytes(self) -> dict[tuple[str, str], int]:
@@ -119,9 +119,9 @@ class Calls:
 
     @contextmanager
     def serving(self, name: str, context: CallContext, *, light: bool = False) -> Iterator[Call]:
-        """Around the work of one call, once it is let in. What it raises becomes the call's status.
+        """Admits one call and runs inside of it; an exception becomes the call's status.
 
-        Inside ``tracing.request_id()`` is the id that the client gave the call.
+        Inside, ``tracing.request_id()`` is the id that the client gave the call.
         """
         path = context.path if isinstance(context, BulkContext) else GRPC
         with tracing.served(f"kvstore.{name}", context.invocation_metadata() or (), path=path):
@@ -155,7 +155,7 @@ class Calls:
             self.add(WorkerCount.CALLS_CANCELLED)
             raise
         except Exception:
-            # Everything else is a defect of ours. Its traceback is for the log: it may hold paths and tokens.
+            # Anything else is a defect of ours. Its traceback goes to the log only: it may hold paths and tokens.
             code = grpc.StatusCode.INTERNAL
             incident = self._ids.fresh().hex()[:12]
             self.add(WorkerCount.CALLS_FAILED)
@@ -168,7 +168,7 @@ class Calls:
             self._observe(Ended(name, code.name, path), time.perf_counter() - began_s)
 
     def _admitted(self, name: str, context: CallContext) -> Visit:
-        """Lets a call in. Raises PermissionDenied."""
+        """Admits a call. Raises PermissionDenied."""
         if not self.guard.asks:
             return self.guard.admit(name, NOTHING)
         return self.guard.admit(name, presented_by(context), peer_of(context), tracing.request_id())
@@ -190,7 +190,7 @@ class Calls:
 
 
 def seconds_left(context: CallContext, most_s: float) -> float:
-    """What a step of the call may take: the worker's own limit, or most of what the client gave, to answer in time."""
+    """Returns the time for a step of the call: the worker's own limit, or most of the client's, to answer in time."""
     remaining_s = context.time_remaining()
     return most_s if remaining_s is None else max(0.001, min(most_s, 0.9 * remaining_s))
 

@@ -1,4 +1,4 @@
-"""What one request on a bulk connection does, from its first frame to its answer."""
+"""One request on a bulk connection, from its first frame to its answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 
 LINGER_S = 2.0
-"""How long the rest of a refused put is read on, so that the client can read why."""
+"""How long the rest of a refused put is still read, so that the client can read the reason."""
 NAMES = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
-"""The calls that requests are counted as."""
+"""The names of calls under which requests are counted."""
 
 
 class BulkRequests:
@@ -48,7 +48,7 @@ class BulkRequests:
         self._calls = calls
         self._limits = limits
         self.memory = node.memory
-        """What clients on this host may map."""
+        """The memory that clients on this host may map."""
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
@@ -56,7 +56,7 @@ class BulkRequests:
         self._puts = BulkPuts(node, prompts, arriving, behind)
 
     def serve(self, connection: Connection) -> bool:
-        """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""
+        """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
         channel, limits = connection.channel, self._limits
         number = 0
         try:
@@ -97,7 +97,7 @@ class BulkRequests:
         return False
 
     def close(self, timeout_s: float) -> None:
-        """Waits for no client any more. Idempotent."""
+        """Stops waiting for clients. Idempotent."""
         if self.leases is not None:
             self.leases.close(timeout_s)
 
@@ -116,7 +116,7 @@ class BulkRequests:
             raise
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
-        """Says why. The connection ends with it: what the client sent meanwhile nobody can tell from a new request."""
+        """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""
         channel = connection.channel
         if not channel.alive:
             return
