@@ -1,4 +1,4 @@
-"""Settings of an engine: declared once as a dataclass, checked, and the store that they name opened.
+"""Settings of an engine: a dataclass declares them, they are checked, and the store that they name is opened.
 
 The keys that say where the store is are the same for every engine. An engine adds its own as fields.
 """
@@ -20,16 +20,16 @@ from kvstore.security.tls import ClientTls
 MEMORY_KEYS = frozenset({"memory", "write"})
 """Keys that a store needs only to read and write, not to look up."""
 _WITH_ROOT = ("etcd", "durability", "root_options", *sorted(MEMORY_KEYS))
-"""Keys for which workers have settings of their own."""
+"""Keys for which workers have their own settings."""
 _TLS = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
 _WITH_CONNECT = (*_TLS, "token_file")
-"""Keys that only workers ask for: files that prove who we are, and who they are."""
+"""Keys that only workers use: files that authenticate this client and the workers."""
 PLACE_KEYS = frozenset({"root", "connect", *_WITH_ROOT, *_WITH_CONNECT})
 """Keys that say where the store is."""
 
 
 def setting(default: Any, *, least: float = 1e-3, most: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field that may be set: a value of the default's type, a number within bounds, or one of ``choices``."""
+    """Declares a field that may be set: a value of the default's type, a number in bounds, or one of ``choices``."""
     return field(default=default, metadata={"least": least, "most": most, "choices": choices})
 
 
@@ -38,7 +38,7 @@ class Settings:
     """Base of an engine's settings. Raises InvalidRequest for values that make no sense."""
 
     place: Mapping[str, Any] = field(default_factory=dict)
-    """The keys in ``PLACE_KEYS``: ``root`` and ``etcd``, or ``connect``, and those that go along."""
+    """The keys in ``PLACE_KEYS``: ``root`` and ``etcd``, or ``connect``, and those that belong to them."""
     lookup_timeout_s: float = setting(2.0)
     """A look-up that takes longer is a miss."""
     load_timeout_s: float = setting(10.0)
@@ -56,7 +56,7 @@ class Settings:
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Every key that may be given."""
+        """Returns every key that may be given."""
         return PLACE_KEYS | {each.name for each in fields(cls)} - {"place"}
 
     @classmethod
@@ -99,9 +99,9 @@ class Settings:
 
 
 def check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Raises InvalidRequest for unknown keys, and for keys that say where the store is and make no sense.
+    """Raises InvalidRequest for unknown keys, and for wrong keys about where the store is.
 
-    A key that nobody reads is an error, because a misspelt one would be ignored in silence.
+    An unknown key is an error, because a misspelt one would be silently ignored.
     """
     unknown = sorted(map(str, set(given) - known))
     if unknown:
@@ -123,7 +123,7 @@ def check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> N
 
 
 def _check_beside(given: Mapping[str, Any], where: str) -> None:
-    """Raises InvalidRequest for keys that do not go together."""
+    """Raises InvalidRequest for keys that exclude each other."""
     for way, keys, why in (
         ("connect", _WITH_ROOT, "only a store that is opened by root takes them, workers have their own"),
         ("root", _WITH_CONNECT, "only workers ask for them, see connect"),
@@ -136,7 +136,7 @@ def _check_beside(given: Mapping[str, Any], where: str) -> None:
 
 
 def _expected_place(key: str, value: Any) -> str:
-    """The expected kind of value of a key that says where the store is; empty where ``value`` is of that kind."""
+    """Describes the expected value of a key about where the store is; empty if ``value`` fits."""
     if key in _WITH_CONNECT:
         return "" if isinstance(value, str) else "the name of a file, or of a server"
     if key in ("connect", "etcd"):
@@ -148,7 +148,7 @@ def _expected_place(key: str, value: Any) -> str:
 
 
 def _expected(value: Any, default: Any, bounds: Mapping[str, Any]) -> str:
-    """The expected value of a setting with this default; empty where ``value`` is one."""
+    """Describes the expected value of a setting with this default; empty if ``value`` fits."""
     if isinstance(default, bool | str):
         choices = bounds.get("choices")
         if choices:

@@ -1,6 +1,6 @@
-"""Threads that do what an engine asked for in the background, so that nothing waits in the engine's own threads.
+"""Background threads for work that an engine asked for, so that nothing waits in the engine's own threads.
 
-Not the standard executor: its threads are joined when the interpreter ends, and it takes any number of tasks.
+Not the standard executor: its threads are joined when the interpreter ends, and its queue has no limit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TaskThreads:
             thread.start()
 
     def submit(self, task: Callable[[], None]) -> bool:
-        """Has ``task`` called by one of the threads; False where too many wait, or this is closed.
+        """Queues ``task``; False if too many wait, or this is closed.
 
-        False in a forked process too, which has none of the threads.
+        Also False in a forked process, which has none of the threads.
         """
         if self._process != os.getpid():
             return False
@@ -70,4 +70,4 @@ class TaskThreads:
                 task()
             except Exception:
                 log.exception("connector.task_failed")
-            del task  # it knows the engine's memory
+            del task  # it refers to the engine's memory

@@ -40,7 +40,7 @@ class EngineCounts:
                 self._counts[counter.flat_name] = self._counts.get(counter.flat_name, 0) + count
 
     def take(self) -> dict[str, int | float]:
-        """The counts since the last call, by flat name; only those that are not 0."""
+        """Returns the counts since the last call, by flat name; only those that are not 0."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts
