@@ -1,4 +1,4 @@
-"""The counters of each worker, asked over gRPC, all workers at once, and turned into growth and history."""
+"""The counters of each worker, read over gRPC from all workers at once, as growth and history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """One worker: its counts, or why there are none; ``grown`` is by how much its counters grew per second lately."""
+    """One worker: its counts, or the error why there are none; ``grown`` is the recent growth per second."""
 
     counts: Counts | None
     error: str | None
@@ -26,7 +26,7 @@ class WorkerSeen:
 
 
 class WorkersSource:
-    """Asks the workers. ``connect`` is called by the first read, and again where it failed."""
+    """Reads the workers' counters. ``connect`` is called by the first read, and again if it failed."""
 
     def __init__(self, connect: Callable[[], Store], clock: Clock) -> None:
         self._connect = connect
@@ -39,7 +39,7 @@ class WorkersSource:
         self._history = History()
 
     def seen(self) -> dict[str, WorkerSeen]:
-        """The counters of all workers by address, asked now. Raises the errors of connecting."""
+        """Reads the counters of all workers by address. Raises the errors of connecting."""
         answers = self._connected().stats_each()
         at_s = self._clock.monotonic_s()
         counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
@@ -56,7 +56,7 @@ class WorkersSource:
         }
 
     def tickets(self) -> list[Ticket]:
-        """Long-running operations of all workers that answer, the newest first. Raises Unavailable where none does."""
+        """Returns long-running operations of all workers that answer, newest first. Raises Unavailable if none does."""
         return self._connected().control.tickets()
 
     def rates(self, over_s: float) -> dict[str, float]:
