@@ -304,7 +304,7 @@ def image_of(namespace: Namespace, at: int) -> bytes:
 
 @pytest.mark.parametrize("case", ["another", "twice", "unknown", "short", "long", "payload", "header", "ends"])
 def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
-    """What came before it is; nothing is written into the other buffers."""
+    """The images before it are hits; nothing is written into the other buffers."""
     namespace = Namespace("m", MEDIUM)
     images = [image_of(namespace, at) for at in range(2)]
     second = bytearray(images[1])

@@ -1,4 +1,4 @@
-"""Whatever breaks on the way is a miss or an error in bounded time, and leaves nothing behind."""
+"""A failure on a bulk connection is a miss or an error in bounded time, and leaves nothing behind."""
 
 from __future__ import annotations
 

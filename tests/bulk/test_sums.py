@@ -1,4 +1,4 @@
-"""What comes over a bulk connection is compared with its checksums, wherever a bit turned, and with its limits."""
+"""Bytes over a bulk connection are compared with their checksums, whichever bit is flipped, and with its limits."""
 
 from __future__ import annotations
 

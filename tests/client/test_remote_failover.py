@@ -130,7 +130,7 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
 def test_a_worker_that_takes_no_bulk_connections_any_more_hands_over(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that drains does for a moment: it still answers over gRPC."""
+    """A draining worker does so for a moment: it takes no bulk connections, and still answers over gRPC."""
     with connected(*pair) as store:
         cache = store.namespace("m", SMALL)
 

@@ -1,4 +1,4 @@
-"""Tickets without a worker: which state follows which, how many are kept, and that what runs ends when asked."""
+"""Tickets without a worker: the order of states, how many are kept, and that a running one ends when cancelled."""
 
 from __future__ import annotations
 

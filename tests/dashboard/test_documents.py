@@ -1,4 +1,4 @@
-"""Documents over a real store: what is there is shown, what fails is said, the rest goes on."""
+"""Documents over a real store: they show what exists and what failed, and the rest goes on."""
 
 from __future__ import annotations
 
