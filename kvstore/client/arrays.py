@@ -42,7 +42,9 @@ def target_array(out: Any, layout: Layout) -> KvArray:
         raise InvalidRequest("out is read-only: give a writable array")
     if _overlaps(array):
         # Bytes read into one plane would look like damage in another, and the chunk would be quarantined for it.
-        raise InvalidRequest("layers, or K and V, of out share memory: give an array that has room for each")
+        raise InvalidRequest(
+            "out has layers, or K and V, that share memory: give an array with separate memory for each"
+        )
     return array
 
 

@@ -144,7 +144,7 @@ class Caller:
         except LinkLate as late:
             failed = Failure(Unavailable(f"worker {endpoint.address}: {late}"), False, False)
         except grpc.FutureCancelledError:
-            failed = Failure(Unavailable(f"worker {endpoint.address} took nothing for too long"), False, False)
+            failed = Failure(Unavailable(f"worker {endpoint.address} accepted no data for too long"), False, False)
         except ValueError as error:
             if isinstance(error, KVStoreError):
                 raise

@@ -220,7 +220,9 @@ class Control:
         for ticket in self.tickets():
             if ticket.id == ticket_id:
                 return ControlTicket(self, ticket)
-        raise NoTicket(f"no worker has a ticket {ticket_id!r} (any more): kvstore tickets lists them")
+        raise NoTicket(
+            f"no worker has a ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted worker has none)"
+        )
 
     def follow(self, ticket: Ticket, heard: Callable[[Ticket], object], timeout_s: float | None) -> None:
         """Implements ``ControlTicket.follow``."""

@@ -90,7 +90,7 @@ class Credentials:
                 kind = LinkLate
             elif isinstance(cause, (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)):
                 kind = LinkBroken
-            raise kind(f"no TLS with the bulk port of {address}: {cause}") from cause
+            raise kind(f"the TLS handshake with the bulk port of {address} failed: {cause}") from cause
 
     def _name(self, address: str) -> str | None:
         """Returns the name expected in the worker's certificate, if it is not the host."""

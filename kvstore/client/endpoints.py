@@ -165,7 +165,7 @@ class Endpoints:
         if not every:
             return f"no worker is known: start one ({self._trouble or 'none was given'})"
         reasons = "; ".join(f"{each.address}: {each.aside}" for each in every[:3])
-        return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
+        return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls succeed once one answers"
 
     # Probing
 
@@ -233,4 +233,4 @@ def _health_of(answer: Any) -> str | None:
         return None if code is grpc.StatusCode.UNIMPLEMENTED else f"health: {code.name}"
     except grpc.FutureCancelledError:
         return "health: cancelled"
-    return None if status == SERVING else "it says that it is not serving (draining, or its root hangs)"
+    return None if status == SERVING else "it reports NOT_SERVING (draining, or its root hangs)"

@@ -105,7 +105,7 @@ class ChunkFetch:
 
     def _begin(self, frame: Frame, first: int) -> Incoming:
         if frame.start is None:
-            raise InvalidRequest("the answer does not begin with how many chunks were found")
+            raise InvalidRequest("the answer does not begin with the number of chunks found")
         count = self._announced(frame.start) - first
         return Incoming(
             SameSize(self._layout.section_bytes, count * self._layout.section_count),

@@ -157,10 +157,10 @@ class LayersAhead:
         with closing(frames):
             opening = next(frames, None)
             if opening is None or opening.start is None:
-                raise BrokenTransfer("the answer does not begin with how many chunks were found")
+                raise BrokenTransfer("the answer does not begin with the number of chunks found")
             found = parse(pb.GetStart, opening.start).chunks
             if found != self._chunks:
-                raise HoldBroken(f"{found} chunks are left of {self._chunks}: match again", 0)
+                raise HoldBroken(f"only {found} of {self._chunks} held chunks are left: match again", 0)
             incoming = Incoming(SameSize(self._section_bytes, 2 * found * self._layers), self._section)
             for frame in frames:
                 for _ in incoming.feed(frame):
@@ -201,7 +201,7 @@ class LayersAhead:
             return error
         is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
         self._tools.counters.add(ClientCount.MISSES_DAMAGED if is_damage else ClientCount.MISSES_UNREACHABLE)
-        return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
+        return HoldBroken(f"not all layers arrived: compute all tokens again ({error})", 0)
 
     def _called(self, call: Any) -> None:
         self._started(call.cancel)

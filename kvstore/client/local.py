@@ -80,7 +80,7 @@ class LocalPort:
         # child into the shared arena, which it would treat as its own, would change the parent's images.
         if self._pid != os.getpid():
             raise InvalidRequest(
-                "this store was opened before a fork, and its threads are not here: open it in the child"
+                "this store was opened before a fork, and a forked child has none of its threads: open it in the child"
             )
         return self._opened
 

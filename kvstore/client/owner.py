@@ -24,6 +24,6 @@ class Owner:
         """Raises InvalidRequest in a forked child."""
         if not self.is_here:
             raise InvalidRequest(
-                "the store was opened or connected before a fork, and its threads are not here: open it in the child, "
-                "or connect in the child, which has to be spawned where its parent connected"
+                "the store was opened or connected before a fork, and a forked child has none of its "
+                "threads: open it in the child, or connect in the child and start the child by spawn"
             )

@@ -96,7 +96,7 @@ def remote_port(
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
-        raise InvalidRequest("root= says which of the roots in etcd is meant: it needs etcd=host:port")
+        raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
     limits = limits or ClientLimits()
     way = _way(bulk)
     mode = None if write is None else WriteMode.of(write)
@@ -479,7 +479,7 @@ class RemotePort:
         try:
             return call()
         except UnknownNamespace as unknown:
-            raise Unavailable(f"a worker forgets what it is told: {unknown}") from unknown
+            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
 
     def _or_miss(self, call: Callable[[], T], miss: T) -> T:
         """Returns the call's result, or ``miss`` if no worker could answer."""

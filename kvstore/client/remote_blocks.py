@@ -212,7 +212,9 @@ class RemoteBlocks:
             for frame in frames:
                 if frame.start is not None:
                     if not incoming.is_done or asked + len(frame.start) > len(left):
-                        raise BrokenTransfer(f"worker {endpoint.address} mixes up its blocks: repeat the call")
+                        raise BrokenTransfer(
+                            f"worker {endpoint.address} sent other blocks than asked for: repeat the call"
+                        )
                     found = [asked + at for at, hit in enumerate(frame.start) if hit]
                     asked += len(frame.start)
                     incoming = Incoming(

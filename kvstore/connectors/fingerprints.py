@@ -87,7 +87,8 @@ class Fingerprints:
                 computed = self._computed[model] = _Computation(model, now_s + self._wait_s)
         if not computed.is_done.wait(max(0.0, computed.ends_s - self._clock.monotonic_s())):
             raise Unavailable(
-                f"the weights of {model[:TOLD_CHARACTERS_MAX]} are being hashed: until then all is a miss"
+                f"the weights of {model[:TOLD_CHARACTERS_MAX]} are being hashed: everything is a miss until "
+                "that is done"
             )
         if computed.why is not None:
             raise InvalidRequest(str(computed.why))

@@ -125,14 +125,16 @@ def check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> N
 def _check_beside(given: Mapping[str, Any], where: str) -> None:
     """Raises InvalidRequest for keys that exclude each other."""
     for way, keys, why in (
-        ("connect", _WITH_ROOT, "only a store that is opened by root takes them, workers have their own"),
-        ("root", _WITH_CONNECT, "only workers ask for them, see connect"),
+        ("connect", _WITH_ROOT, "they apply only to a root that is opened here; workers have their own"),
+        ("root", _WITH_CONNECT, "they apply only to workers (connect)"),
     ):
         ignored = [key for key in keys if given.get(key)]
         if given.get(way) and ignored:
             raise InvalidRequest(f"{where} has {' and '.join(ignored)} beside {way}: {why}")
     if given.get("write") and not given.get("memory"):
-        raise InvalidRequest(f"{where} has write without memory: it says when memory is enough for a put; give memory")
+        raise InvalidRequest(
+            f"{where} has write without memory: write says how puts use the memory tier; give memory as well"
+        )
 
 
 def _expected_place(key: str, value: Any) -> str:

@@ -170,7 +170,9 @@ def _size_of_flat(pool: Any, name: str) -> int:
     try:
         page = pool.get_dummy_flat_data_page()
     except (AttributeError, NotImplementedError) as cause:
-        raise InvalidRequest(f"pages of pool {name} ({type(pool).__name__}) can be had in no way: {cause}") from cause
+        raise InvalidRequest(
+            f"pages of pool {name} ({type(pool).__name__}) can be read neither in place nor flat: {cause}"
+        ) from cause
     return int(page.numel() * page.element_size())
 
 

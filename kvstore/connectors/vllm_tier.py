@@ -210,8 +210,9 @@ def _namespace(spec: Any, settings: Settings, chunk_bytes: int) -> Namespace:
     vllm_config, kv_cache_config = _engine_configuration()
     if vllm_config.lora_config is not None:
         raise InvalidRequest(
-            "the tier is not told which requests have an adapter, and vLLM's hash does not have an adapter's weights: "
-            "start without --enable-lora, or use the connector (kvstore.connectors.vllm), which leaves them alone"
+            "the tier is not told which requests have an adapter, and vLLM's hash does not have an "
+            "adapter's weights: start without --enable-lora, or use the connector "
+            "(kvstore.connectors.vllm), which skips them"
         )
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)

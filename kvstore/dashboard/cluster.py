@@ -82,9 +82,7 @@ class WhichRoot:
         found = known_roots(meta, TIMEOUT_S)
         if len(found) == 1:
             return found[0]
-        raise Unavailable(
-            f"which root this is is not known: the root did not say so, and etcd knows {len(found)} at other places"
-        )
+        raise Unavailable(f"the root is unknown: it does not answer, and etcd knows {len(found)} roots at other URLs")
 
 
 class EtcdSource:

@@ -31,21 +31,23 @@ class PlanSource:
     def plan(self) -> dict[str, Any]:
         """Returns the summary that ``kvstore-gc --dry-run --json`` prints. Raises Unavailable if there is none."""
         if self._command is None:
-            raise Unavailable("the garbage collector is not installed here: nobody can say what it would take")
+            raise Unavailable("the garbage collector is not installed here, so there is no plan: install kvstore-gc")
         child = self._start(self._command)
         try:
             said, complaint = child.communicate(timeout=PLAN_S_MAX)
         except subprocess.TimeoutExpired as cause:
-            raise Unavailable(f"the collector had no plan within {PLAN_S_MAX:g} s: does the root answer?") from cause
+            raise Unavailable(
+                f"the collector made no plan within {PLAN_S_MAX:g} s: check that the root answers"
+            ) from cause
         finally:
             self._end(child)
         try:
             found = json.loads(said)
         except ValueError as cause:
             why = " ".join(complaint.split())[-STDERR_CHARACTERS_MAX:] or f"exit code {child.returncode}"
-            raise Unavailable(f"the collector could not say what it would take: {why}") from cause
+            raise Unavailable(f"the collector could not make a plan: {why}") from cause
         if not isinstance(found, dict):
-            raise Unavailable("the collector printed something that is not a plan: is it of another version?")
+            raise Unavailable("the collector printed no plan: check that its version is the dashboard's")
         return found
 
     def close(self) -> None:

@@ -36,9 +36,9 @@ class Gate:
         with self._changed:
             if not light:
                 if self._draining:
-                    raise Draining("the worker is draining and takes no new calls: turn to another one")
+                    raise Draining("the worker is draining and takes no new calls: use another worker")
                 if self._inside >= self.calls_max:
-                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or turn to another one")
+                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or use another worker")
                 self._inside += 1
         try:
             yield
@@ -88,14 +88,14 @@ class BytesInFlight:
                 needed, count = count, min(count, most)
                 if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
                     raise Busy(
-                        f"this call needs {needed} bytes, and with those in flight of tenant {tenant!r} that is over "
-                        f"its share of {most}: back off, or turn to another worker"
+                        f"this call needs {needed} bytes, which with the calls of tenant {tenant!r} in "
+                        f"progress exceeds its share of {most} bytes: back off, or use another worker"
                     )
             if self.count and self.count + count > self.bytes_max:
                 # Do not say how many are free: a reader of one tenant could watch by it what the others do (rule X7).
                 raise Busy(
-                    f"this call needs {count} bytes, and with those in flight that is over the worker's limit of "
-                    f"{self.bytes_max}: back off, or turn to another worker"
+                    f"this call needs {count} bytes, which with the calls in progress exceeds the worker's "
+                    f"limit of {self.bytes_max} bytes: back off, or use another worker"
                 )
             self.count += count
             if tenant is not None:

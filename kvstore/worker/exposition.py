@@ -39,7 +39,9 @@ class Exposition:
                 yield CounterMetricFamily(f"kvstore_{name}", GROWING[name], value)
             else:
                 yield GaugeMetricFamily(f"kvstore_{name}", _GAUGES.get(name, name), value)
-        yield GaugeMetricFamily("kvstore_serving", "whether health says SERVING", float(self._worker.is_serving))
+        yield GaugeMetricFamily(
+            "kvstore_serving", "1 while the health service answers SERVING", float(self._worker.is_serving)
+        )
         yield from self._calls()
         yield from self._tiers()
 

@@ -62,8 +62,8 @@ class ClientHolds:
         if not fits:
             self._release(hold)
             raise Overloaded(
-                f"with this one clients would hold too much here: {self.holds_max} prompts or {self.tokens_max} "
-                "tokens are the limit: release some, or back off"
+                f"clients may hold at most {self.holds_max} prompts and {self.tokens_max} tokens here: "
+                "release some, or back off"
             )
 
     def find(self, hold_id: bytes) -> Hold:

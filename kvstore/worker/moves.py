@@ -58,7 +58,7 @@ class MoveStreams:
                     sent = chunks
                     move.wait(PROGRESS_S)
             if not move.done:
-                raise Draining("the worker is draining: turn to another one")
+                raise Draining("the worker is draining: use another worker")
             if move.error is not None:
                 raise move.error
             yield pb.MoveResponse(chunks=move.chunks, tokens=move.chunks * size).SerializeToString()

@@ -100,7 +100,7 @@ class Prompts:
             raise InvalidRequest("memory_only with a hold: expected a prompt")
         namespace = self._member.known_namespace(request.namespace)
         if namespace is None:
-            raise UnknownNamespace(f"namespace {request.namespace.hex()} was not used here: a miss")
+            raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here: a miss")
         # The tenant pays at the worker that its client asked; a peer only brings what is already paid for.
         call.allow(namespace.tenant, namespace.name, metered=not call.sees_every)
         tokens = unpack_tokens(request.tokens)

@@ -117,7 +117,7 @@ class Door:
             return
         strangers = self._watching if name == "Watch" else self._asking
         if not strangers.acquire(blocking=False):
-            _abort(context, Busy("too many others who show no token ask how this worker is: back off"))
+            _abort(context, Busy("too many health checks without a token are in progress: back off, or show a token"))
         if not context.add_callback(strangers.release):
             strangers.release()  # the call has already ended
 

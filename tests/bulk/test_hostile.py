@@ -277,7 +277,7 @@ def test_files_that_are_not_held_are_not_handed_over(served: Served, span: tuple
         channel.receive_frame(Kind.START)
         channel.send(Kind.WANT, 1, [encode_span(*span)])
         _, payload = channel.receive_frame(Kind.REFUSED)
-        assert "wanted" in pb.BulkRefusal.FromString(payload).message
+        assert "were asked for" in pb.BulkRefusal.FromString(payload).message
 
 
 def test_files_are_handed_over_for_reading_only(served: Served) -> None:

@@ -389,7 +389,7 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
     [
         ((), {}, "give one of the two"),
         (("127.0.0.1:7070",), {"etcd": "127.0.0.1:2379"}, "give one of the two"),
-        (("127.0.0.1:7070",), {"root": "ab" * 16}, "needs etcd"),
+        (("127.0.0.1:7070",), {"root": "ab" * 16}, "give etcd="),
         (("127.0.0.1",), {}, "expected host:port"),
         (("http://127.0.0.1:7070",), {}, "expected host:port"),
         (("::1:7070",), {}, "expected host:port"),

@@ -143,7 +143,7 @@ class Giving:
         given: Given | NotGiven
         if head.kind is Kind.SLOTS:
             if link.memory is None:
-                raise link.channel.break_off("slots came, and the worker said that it has no memory")
+                raise link.channel.break_off("the worker offered slots, but has no memory tier")
             if self._lease is None:
                 self._lease = Lease(link.channel.take_files(1)[0], link.memory.leases)
             said = decode_slots(payload)
@@ -157,7 +157,7 @@ class Giving:
         if first != at or not 1 <= given.count <= stop - at:
             _close([given])
             raise link.channel.break_off(
-                f"{given.count} chunks from {first} on came: expected up to {stop - at} from {at} on"
+                f"{given.count} chunks from {first} on were offered: expected up to {stop - at} from {at} on"
             )
         return given
 

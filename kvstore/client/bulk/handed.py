@@ -53,7 +53,7 @@ def take_given(
 def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
     """Returns the slots as parts of our mapping. Raises InvalidRequest if one is not within it."""
     if link.memory is None:
-        raise InvalidRequest("slots came on a connection without memory")
+        raise InvalidRequest("the worker offered slots on a connection without its memory")
     sizes = [image_bytes(wanted, index) for index in range(slots.first, slots.first + slots.count)]
     if len(set(sizes)) == 1:
         return link.memory.images(slots.offsets, sizes[0])

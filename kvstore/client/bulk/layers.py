@@ -32,18 +32,20 @@ def receive_layers(
     found = parse(pb.GetStart, link.receive(Kind.START)[1]).chunks
     if found != chunks:
         channel.alive = False
-        raise HoldBroken(f"{found} chunks are left of {chunks}: match again", 0)
+        raise HoldBroken(f"only {found} of {chunks} held chunks are left: match again", 0)
     for layer in range(layers):
         head = channel.receive_head()
         if head.kind is Kind.REFUSED:
             link.refused(head)
         channel.expect(head, Kind.LAYER)
         if head.request != number:  # nothing else in a layer says which request it belongs to
-            raise channel.break_off(f"a layer of request {head.request} came: expected {number}")
+            raise channel.break_off(f"received a layer of request {head.request}: expected request {number}")
         into = memory(layer)
         length = INDEX_BYTES + 2 * (len(into.k) + SUM_BYTES)
         if head.length != length or decode_index(channel.receive(INDEX_BYTES)) != layer:
-            raise channel.break_off(f"a layer of {head.length} bytes came: expected layer {layer}, of {length} bytes")
+            raise channel.break_off(
+                f"received a layer of {head.length} bytes: expected layer {layer}, of {length} bytes"
+            )
         if not receive_planes(channel, [into.k, into.v]):
             channel.alive = False
             raise BrokenTransfer(f"layer {layer} does not match its checksums: bytes changed on the way")

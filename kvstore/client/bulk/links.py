@@ -256,8 +256,8 @@ class Links:
             return None
         if self._pid != os.getpid():
             raise InvalidRequest(
-                "this store was connected before a fork, with which connections are shared: connect in the child, "
-                "which has to be spawned where its parent connected"
+                "this store was connected before a fork, and a forked child must not use its parent's "
+                "connections: connect in the child, and start the child by spawn"
             )
         while True:
             with self._lock:
@@ -291,11 +291,11 @@ class Links:
         if self._shortage.is_on:
             return  # the shortage is in this process: the worker is reachable
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
-            raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
+            raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
-                f"bulk={self._bulk.value!r}: there is no such way to worker {self._address} ({self._why_not}); "
-                "choose another one, or bulk='auto'"
+                f"bulk={self._bulk.value!r}: worker {self._address} cannot be reached that way "
+                f"({self._why_not}): choose another, or bulk='auto'"
             )
 
     def _give(self, link: Link) -> None:
@@ -322,7 +322,7 @@ class Links:
         for way, dial in ways:
             if answer is None and (answer := self._offer(timeout_s)) is None:
                 self._worked = False
-                self._no_link("the worker is of an older version", silent=False)
+                self._no_link("the worker does not know the bulk protocol", silent=False)
                 return None
             try:
                 link = dial(answer)
@@ -388,7 +388,7 @@ class Links:
             channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
             head, proof = channel.receive_frame(Kind.WELCOME)
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise _NotOffered("whoever listens there is not the worker")
+                raise _NotOffered("another program listens there, not the worker")
             ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
             memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:

@@ -42,7 +42,7 @@ class WorkerMemory:
     def images(self, offsets: Sequence[int], size_bytes: int) -> ImagesIn:
         """Returns images of ``size_bytes`` at these offsets. Raises InvalidRequest if one is not within the memory."""
         if any(offset % PAGE_BYTES for offset in offsets):
-            raise InvalidRequest(f"images are said to be at {offsets}: expected multiples of {PAGE_BYTES}")
+            raise InvalidRequest(f"the worker offered images at {offsets}: expected multiples of {PAGE_BYTES}")
         return ImagesIn(self._bytes, offsets, size_bytes)
 
 

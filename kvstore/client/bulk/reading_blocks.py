@@ -132,7 +132,7 @@ class BlockReading:
         """Takes block ``at`` out of ``left``. Raises LinkBroken if it was not asked for, or has another size."""
         channel = self._link.channel
         if at not in left:
-            raise channel.break_off(f"an image of block {at} came, which was not asked for, or twice")
+            raise channel.break_off(f"received block {at}, which was not asked for or came before")
         left.remove(at)
         if came_bytes != image_bytes(self._wanted, indexes[at]):
             raise channel.break_off(f"an image of {came_bytes} bytes came for block {indexes[at]}")

@@ -114,7 +114,7 @@ def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[t
                 if is_other:
                     break
                 if head.length < INDEX_BYTES or not is_small(head.length - INDEX_BYTES):
-                    raise channel.break_off(f"a file of {head.length} bytes came among small images")
+                    raise channel.break_off(f"received a file of {head.length} bytes among small images")
                 if stop > filled:
                     break
                 index = decode_index(buffer[at + HEAD_BYTES : at + _BEFORE_BYTES])
@@ -166,7 +166,7 @@ def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Nativel
         channel.receive(head.length)
         return False
     if head.length != INDEX_BYTES + expected.file_bytes or decode_index(channel.receive(INDEX_BYTES)) != index:
-        raise channel.break_off(f"a file of {head.length} bytes came: expected that of chunk {index}")
+        raise channel.break_off(f"received a file of {head.length} bytes: expected that of chunk {index}")
     try:
         if isinstance(into, Natively):
             into.receive(channel, index)

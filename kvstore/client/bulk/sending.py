@@ -128,7 +128,7 @@ def _send(link: Link, number: int, cargo: Cargo, first: int, count: int) -> None
 def _pause(ends_s: float) -> None:
     """Waits a little for room in an arena. Raises Unavailable once the time is over."""
     if time.monotonic() > ends_s:
-        raise Unavailable("the worker did not store what is in the shared memory in time: retry later")
+        raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
     time.sleep(FULL_PAUSE_S)
 
 

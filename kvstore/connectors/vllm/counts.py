@@ -22,8 +22,8 @@ class EngineCount(Count):
     STORED_BLOCKS = "Blocks that were given to the store"
     STORED_BYTES = "Bytes that were given to the store"
     STORE_FAILED_BLOCKS = "Blocks that the store did not take"
-    STORE_SHED_BLOCKS = "Blocks not stored because too many were on their way"
-    SKIPPED_LORA_REQUESTS = "Requests with an adapter, which this connector leaves alone"
+    STORE_SHED_BLOCKS = "Blocks not stored because too many were being stored"
+    SKIPPED_LORA_REQUESTS = "Requests with an adapter, which this connector skips"
 
 
 class EngineCounts:

@@ -203,8 +203,8 @@ class SchedulerHalf:
         for part, digest in report.digests:
             if self._digests.get(part) != digest and self._loads:
                 log.error(
-                    "kvstore: the worker of part %d names its KV otherwise than the scheduler, so nothing can be "
-                    "loaded; please report this model and command line",
+                    "kvstore: the worker of part %d names its KV differently from the scheduler, so "
+                    "nothing can be loaded; please report this model and command line",
                     part,
                 )
                 self._loads = False

@@ -75,7 +75,7 @@ class Arriving:
                 start, count = decode_span(channel.receive(SPAN_BYTES))
                 offset = 0
             if start != index or not 1 <= count <= stop - index:
-                raise channel.break_off(f"{count} chunks from {start} on came: expected {index} and following")
+                raise channel.break_off(f"received {count} chunks from {start} on: expected chunks from {index} on")
             size_bytes = cargo.size_bytes(start, count)
             buffer: memoryview | None = None
             sums: tuple[int, ...] = ()
@@ -84,7 +84,9 @@ class Arriving:
             else:
                 table = struct.Struct(f"<{cargo.sums_count(count)}Q")
                 if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
-                    raise channel.break_off(f"{count} chunks say {head.length} bytes: that is not, or too large a run")
+                    raise channel.break_off(
+                        f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
+                    )
                 if not is_reserved:
                     reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
                     is_reserved = True

@@ -71,7 +71,7 @@ class Connection:
             if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size_bytes:
                 raise InvalidRequest("an arena must have its size, and be sealed against shrinking (F_SEAL_SHRINK)")
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-                raise InvalidRequest("an arena must be of ordinary pages: huge ones can run out under who reads it")
+                raise InvalidRequest("an arena must have ordinary pages: huge pages can run out while it is read")
             try:
                 mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             except (OSError, ValueError) as cause:
@@ -87,7 +87,7 @@ class Connection:
         """Returns bytes in the arena. Raises InvalidRequest if they are not all within it."""
         end = offset + size_bytes
         if end > len(self._arena):
-            raise InvalidRequest(f"bytes {offset} to {end} are said to be in an arena of {len(self._arena)}")
+            raise InvalidRequest(f"bytes {offset} to {end} are outside of the arena of {len(self._arena)} bytes")
         return self._arena[offset:end]
 
     def close(self) -> None:

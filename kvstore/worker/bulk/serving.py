@@ -103,7 +103,9 @@ class BulkRequests:
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
-            raise InvalidRequest("there is no memory to map: only on a unix socket, of a worker that has some")
+            raise InvalidRequest(
+                "no memory to map: it is offered on a unix socket only, by a worker with a memory tier"
+            )
         arena = self.memory.arena
         channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
 

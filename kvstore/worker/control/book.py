@@ -115,7 +115,7 @@ class Book:
             kept = sum(each.tokens for each in unfinished if tenant in (None, each.tenant))
             if ticket.tokens and kept + ticket.tokens > most:
                 raise Overloaded(
-                    f"the prompts of tickets that are not done have {kept} tokens, at most {most}: wait for some"
+                    f"unfinished tickets have prompts of {kept} tokens, and the limit is {most}: wait for some to end"
                 )
 
     def _has_ended(self, ticket_id: str) -> bool:

@@ -38,12 +38,13 @@ def clear_selected(
         failed_chunks=cleared.failed,
         unconfirmed_nodes=len(cleared.unconfirmed),
     )
-    said = ["nothing was deleted: it was only counted"] if dry_run else []
+    said = ["dry run: nothing was deleted"] if dry_run else []
     if cleared.failed:
         said.append(f"{cleared.failed} chunks could not be deleted: clear again")
     if cleared.unconfirmed:
         said.append(
-            f"{len(cleared.unconfirmed)} nodes did not say that they dropped it (sessions "
-            f"{', '.join(cleared.unconfirmed[:3])}{', ...' if len(cleared.unconfirmed) > 3 else ''}): restart them"
+            f"{len(cleared.unconfirmed)} nodes did not confirm the clear (sessions "
+            f"{', '.join(cleared.unconfirmed[:3])}{', ...' if len(cleared.unconfirmed) > 3 else ''}): "
+            "restart them"
         )
     return "; ".join(said)

@@ -147,15 +147,15 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
     waiting = queues.behind_bytes / queues.behind_bytes_max if queues.behind_bytes_max else 0.0
     rules = (
         (not root.answers, f"the root does not answer within {LOOK_S:g} s: check the mount (kvstore check-root)"),
-        (root.full, "a collector says that the root is full: puts are refused; look after kvstore-gc"),
+        (root.full, "a collector says that the root is full: puts are refused; check kvstore-gc"),
         (etcd.used and not etcd.answers, f"etcd does not answer within {LOOK_S:g} s: nothing can be pinned"),
         (
             etcd.used and not etcd.session_alive,
             "the session in etcd is lost: holds and pins are refused until it is back",
         ),
-        (etcd.used and not etcd.protected, "collectors do not respect what is held here (gc/RUNBOOK.md)"),
+        (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (gc/RUNBOOK.md)"),
         (worker.draining, "the worker is draining: it ends soon"),
-        (not worker.serving and not worker.draining, "the worker says that it is not serving"),
+        (not worker.serving and not worker.draining, "the worker reports NOT_SERVING"),
         (free_share < FREE_SHARE_MIN, f"the root has {free_share:.1%} of its room left"),
         (
             queues.calls >= queues.calls_max,
@@ -163,10 +163,10 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
         ),
         (
             waiting > BEHIND_SHARE_MAX,
-            f"{waiting:.0%} of what may wait to be written does: the root is too slow",
+            f"the queue of writes to the root is {waiting:.0%} full: the root is too slow",
         ),
         (root.answers and root.look_s > SLOW_S, f"a look at the root took {root.look_s:.1f} s"),
         (etcd.answers and etcd.look_s > SLOW_S, f"a look at etcd took {etcd.look_s:.1f} s"),
-        (memory.peers_aside > 0, f"{memory.peers_aside} of {memory.peers} peers are left alone after trouble"),
+        (memory.peers_aside > 0, f"{memory.peers_aside} of {memory.peers} peers are set aside after errors"),
     )
     return [said for is_so, said in rules if is_so]

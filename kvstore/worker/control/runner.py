@@ -62,7 +62,7 @@ class Step:
         if self._cancelled.is_set():
             raise Cancelled("cancelled; what was done until then stays done")
         if not self.left_s:
-            raise Unavailable("it was not done in time: what was done stays done, ask again for the rest")
+            raise Unavailable("the deadline passed: what was done stays done; start it again for the rest")
 
     def pause(self, seconds: float) -> None:
         """Waits. Raises as ``check`` does, as soon as it is cancelled."""
@@ -139,7 +139,7 @@ class Runner:
         step = Step(self.book, ticket.id, self._clock, self._clock.monotonic_s() + seconds)
         with self._changed:
             if self._closed:
-                raise Unavailable("the worker is draining and begins nothing any more: turn to another one")
+                raise Unavailable("the worker is draining and starts nothing new: use another worker")
             self.book.add(ticket)
             if self._idle <= len(self._waiting) and len(self._threads) < self._threads_max:
                 self._hire(ticket.id)

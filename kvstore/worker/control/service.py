@@ -193,9 +193,7 @@ class ControlService:
     def _begin_move(self, request: pb.BeginMoveRequest, call: Call) -> Message:
         act, level = ACTS.get(request.act), LEVELS.get(request.tier)
         if act is None or level is None:
-            raise InvalidRequest(
-                f"act is {request.act} and tier {request.tier}: expected one of each, as Move has them"
-            )
+            raise InvalidRequest(f"act is {request.act} and tier {request.tier}: expected an act and a tier of Move")
         if not 1 <= len(request.prompts) <= PROMPTS_MAX:
             raise InvalidRequest(f"{len(request.prompts)} prompts: expected 1 to {PROMPTS_MAX}")
         if sum(map(len, request.prompts)) > 4 * TOKENS_MAX:
@@ -228,7 +226,10 @@ class ControlService:
     def _found(self, ticket_id: str, call: Call) -> Ticket:
         ticket = self._book.find(ticket_id)
         if ticket is None:
-            raise NoTicket(f"this worker has no ticket {ticket_id!r} (any more): kvstore tickets lists them")
+            raise NoTicket(
+                f"this worker has no ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted "
+                "worker has none)"
+            )
         if ticket.tenant is None:
             call.allow_every()
         else:
@@ -267,7 +268,7 @@ class ControlService:
         if not 0 <= request.within_s <= DRAIN_S_MAX:
             raise InvalidRequest(f"within_s is {request.within_s:g}: expected 0 to {DRAIN_S_MAX:g}")
         if self._on_drain is None:
-            raise InvalidRequest("this worker is part of a program that does not end for a drain: end that program")
+            raise InvalidRequest("this worker's program cannot be drained by a call: stop the program itself")
         within_s = self._on_drain(request.within_s or None)
         gauges = self._service.gauges()
         return pb.DrainResponse(
