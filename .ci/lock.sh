@@ -20,7 +20,7 @@ compile() {
         --custom-compile-command 'make lock' "$@"
 }
 # shellcheck disable=SC2086  # LOCK_FLAGS is a list of flags, such as --upgrade
-compile ${LOCK_FLAGS:-} --all-extras --group dev --output-file requirements.lock pyproject.toml
+compile ${LOCK_FLAGS:-} --all-extras --group dev --group bench --output-file requirements.lock pyproject.toml
 compile --group docs --output-file .ci/docs.lock
 printf '%s\n' 'grpcio-tools==1.72.1' 'grpcio==1.72.1' 'protobuf==6.30.0' >.cache/proto.in
 compile --output-file .ci/proto.lock .cache/proto.in

@@ -1,10 +1,10 @@
 """Cache policies over blocks that form chains, for replaying traces: the classic ones, the optimum, and ours.
 
-Every cache has ``request(now_s, chain)``: the leading blocks of the chain that were there, after which all of the chain
-is there, as far as it has room.  A block counts as found only if all before it were.
+Every cache has ``request(now_s, chain)``, which returns the leading blocks of the chain that it had; afterwards it has
+the whole chain, as far as there is room. A block counts as found only if all before it were.
 
-*Leaf-first* policies never evict a block while one that continues it is there.  The plain ones of the literature do:
-what they leave behind a gap takes room and is never found.
+*Leaf-first* policies never evict a block while they have one that continues it. The plain ones of the literature do:
+blocks behind a gap take room and are never found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page cache under a root: emptied for cold figures, and asked whether it is."""
+"""The page cache under a root: emptied for cold figures, and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case of the ``workers`` benchmark: so many workers, moving chunks of one size one way, beside fio."""
+"""One case of the ``workers`` benchmark: a number of workers moving chunks of one size on one path, beside fio."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Concurrent chatters with whole conversations, some of which use the store: prefix_vLLM's chat benchmark, emulated.
 
-Each message sends the conversation so far; whoever chats waits for the answer before writing again.  Lengths are drawn
-from log-normal distributions with the medians of public chat logs (tens of tokens asked, about a hundred answered), not
-from a log.
+Each message sends the conversation so far; a chatter waits for the answer before writing again. Lengths are drawn from
+log-normal distributions with the medians of public chat logs (tens of tokens asked, about a hundred answered), not from
+a log.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Has a path become slower? Ratios to what does the same without a store, against those of an earlier commit.
+"""A guard against slower paths: ratios to the same work without a store, against those of an earlier commit.
 
-Not times, so that another day and a busier machine pass; a path fails when it has lost a third of its reference ratio
-in each of three tries.  What uses several threads is compared with plain files or copies by as many: how much a second
-core gives beside the first differs from hour to hour where machines are virtual.  Every byte is compared outside the
-clock.
+Ratios, not times, so that another day and a busier machine pass. A path fails when it has lost a third of its reference
+ratio in each of three tries. A path with several threads is compared with plain files or copies by as many: the gain
+from a second core differs from hour to hour on virtual machines. Every byte is compared outside the clock.
 
-    python -m benchmarks.check [--update] [--reference FILE]        0: none has; 1: one has; 2: could not run
+    python -m benchmarks.check [--update] [--reference FILE]        0: none is slower; 1: one is; 2: could not run
 """
 
 from __future__ import annotations

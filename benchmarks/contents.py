@@ -1,7 +1,7 @@
-"""Bytes that are moved, and the proof that they arrived: random, different in every block, compared to the last one.
+"""Bytes to move, and the proof that they arrived: random, different in every block, compared to the last one.
 
-A block that came from elsewhere must not pass for the right one, and making gigabytes of random bytes for every round
-would take longer than moving them.  So one random array serves all rounds, and each block of it is stamped.
+A block from elsewhere must not pass for the right one, and making gigabytes of random bytes for every round would take
+longer than moving them. So one random array serves all rounds, and each block of it is stamped.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The cost of an inventory of many entries: `python -m benchmarks.inventory`. Bytes an entry, matches, evictions.
 
 Hypothesis: with 1,000,000 entries a prompt of 131,072 tokens is matched by its tokens in a tenth of a millisecond,
-because runs are compared and nothing is hashed; an entry takes under 400 bytes besides its tokens.  Baselines, each on
+because runs are compared and nothing is hashed; an entry takes under 400 bytes besides its tokens. Baselines, each on
 the same machine at the same moment: copying the prompt's tokens, and hashing them to addresses.
 
-Prompts of 131,072 tokens share a beginning of 4,096, and a third of them branch off an earlier one.  Those matched are
-asked for in turns, so that their tokens come from main memory; as buffers of their own, as an engine has them.
+Prompts of 131,072 tokens share a beginning of 4,096, and a third of them branch off an earlier one. Prompts to match
+take turns, so that their tokens come from main memory; each is a separate buffer, as in an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The baseline of every path over TCP: bare bytes over the machine's own loopback, between two processes, into memory
-that is there already. Nothing is named, verified or kept.
+"""The baseline of every path over TCP: bare bytes over loopback, between two processes, into existing memory.
 
-The other process is this module as a program: it takes what is sent to it, and sends it back when it is asked to.
+Nothing is named, verified or kept. The other process is this module as a program: it receives bytes, and sends them
+back when asked to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time that ``match`` takes: by length of the prompt and size of the root; remembered, cold and in vain.
 
-Also what it costs elsewhere: etcd operations a request, counted by etcd itself, and memory of a node for each chunk it
-remembers.
+Also its cost elsewhere: etcd operations a request, counted by etcd itself, and memory of a node for each remembered
+chunk.
 
     python -m benchmarks match [--tokens 1024,131072] [--root-chunks 0,1000000]
 """

@@ -1,4 +1,4 @@
-"""KV shapes of models that people run: what one token costs decides which sizes are worth measuring."""
+"""KV shapes of widely used models: the size of one token decides which chunk sizes are worth measuring."""
 
 from __future__ import annotations
 

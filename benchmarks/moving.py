@@ -1,4 +1,4 @@
-"""The load of one worker: chunks of prompts, or blocks that an engine hashed; prepared and checked off the clock.
+"""The load of one worker: chunks of prompts, or engine-hashed blocks; prepared and checked outside the clock.
 
 One array is moved ``calls`` times a round, under other tokens or keys and with other stamps, so that a round can move
 more than memory holds.
@@ -69,7 +69,7 @@ class Mover(Protocol):
         """Compares every byte of it. Raises WrongBytes."""
 
     def prepare_one(self, call: int) -> None:
-        """As ``prepare``, for a prompt or list of a single chunk."""
+        """Prepares a prompt or list of a single chunk."""
 
     def put_one(self) -> None:
         """Stores the single chunk."""

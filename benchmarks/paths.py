@@ -1,4 +1,4 @@
-"""The ways to a store: in this process, or through a worker over gRPC messages, shared memory or a TCP socket."""
+"""The paths to a store: in this process, or through a worker over gRPC messages, shared memory or a TCP socket."""
 
 from __future__ import annotations
 

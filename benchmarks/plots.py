@@ -1,18 +1,20 @@
-"""Tables as SVG, by hand: lines over numbers, bars over names. A drawing library would be the larger dependency."""
+"""Tables as SVG pictures: lines over numbers, bars over names."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.result import Cell, Plot, Table
 
-WIDTH, HEIGHT = 760, 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 230, 40, 52
-COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#00798c", "#8d5524", "#595959")
-TICKS = 5
+INCHES = (7.6, 3.6)
+BARS_SHARE = 0.8
+TICKS_MAX = 12
 
 
 @dataclass(frozen=True)
@@ -24,37 +26,41 @@ class Line:
 
 
 def svg(table: Table) -> str:
-    """The picture of a table that has a plot."""
+    """Returns the picture of a table that has a plot."""
+    text = io.StringIO()
+    # Text stays text, and ids are the same in every run: a picture changes only with its figures.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvstore", "font.size": 8.0}):
+        drawn(table).savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def drawn(table: Table) -> Figure:
+    """Draws a table that has a plot."""
     plot = table.plot
     assert plot is not None, table.title
     lines = lines_of(table, plot)
-    values = [value for line in lines for _, value in line.points]
-    names = list(dict.fromkeys(x for line in lines for x, _ in line.points))
-    up = _Scale.over(values, HEIGHT - BOTTOM, TOP, log=plot.log_y and min(values) > 0)
-    body = [_grid(up)]
-    numbers = [x for x in names if isinstance(x, int | float)]
-    if len(numbers) == len(names) and len(names) > 1:
-        across = _Scale.over(numbers, LEFT, WIDTH - RIGHT, log=plot.log_x and min(numbers) > 0, from_zero=False)
-        body += [_text(across.at(x), HEIGHT - BOTTOM + 18, f"{x:,g}", "middle") for x in _spread(numbers)]
-        body += [_path(line, across.at, up, number) for number, line in enumerate(lines)]
+    figure = Figure(figsize=INCHES)
+    axes = figure.subplots()
+    axes.set_title(table.title, loc="left", fontweight="bold")
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.unit)
+    axes.grid(axis="y", color="#dddddd")
+    axes.set_axisbelow(True)
+    xs = list(dict.fromkeys(x for line in lines for x, _ in line.points))
+    if len(xs) > 1 and all(isinstance(x, int | float) for x in xs):
+        _draw_lines(axes, lines, log=plot.log_x)
     else:
-        body += _bars(lines, names, up)
-    for number, line in enumerate(lines):
-        at = TOP + 18 * number
-        body.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{at - 9}" width="10" height="10" fill="{_colour(number)}"/>')
-        body.append(_text(WIDTH - RIGHT + 30, at, line.name))
-    body.append(_text(LEFT, 20, table.title, weight="bold"))
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, plot.x, "middle"))
-    body.append(_text(LEFT - 6, TOP - 8, plot.unit, "end"))
-    height = max(HEIGHT, TOP + 18 * len(lines))  # the legend may be longer than the picture
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+        _draw_bars(axes, lines, xs)
+    if plot.log_y and min(y for line in lines for _, y in line.points) > 0:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return figure
 
 
 def lines_of(table: Table, plot: Plot) -> list[Line]:
-    """The lines of a plot: one for each column, and for each value of the series column."""
+    """Returns the lines of a plot: one for each column, and for each value of the series column."""
     xs = table.column(plot.x)
     kinds = table.column(plot.series) if plot.series else [None] * len(xs)
     lines = []
@@ -70,88 +76,21 @@ def lines_of(table: Table, plot: Plot) -> list[Line]:
     return lines
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """A map from values to places, linear or by powers."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
-
-    @classmethod
-    def over(cls, values: Sequence[float], start: float, end: float, *, log: bool, from_zero: bool = True) -> _Scale:
-        low, high = min(values), max(values)
-        if log:
-            low, high = (
-                (10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))) if from_zero else (low, high)
-            )
-        elif from_zero:
-            low, high = min(0.0, low), high * 1.05
-        return cls(low, high if high > low else low + 1, start, end, log)
-
-    def at(self, value: float) -> float:
-        share = (
-            math.log(value / self.low) / math.log(self.high / self.low)
-            if self.log
-            else (value - self.low) / (self.high - self.low)
-        )
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        if self.log:
-            first, last = round(math.log10(self.low)), round(math.log10(self.high))
-            return [10.0**power for power in range(first, last + 1)]
-        rough = (self.high - self.low) / TICKS
-        size = 10 ** math.floor(math.log10(rough))
-        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-        return [number * step for number in range(math.ceil(self.low / step), int(self.high / step) + 1)]
+def _draw_lines(axes: Axes, lines: Sequence[Line], *, log: bool) -> None:
+    for line in lines:
+        points = [(float(x), y) for x, y in line.points if isinstance(x, int | float)]
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=line.name)
+    numbers = sorted({float(x) for line in lines for x, _ in line.points if isinstance(x, int | float)})
+    if log and numbers[0] > 0:
+        axes.set_xscale("log")
+    shown = numbers[:: 1 + len(numbers) // TICKS_MAX]
+    axes.set_xticks(shown, [f"{x:,.10g}" for x in shown])
+    axes.set_xticks([], minor=True)
 
 
-def _grid(up: _Scale) -> str:
-    parts = []
-    for tick in up.ticks():
-        y = up.at(tick)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, y + 4, f"{tick:,g}", "end"))
-    return "\n".join(parts)
-
-
-def _path(line: Line, across: Callable[[float], float], up: _Scale, number: int) -> str:
-    places = [(across(float(x)), up.at(y)) for x, y in line.points if isinstance(x, int | float)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_colour(number)}"/>' for x, y in places)
-    return f'<polyline points="{path}" fill="none" stroke="{_colour(number)}" stroke-width="2"/>{dots}'
-
-
-def _bars(lines: Sequence[Line], names: Sequence[Cell], up: _Scale) -> list[str]:
-    room = (WIDTH - LEFT - RIGHT) / len(names)
-    width = room * 0.8 / len(lines)
-    parts = []
-    for place, name in enumerate(names):
-        left = LEFT + place * room + room * 0.1
-        parts.append(_text(left + room * 0.4, HEIGHT - BOTTOM + 18, str(name), "middle"))
-        for number, line in enumerate(lines):
-            for x, value in line.points:
-                if x == name:
-                    top, foot = up.at(value), up.at(max(up.low, 0.0) if not up.log else up.low)
-                    parts.append(
-                        f'<rect x="{left + number * width:.1f}" y="{top:.1f}" width="{width:.1f}" '
-                        f'height="{max(0.0, foot - top):.1f}" fill="{_colour(number)}"/>'
-                    )
-    return parts
-
-
-def _spread(numbers: Sequence[float]) -> list[float]:
-    """The values to name below the axis: all, or every other one where there are many."""
-    ordered = sorted(set(numbers))
-    return ordered[:: 1 + len(ordered) // 12]
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
+def _draw_bars(axes: Axes, lines: Sequence[Line], names: Sequence[Cell]) -> None:
+    width = BARS_SHARE / len(lines)
+    for number, line in enumerate(lines):
+        beside = (number - (len(lines) - 1) / 2) * width
+        axes.bar([names.index(x) + beside for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
+    axes.set_xticks(range(len(names)), [str(name) for name in names])

@@ -1,6 +1,6 @@
-"""Time and processor time of pieces of work, and what is made of several rounds of them.
+"""Time and processor time of pieces of work, and their summary over several rounds.
 
-Others disturb a machine for seconds at a time.  So what is compared is measured in turns.
+Other load disturbs a machine for seconds at a time. So contenders are measured in turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis profiles, roots on fast memory, and a guard against leftovers.
+"""Shared by all tests: Hypothesis profiles, roots on fast memory, and a guard against leftovers.
 
 Servers of one kind live in the conftest.py of the folder that needs them; this file starts nothing.
 """
@@ -112,7 +112,7 @@ def tmp_root_url(tmp_root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def module_root() -> Iterator[Path]:
-    """As ``tmp_root``, shared by the tests of one module: for servers that they share."""
+    """A root like ``tmp_root``, shared by the tests of one module: for servers that they share."""
     with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir=_scratch(), ignore_cleanup_errors=True) as path:
         yield Path(path)
 

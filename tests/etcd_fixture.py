@@ -1,4 +1,4 @@
-"""Real etcd servers for tests, and what a test does to them: freeze, kill, compact, cut the network in between."""
+"""Real etcd servers for tests, which can be frozen, killed, compacted and cut off."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Locks that know their rank: while one is held, only those of a higher rank may be taken (kvstore/LOCKS.md).
 
-Production makes plain locks.  Here each lock that kvstore makes is wrapped, and finds its rank by where it was made, so
-that every test also shows that the order holds.  Two threads that take the same locks in one order never wait for each
-other for ever, whatever else they do.
+Production makes plain locks. Here each lock of kvstore is wrapped, and finds its rank by the place where it was made,
+so every test also checks the order. Two threads that take the same locks in one order never deadlock on them.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _name_at(frame: FrameType | None) -> str | None:
 
 @cache
 def _locks_of(filename: str) -> dict[int, str]:
-    """As ``locks_in``; none for a file that is not ours. By its name: locks are made for each read."""
+    """Returns the locks of a file by its name, as ``locks_in`` does; none for a file that is not ours."""
     path = Path(filename)
     return locks_in(path) if any(folder in path.parents for folder in SOURCES.values()) else {}
 

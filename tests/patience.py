@@ -1,4 +1,4 @@
-"""How long tests wait for what must happen. A limit of this kind is reached only when the thing never happens.
+"""Time limits of tests for events that must happen. Such a limit is reached only if the event never happens.
 
 No test asserts that something is quick: a busy machine would fail it. A test that a call does not wait for something
 keeps that thing from happening until the call has returned; where the call must end by one of several deadlines, the
@@ -37,7 +37,7 @@ def eventually(holds: Callable[[], object], what: str = "it", patience_s: float 
 
 
 def returns(call: Callable[[], T], what: str = "the call") -> T:
-    """What a call returns, or raises, in a thread of its own; fails where it does not come back at all."""
+    """Returns the result of a call in a thread, or raises its error; fails if it does not return at all."""
     ended: list[T] = []
     failed: list[BaseException] = []
 
@@ -57,7 +57,7 @@ def returns(call: Callable[[], T], what: str = "the call") -> T:
 
 
 def slowness() -> float:
-    """How many times as long as on an idle machine things may take now: by how many threads want each core."""
+    """Returns how many times longer than on an idle machine things may take: the threads that want each core."""
     running = os.getloadavg()[0]
     try:
         running = max(running, float(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))

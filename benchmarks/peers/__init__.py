@@ -13,7 +13,7 @@ How it is kept fair:
 - All have the same memory: one shared mapping, its first half the KV to store, its second half where reads go.  The
   parent writes new content into it before each put, wipes the second half before each read, and compares both after:
   a contender cannot be given a figure for bytes it did not deliver.
-- Rounds go from contender to contender, each round starting with the next one, so that who disturbs the machine hits
+- Rounds go from contender to contender, each round starting with the next one, so that other load on the machine hits
   all.  A contender deletes what it stored just before it writes again, so that each finds memory that was just freed:
   in a virtual machine the first touch of memory is slow.  The first round warms up and is not counted.
 - A figure is the median over the rounds; a ratio is the median of each round's ratio.

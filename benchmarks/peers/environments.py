@@ -1,4 +1,4 @@
-"""The virtual environments that the peers live in, under ``.cache/peers``: made once, checked before each run."""
+"""The virtual environments of the peers, under ``.cache/peers``: made once, checked before each run."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Limits:
 
     room: Room = group(Room)
     high: float | None = option(
-        "--high", type=float, help="Delete when more than this share of it is used.  [default: 0.9]"
+        "--high", type=float, help="Delete chunks if more than this share of --max-bytes is used.  [default: 0.9]"
     )
     low: float | None = option("--low", type=float, help="... until no more than this share is used.  [default: 0.8]")
     policy: str | None = option(
@@ -69,21 +69,25 @@ class Rounds:
     """The rounds of a collector, and their output."""
 
     once: bool = flag("--once", help="One round over all shards, then end.")
-    interval_s: float | None = option("--interval", type=DURATION, help="A round every TIME, at once when it is full.")
-    dry_run: bool = flag("--dry-run", help="Say what would be deleted and why; change nothing at all.")
+    interval_s: float | None = option(
+        "--interval", type=DURATION, help="A round every TIME, sooner if the root fills up."
+    )
+    dry_run: bool = flag("--dry-run", help="Print what would be deleted and why; change nothing.")
     examples: int = option(
         "--examples",
         type=click.IntRange(0, 10_000),
         default=10,
         show_default=True,
         metavar="N",
-        help="With --dry-run: name that many chunks, the longest unused first.",
+        help="With --dry-run: print this many chunks, the longest unused first.",
     )
     addresses: tuple[str, ...] = option(
-        "--explain", multiple=True, metavar="ADDRESS", help="With --dry-run: say why a chunk stays or goes."
+        "--explain", multiple=True, metavar="ADDRESS", help="With --dry-run: print why this chunk stays or goes."
     )
-    as_json: bool = flag("--json", help="Print one JSON object for each round, on a line.")
-    metrics: str | None = option("--metrics", type=HOST_PORT, help="With --interval: serve Prometheus metrics there.")
+    as_json: bool = flag("--json", help="Print one JSON object per round, each on a line.")
+    metrics: str | None = option(
+        "--metrics", type=HOST_PORT, help="With --interval: serve Prometheus metrics at this address."
+    )
     niceness: int = option(
         "--nice",
         type=click.IntRange(0, 19),
@@ -95,7 +99,7 @@ class Rounds:
     metrics_file: str | None = option(
         "--metrics-file",
         metavar="FILE",
-        help="With --once: write Prometheus metrics there, for the node exporter's textfile collector.",
+        help="With --once: write Prometheus metrics to FILE, for the node exporter's textfile collector.",
     )
     log_level: str | None = option(
         "--log-level", type=click.Choice(logs.LEVELS), help="By default info with --interval, else warning."
@@ -137,18 +141,18 @@ class Rounds:
 @takes("limits", Limits)
 @takes("rounds", Rounds)
 def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
-    """Delete the least useful chunks of a root, beside nodes that go on working.
+    """Delete the least useful chunks of a root while nodes use it.
 
-    A chunk is deleted when its time to live is over, and the least useful ones when more than --high of the room is
-    used. Chunks that are held by a request or pinned stay. Several collectors on one root share the work; give all of
-    them the same limits. The smallest --max-bytes holds for all.
+    A chunk is deleted when its time to live is over. If more than --high of the room is used, the least useful chunks
+    are deleted. Chunks that are held by a request or pinned stay. Several collectors on one root share the work; give
+    all of them the same limits. The smallest --max-bytes applies to all.
 
     Without --etcd it is for the processes of this host that opened the folder --root themselves (kvstore.open).
 
     On SIGTERM or Ctrl-C it ends at once; the next round of any collector finishes what it had begun.
 
-    Exit codes: 0 done, 1 it could not finish what it had to (a node did not answer in time, all that is left is
-    pinned), 2 wrong use or could not run.
+    Exit codes: 0 done, 1 it could not finish (a node did not answer in time, or everything left is pinned), 2 wrong use
+    or could not run.
 
     \b
     A policy file:

@@ -123,7 +123,9 @@ def _number(path: str, name: str, found: Any) -> float:
 def _known(where: str, fields: dict[str, Any], keys: frozenset[str]) -> None:
     unknown = sorted(fields.keys() - keys)
     if unknown:
-        raise InvalidRequest(f"{where} has {', '.join(map(repr, unknown))}: known are {', '.join(sorted(keys))}")
+        raise InvalidRequest(
+            f"{where} has unknown keys {', '.join(map(repr, unknown))}: expected {', '.join(sorted(keys))}"
+        )
 
 
 def _read(path: str) -> dict[str, Any]:

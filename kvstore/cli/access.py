@@ -62,7 +62,8 @@ def keys_option() -> Any:
     return option(
         "--keys",
         metavar="FILE",
-        help="Keys of tenants whose chunks are encrypted on the root and the local disk. Read again when it changes.",
+        help="File with the keys of tenants whose chunks are encrypted on root and local disk; reloaded when it "
+        "changes.",
     )
 
 
@@ -91,7 +92,7 @@ class EtcdAccess:
 
     @classmethod
     def of_options(cls, endpoints: str | None, **given: str | None) -> EtcdAccess | None:
-        """None where no etcd is named. Raises InvalidRequest where other options say how to reach it all the same."""
+        """Returns None if no etcd is named. Raises InvalidRequest if other options still say how to reach one."""
         if endpoints:
             return cls(endpoints, **given)
         if any(value for name, value in given.items() if name != "user"):  # a user may come from the environment
@@ -107,7 +108,7 @@ class EtcdAccess:
         return EtcdTls(self.ca_file, self.cert_file, self.key_file)
 
     def who(self) -> EtcdUser | None:
-        """The user, if any. Raises InvalidRequest where it has no password."""
+        """The user, if any. Raises InvalidRequest if it has no password."""
         from kvstore.meta.etcd import EtcdUser
 
         if self.user is None:
@@ -192,7 +193,7 @@ class Access:
         show_envvar=True,
         help="One or several workers.",
     )
-    root_id: str | None = option("--root-id", metavar="HEX", help="Which root is meant, where etcd knows several.")
+    root_id: str | None = option("--root-id", metavar="HEX", help="Id of the root, if etcd knows several.")
     keys: str | None = keys_option()
     etcd: EtcdAccess | None = group(EtcdAccess)
     client: ClientAccess = group(ClientAccess, ClientAccess())
@@ -215,11 +216,11 @@ class Access:
 
     @property
     def is_given(self) -> bool:
-        """True where the options name a store."""
+        """True if the options name a store."""
         return bool(self.root is not None or self.connect or self.etcd)
 
     def open(self, *, create: bool = False, durability: str = "none") -> Store:
-        """Opens the store. Raises InvalidRequest where no way was given, and what the way raised."""
+        """Opens the store. Raises InvalidRequest if no store is named, and what opening it raises."""
         import kvstore
 
         tls, user = (self.etcd.tls(), self.etcd.who()) if self.etcd else (None, None)
@@ -263,7 +264,7 @@ root_option = takes("root", RootPlace)
 
 
 def open_store(access: Access, durability: str = "none") -> Store:
-    """Opens a store, or makes its root; a function of a module, which other processes can be told to call."""
+    """Opens a store, or makes its root. A module's function, so that other processes can call it."""
     return access.open(create=True, durability=durability)
 
 

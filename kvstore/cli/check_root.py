@@ -22,10 +22,10 @@ from kvstore.cli.rooted import open_existing
 def check_root(root: str, second: str | None, options: RootOptions, as_json: bool) -> None:
     """Test whether ROOT does what the store relies on, and name what does not hold.
 
-    Writes a few MiB to a scratch folder and removes it. SECOND_MOUNT is another mount of the same file system (a folder
-    on this host that shows the same files): then it also tests what one mount sees of the other's writes.
+    Writes a few MiB to a scratch folder and removes it. With SECOND_MOUNT, another mount of the same file system on
+    this host, it also tests that each mount sees the other's writes.
 
-    Exit codes: 0 all holds, 1 something does not, 2 could not run.
+    Exit codes: 0 everything holds, 1 something does not, 2 could not run.
 
     \b
     Examples:

@@ -30,19 +30,19 @@ class Prompt:
     name: str = argument(metavar="NAME")
     tokens: str | None = argument(metavar="[TOKENS]", required=False)
     tokens_file: str | None = option(
-        "--tokens-file", metavar="FILE", help="Read the token ids from FILE, - for standard input, instead."
+        "--tokens-file", metavar="FILE", help="Read the token ids from FILE instead; - is standard input."
     )
     tenant: str = option("--tenant", default="", help="The namespace's tenant.")
     fingerprint: str | None = option(
-        "--fingerprint", help="Digest of the weights, where a name has several (a prefix will do)."
+        "--fingerprint", help="Digest of the weights, if a name has several; its beginning is enough."
     )
 
     def ids(self) -> list[int]:
-        """The token ids. Raises InvalidRequest, naming what is not a number."""
+        """The token ids. Raises InvalidRequest, which names what is not a number."""
         return read_tokens(self.tokens, self.tokens_file)
 
     def cache(self, store: Store) -> Cache:
-        """The namespace's cache. Raises InvalidRequest where there is no such namespace."""
+        """The namespace's cache. Raises InvalidRequest if there is no such namespace."""
         return open_cache(store, self.name, self.tenant, self.fingerprint)
 
 
@@ -51,25 +51,30 @@ class Asked:
     """Chunks: those of a namespace, or those that match all options that were given."""
 
     name: str | None = argument(metavar="[NAME]", required=False)
-    tenant: str | None = option("--tenant", help="Of this tenant ('' for none); beside NAME, the namespace's tenant.")
-    fingerprint: str = option("--fingerprint", default="", help="Of weights whose digest begins like this.")
-    older_than_s: float = option("--older-than", type=DURATION, default=0.0, help="Unused for this long, such as 30d.")
+    tenant: str | None = option(
+        "--tenant", help="Chunks of this tenant ('' for none); with NAME, the namespace's tenant."
+    )
+    fingerprint: str = option("--fingerprint", default="", help="Chunks of weights whose digest begins with this.")
+    older_than_s: float = option(
+        "--older-than", type=DURATION, default=0.0, help="Chunks unused for this long, such as 30d."
+    )
     written_by: str = option(
         "--written-by",
         default="",
         metavar="WHO",
-        help="Written by a session, or by label=, version=, host= or node= with a value (kvstore ls --lineage).",
+        help="Chunks written by this session, or by label=, version=, host= or node= with a value (kvstore ls "
+        "--lineage).",
     )
-    since_s: float = option("--since", type=MOMENT, default=0.0, help="Written then or later: 2026-11-21T10:00, or 2h.")
-    until_s: float = option("--until", type=MOMENT, default=0.0, help="Written before that.")
+    since_s: float = option("--since", type=MOMENT, default=0.0, help="Chunks written since: 2026-11-21T10:00, or 2h.")
+    until_s: float = option("--until", type=MOMENT, default=0.0, help="Chunks written before this time.")
 
     @property
     def is_namespace_alone(self) -> bool:
-        """True where a namespace is named, and no other option limits its chunks."""
+        """True if a namespace is named, and no other option limits its chunks."""
         return self.name is not None and not (self.older_than_s or self.written_by or self.since_s or self.until_s)
 
     def selection(self, store: Store) -> Selection:
-        """The selection as the store takes it. Raises InvalidRequest where it is empty, or names no namespace."""
+        """The selection as the store takes it. Raises InvalidRequest if it is empty, or names no namespace."""
         digest, tenant, fingerprint = None, self.tenant, self.fingerprint
         if self.name is not None:
             digest = choose_namespace(store.namespaces(), self.name, tenant or "", fingerprint or None).digest
@@ -90,7 +95,7 @@ def open_cache(store: Store, name: str, tenant: str, fingerprint: str | None) ->
 
 
 def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerprint: str | None) -> Namespace:
-    """The namespace with this name, tenant and fingerprint. Raises InvalidRequest where there is none, or several."""
+    """The namespace with this name, tenant and fingerprint. Raises InvalidRequest if there is none, or several."""
     candidates = [each for each in found if each.name == name and each.tenant == tenant]
     if fingerprint is not None:
         candidates = [each for each in candidates if each.fingerprint.startswith(fingerprint)]
@@ -112,7 +117,7 @@ def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerp
 def read_tokens(text: str | None, file: str | None) -> list[int]:
     """Token ids from an argument, a file or standard input (``-``). Raises InvalidRequest, naming what is wrong."""
     if (text is None) == (file is None):
-        raise InvalidRequest("which tokens? give them as TOKENS, or with --tokens-file FILE (- for standard input)")
+        raise InvalidRequest("no tokens are given, or twice: give TOKENS, or --tokens-file FILE (- for standard input)")
     if file is not None:
         try:
             text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Delete stored chunks, by namespace, writer, age, ...")
 @selection_options
-@click.option("--pinned", is_flag=True, help="Pinned chunks too; their pins stay, over nothing.")
+@click.option("--pinned", is_flag=True, help="Delete pinned chunks too; their pins remain and protect nothing.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
 @click.option(
-    "--ignore-pins", is_flag=True, help="With --root and without --etcd, where nobody can tell what is pinned."
+    "--ignore-pins", is_flag=True, help="Allow --root without --etcd: pins are then unknown and not respected."
 )
-@click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 @access_options
 @json_option
 def clear(
@@ -39,14 +39,14 @@ def clear(
 ) -> None:
     """Delete the stored chunks of the namespace NAME, or those that match all given options, except pinned ones.
 
-    They are gone from the root and from the memory and local disks of all nodes when this returns, so one command
-    takes back what a bad roll-out wrote. Stop its writers first (kvstore drain): what they write meanwhile stays. Twice
-    is harmless. A reader of such a chunk has a miss and computes it again. Namespaces stay.
+    Deletes them on the root and in the memory and local disks of all nodes before it returns, so one command removes
+    the chunks of a bad roll-out. Stop its writers first (kvstore drain): chunks written meanwhile stay. Readers get a
+    miss and compute the chunk again. Namespaces stay. Running it twice is harmless.
 
-    Chunks that good engines computed on top of a wrong prefix are theirs, not its writer's: where prompts of a bad
-    roll-out were continued by good engines, clear the namespace, or everything since then (--since).
+    A chunk that a good engine computed after a wrong prefix counts as the good engine's. If good engines continued
+    prompts of a bad roll-out, clear the namespace, or everything since then (--since).
 
-    Exit code 1 where something could not be deleted, or a node did not confirm in time: run it again.
+    Exit code 1 if something could not be deleted, or a node did not confirm in time: run it again.
 
     \b
     Examples:
@@ -58,8 +58,8 @@ def clear(
     """
     if access.root is not None and access.etcd is None and not ignore_pins:
         raise InvalidRequest(
-            "pins live in etcd, and without it clear would delete pinned chunks too: "
-            "give --etcd, or --ignore-pins where this root has no cluster"
+            "pins live in etcd, and without it clear would delete pinned chunks too: give --etcd, or "
+            "--ignore-pins if this root has no cluster"
         )
     if asked.is_namespace_alone and not pinned and not dry_run:
         _clear_namespace(asked, yes, access, as_json)
@@ -91,11 +91,10 @@ def clear(
 @access_options
 @json_option
 def compress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Write the chunks of the namespace NAME, or those that match all given options, again on the root, compressed
-    (byte planes apart, then zstd) where that makes them smaller.
+    """Compress the chunks of the namespace NAME, or those that match all given options, where that makes them smaller.
 
-    Lossless: readers get the same bytes. A worker does it, at a limited rate (`kvstore limits
-    recode_bytes_per_s_max=...`), and goes on when this command is ended. New chunks are not compressed.
+    Lossless (byte planes, then zstd): readers get the same bytes. A worker does it, at a limited rate (`kvstore limits
+    recode_bytes_per_s_max=...`), and goes on if this command is stopped. New chunks are not compressed.
 
     \b
     Examples:
@@ -112,7 +111,7 @@ def compress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as
 @access_options
 @json_option
 def decompress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Write compressed chunks of the namespace NAME, or those that match all given options, uncompressed.
+    """Decompress the chunks of the namespace NAME, or those that match all given options.
 
     \b
     Example:
@@ -128,11 +127,13 @@ def decompress(asked: Asked, no_wait: bool, worker: str | None, access: Access, 
 @access_options
 @json_option
 def reencrypt(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Write the chunks of the namespace NAME, or those that match all given options, again with the current keys of
-    the worker's key file (--keys): plain ones are encrypted, those of an old key get the current one, and those of a
-    tenant whose current key is null become plain.
+    """Encrypt the chunks of the namespace NAME, or those that match all given options, with the current keys.
 
-    An old key may go once this is done, its ticket counts no chunks_no_key, and every worker has the new key file.
+    The keys are those of the worker's key file (--keys). Plain chunks are encrypted, those with an old key get the
+    current one, and those of a tenant whose current key is null become plain.
+
+    An old key can be removed once this is done, its ticket counts no chunks_no_key, and every worker has the new key
+    file.
 
     \b
     Example:

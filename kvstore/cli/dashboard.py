@@ -39,15 +39,15 @@ class PageAccess:
         metavar="FILE",
         help="Access file, as workers have it: a viewer needs a token with the role read on every tenant.",
     )
-    insecure: bool = flag("--insecure", help="Serve it beyond this host without TLS or without tokens all the same.")
+    insecure: bool = flag("--insecure", help="Serve other hosts even without TLS or without tokens.")
 
     def check(self, listen: str) -> None:
-        """Raises InvalidRequest where others would reach the page without TLS, or without tokens."""
+        """Raises InvalidRequest if others could reach the page without TLS, or without tokens."""
         if (self.cert_file is None) != (self.key_file is None):
             raise InvalidRequest("--https-cert and --https-key go together: give both, or neither")
         if not (is_loopback(listen) or self.insecure or (self.cert_file and self.access_file)):
             raise InvalidRequest(
-                f"others can reach --listen {listen}: give --https-cert, --https-key and --access, or say --insecure"
+                f"others can reach --listen {listen}: give --https-cert, --https-key and --access, or --insecure"
             )
 
 
@@ -65,15 +65,15 @@ class PageAccess:
 @click.option("--policy", metavar="FILE", help="The collector's policy file, to show what it would delete next.")
 @takes("logging", Logging)
 def dashboard(access: Access, listen: str, page: PageAccess, room: Room, policy: str | None, logging: Logging) -> None:
-    """Serve a web page about the cluster of --root and --etcd: hit ratio and bandwidth, capacity and what garbage
-    collection would take next, namespaces, pins, workers, the prefixes that are stored, damage. It only reads.
+    """Serve a read-only web page about the cluster of --root and --etcd.
 
-    Prints one line when it serves:
+    It shows hit ratio and bandwidth, capacity and what garbage collection would take next, namespaces, pins, workers,
+    stored prefixes, and damage. Prints one line when it serves:
 
     \b
       ready dashboard=URL
 
-    It shows names of models, tenants and owners, never tokens. Anybody on this host may look; beyond it, it needs
+    It shows names of models, tenants and owners, never tokens. Everybody on this host may look; other hosts need
     --https-cert, --https-key and --access.
 
     \b

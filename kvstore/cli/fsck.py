@@ -31,8 +31,8 @@ TIMEOUT_S = 10.0
 class _Wanted:
     """The options of a check."""
 
-    repair: bool = flag("--repair", help="Repair what is wrong; the root may be in use meanwhile.")
-    adopt: bool = flag("--adopt", help="Make an empty, restored or other etcd this root's, first.")
+    repair: bool = flag("--repair", help="Repair problems; the root may be in use.")
+    adopt: bool = flag("--adopt", help="First bind an empty, restored or different etcd to this root.")
     quick: bool = flag("--quick", help="Read headers only, not the KV itself.")
     rate: int | None = option("--rate", type=SIZE, help="Read at most this much a second, such as 200MiB.")
 
@@ -45,20 +45,20 @@ class _Wanted:
 def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> None:
     """Check every file of ROOT, beside a store that goes on working.
 
-    Readers take damaged chunks for misses; a check finds them earlier. With --repair they are set aside, looked at
-    again at the end, and deleted if they are still damaged; misplaced chunks go where they belong, and files that dead
-    writers left are deleted. One run does all of that. With --etcd it knows which writers live; without, files that
-    were staged more than an hour ago count as left behind.
+    A damaged chunk is a miss for readers; a check finds it earlier. With --repair damaged chunks go to quarantine, are
+    checked again at the end, and deleted if they are still damaged. Misplaced chunks are moved to their place, and
+    files of dead writers are deleted. One run does all of that. With --etcd it knows which writers are alive; without,
+    files staged more than an hour ago count as left behind.
 
-    Housekeeping is listed apart: chunks without their parent, staged files of dead writers, files that were set aside,
-    and the like. A sound root may have some; collectors and --repair tidy it.
+    Housekeeping is listed separately: chunks without their parent, staged files of dead writers, files in quarantine,
+    and the like. A sound root may have some; collectors and --repair remove it.
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
     tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
     Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share.
 
-    Exit codes: 0 clean, or nothing but housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
+    Exit codes: 0 clean, or only housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
     \b
     Examples:

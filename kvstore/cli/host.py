@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GC_INTERVAL_S = 60
-"""Between two rounds; one that is needed sooner, because the root fills up, begins at once."""
+"""Time between two rounds; an urgent one, because the root fills up, begins at once."""
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
-"""A worker that lived shorter than this failed to start. After three such in a row ``up`` gives up."""
+"""A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 AGAIN_S = 60.0
-"""The least time between two starts of the collector or the dashboard, if it ends by itself."""
+"""Minimum time between two starts of the collector or the dashboard, if it ends by itself."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Host:
         self._others: list[Program] = []
 
     def start(self, count: int, listen: str, metrics: str) -> None:
-        """Starts the workers and waits until they serve. Raises Unavailable where one does not."""
+        """Starts the workers and waits until they serve. Raises Unavailable if one does not."""
         for number in range(count):
             command = self._command(number, numbered(listen, number), numbered(metrics, number))
             program = Program(f"worker {number}", command)
@@ -66,7 +66,7 @@ class Host:
             log.info("up.started name=%s after_s=%.1f", program.name, took_s)
 
     def start_gc(self, room: Room, metrics: str | None) -> None:
-        """Starts the garbage collector, where it is installed. After the workers, who make the root."""
+        """Starts the garbage collector, if it is installed. After the workers, which make the root."""
         command = gc_command(*self._common(room), "--interval", f"{GC_INTERVAL_S}s")
         if command is None:
             log.warning(
@@ -96,7 +96,7 @@ class Host:
         return [each.said[key] for each in self._workers]
 
     def watch(self, server: EmbeddedEtcd | None) -> None:
-        """Returns when a signal came. Raises Unavailable where a worker keeps dying, or the bundled etcd does."""
+        """Returns when a signal came. Raises Unavailable if a worker, or the bundled etcd, keeps dying."""
         while not self._stopper.wait(WATCH_S):
             if server is not None and not server.running:
                 log.error("up.etcd_ended: starting it again")
@@ -113,7 +113,7 @@ class Host:
     def _again(self, number: int, worker: _Worker) -> None:
         program = worker.program
         if program.exit_code == 0:
-            # It was asked to end (kvstore drain, SIGTERM), and nobody asks for that to get it back.
+            # It was asked to end (kvstore drain, SIGTERM), so it must not come back.
             worker.is_drained = True
             log.warning("up.worker_drained name=%s: kvstore up does not restart it", program.name)
             return

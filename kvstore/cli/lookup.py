@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Where a stored prefix lies, chunk by chunk.")
 @prompt_options
-@click.option("--chunks", "chunks_max", type=click.IntRange(0), default=0, help="At most so many leading chunks.")
-@click.option("--worker", metavar="HOST:PORT", help="As this worker sees it; by default the one it is read from.")
+@click.option(
+    "--chunks", "chunks_max", type=click.IntRange(0), default=0, help="Maximum number of leading chunks; 0: all."
+)
+@click.option("--worker", metavar="HOST:PORT", help="Ask this worker; by default the one that would serve the prompt.")
 @access_options
 @json_option
 def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, as_json: bool) -> None:
-    """Say where each chunk of the longest stored prefix of a prompt lies: on the root (its size, last use, encoding and
-    writer), in the memory or on the local disk of a worker, in the memory of its peers; and how many pins cover it.
+    """Show where each chunk of the longest stored prefix of a prompt is.
 
-    Reads headers only, and does not count as a use. Exit code 1 where nothing is stored.
+    Places are the root (with size, last use, encoding and writer), the memory and the local disk of a worker, and the
+    memory of its peers. Also shows how many pins cover the chunk. Reads headers only, and does not count as a use. Exit
+    code 1 if nothing is stored.
 
     \b
     Examples:

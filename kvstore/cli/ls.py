@@ -27,11 +27,13 @@ WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity
 @click.command(cls=Command, short_help="List namespaces, pins, workers or writers.")
 @click.option("--pins", "what", flag_value="pins", help="List live pins instead.")
 @click.option("--workers", "what", flag_value="workers", help="List live workers instead; needs --etcd.")
-@click.option("--lineage", "what", flag_value="lineage", help="List who wrote what is stored instead; needs --root.")
+@click.option(
+    "--lineage", "what", flag_value="lineage", help="List the writers of stored chunks instead; needs --root."
+)
 @access_options
 @json_option
 def ls(what: str | None, access: Access, as_json: bool) -> None:
-    """List namespaces with their layout and, where the root is given, how much each has stored.
+    """List namespaces with their layout and, with --root, how much each has stored.
 
     \b
     Examples:

@@ -16,7 +16,7 @@ no_wait_option = click.option(
     "--no-wait", is_flag=True, help="Print the ticket's id and return; kvstore tickets follows it."
 )
 worker_option = click.option(
-    "--worker", metavar="HOST:PORT", help="Which worker, where --connect or --etcd means several."
+    "--worker", metavar="HOST:PORT", help="The worker to ask, if --connect or --etcd name several."
 )
 DURABILITY: dict[str, Any] = {
     "type": click.Choice(["none", "fsync"]),
@@ -42,7 +42,7 @@ class Logging:
     format: str = option("--log-format", **LOG_FORMAT)
 
     def configure(self) -> None:
-        """Logs like that from now on."""
+        """Configures the log of this process."""
         logs.configure(self.level, self.format)
 
 
@@ -51,6 +51,6 @@ class Room:
     """Limits of what a collector leaves on the root."""
 
     max_bytes: int | None = option(
-        "--max-bytes", type=SIZE, help="What chunks may take, as 200GiB; by default all there is room for."
+        "--max-bytes", type=SIZE, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
     )
     ttl_s: float | None = option("--ttl", type=DURATION, help="Delete chunks unused for this long.")

@@ -81,7 +81,7 @@ def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]
 
 @contextmanager
 def progress_to(what: str) -> Iterator[Callable[[int, int], None]]:
-    """As ``progress_bar``, but yields a function that takes done and total; a total of 0 is not known."""
+    """Shows a bar as ``progress_bar`` does; yields a function that takes done and total. A total of 0 is unknown."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -33,8 +33,8 @@ LOOK_S = 0.2
 def match(prompt: Prompt, access: Access, as_json: bool) -> None:
     """Print how many leading tokens of a prompt are stored. Exit code 1 where none is.
 
-    NAME is a namespace, as `kvstore ls` lists it; TOKENS are token ids with commas between. A file or standard input
-    may have them with commas, spaces or as a JSON list.
+    NAME is a namespace, as `kvstore ls` lists it; TOKENS are token ids separated by commas. A file or standard input
+    may also separate them by spaces, or be a JSON list.
 
     \b
     Examples:
@@ -61,8 +61,8 @@ def match(prompt: Prompt, access: Access, as_json: bool) -> None:
 def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -> None:
     """Protect a stored prefix from garbage collection, and print the pin's id.
 
-    Needs a cluster (--etcd or --connect): a pin is a lease in etcd, and outlives this command. Exit code 1 where
-    nothing of the prefix is stored.
+    Needs a cluster (--etcd or --connect): a pin is a lease in etcd, and outlives this command. Exit code 1 if nothing
+    of the prefix is stored.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -
 @access_options
 @json_option
 def unpin(pin_id: str, access: Access, as_json: bool) -> None:
-    """End a pin by its id, as `kvstore pin` and `kvstore ls --pins` print it. Exit code 1 where there is none.
+    """End a pin by its id, as `kvstore pin` and `kvstore ls --pins` print it. Exit code 1 if there is none.
 
     \b
     Example:
@@ -102,7 +102,7 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
     if as_json:
         print_json({"id": pin_id, "ended": ended})
     else:
-        print("ended" if ended else "there is no such pin (any more)")
+        print("ended" if ended else "there is no such pin, or it has ended")
     if not ended:
         check_failed()
 
@@ -116,8 +116,8 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
 def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
     """Bring the longest stored prefix of a prompt into a worker's memory, or onto its local disk, ahead of its use.
 
-    Needs a worker with --memory. Of several workers it is the one that the prompt would be read from. Ctrl-C ends it;
-    what is there by then stays.
+    Needs a worker with --memory; of several workers, the one that would serve the prompt does it. Ctrl-C cancels it;
+    chunks already brought stay.
 
     \b
     Examples:
@@ -137,9 +137,9 @@ def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: 
 @access_options
 @json_option
 def move(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
-    """Move the longest stored prefix of a prompt to a tier, and away from those that are nearer.
+    """Move the longest stored prefix of a prompt to a tier, and drop it from the nearer tiers.
 
-    Chunks that the root does not have yet are written there first, and those that others use stay where they are.
+    Chunks that are not on the root yet are written there first. Chunks in use stay where they are.
 
     \b
     Examples:
@@ -158,9 +158,9 @@ def move(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool
 @access_options
 @json_option
 def release(prompt: Prompt, no_wait: bool, access: Access, as_json: bool) -> None:
-    """Say that a prompt will not be needed soon: it is evicted first when memory or the local disk needs room.
+    """Mark a prompt as not needed soon: it is evicted first when memory or the local disk needs room.
 
-    Nothing is lost, and the next use of the prompt ends this.
+    Nothing is lost, and the next use of the prompt ends the mark.
 
     \b
     Example:

@@ -63,11 +63,11 @@ class Callers:
 def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
     """Replay TRACE, a file of JSON lines as Mooncake publishes them, and compare every byte with the expected one.
 
-    Each request is matched, its hits are read and compared, its misses are put. With one caller every hit must be as
-    the trace contains it; with several the order is undefined, and each chunk must be written exactly once. Without
-    --root, --connect or --etcd a temporary root in this process is used.
+    Each request is matched, its hits are read and compared, its misses are put. With one caller every hit must be the
+    one that the trace implies. With several the order is undefined, and each chunk must be written exactly once.
+    Without --root, --connect or --etcd it uses a temporary root in this process.
 
-    Exit codes: 0 all right, 1 a wrong byte or an unexpected hit, 2 could not run.
+    Exit codes: 0 everything as expected, 1 a wrong byte or an unexpected hit, 2 could not run.
 
     \b
     Examples:

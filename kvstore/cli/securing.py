@@ -42,7 +42,7 @@ class ClientAccess:
         "--tls-server-name",
         metavar="NAME",
         envvar="KVSTORE_TLS_SERVER_NAME",
-        help="Name in workers' certificates, where it is not their address.",
+        help="Name in workers' certificates, if it is not their address.",
     )
     token_file: str | None = option(
         "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with our token for workers."
@@ -64,7 +64,7 @@ class ServerAccess:
     )
     key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of its key.")
     client_ca_file: str | None = option(
-        "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates, which all clients then need."
+        "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
     )
     ca_file: str | None = option(
         "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority of other workers' certificates."
@@ -73,7 +73,7 @@ class ServerAccess:
         "--tls-server-name",
         metavar="NAME",
         envvar="KVSTORE_TLS_SERVER_NAME",
-        help="Name in other workers' certificates, where it is not their address.",
+        help="Name in other workers' certificates, if it is not their address.",
     )
     token_file: str | None = option(
         "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="Token for calls to other workers."
@@ -110,8 +110,9 @@ class ServerAccess:
                 log.warning("%s is served without TLS: anybody who reaches it can read and write", address)
             else:
                 raise InvalidRequest(
-                    f"{address} can be reached by others, and nothing is encrypted: give --tls-cert and --tls-key (and "
-                    "--access, which says who may do what), or --insecure where the network itself is trusted"
+                    f"{address} can be reached by others, and nothing is encrypted: give --tls-cert and "
+                    "--tls-key (and --access, which says who may do what), or --insecure if the network "
+                    "itself is trusted"
                 )
 
     def make_private(self, *, keeps_keys: bool) -> None:

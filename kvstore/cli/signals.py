@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupted(BaseException):
-    """A signal asked to end; not an Exception, so that nothing on the way takes it for a failure of its own."""
+    """A signal asked to end. Not an Exception, so that no code on the way mistakes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -28,7 +28,7 @@ class Interrupted(BaseException):
 
 
 SAME_WISH_S = 1.0
-"""Signals this close together are one wish: a service manager signals a whole group, and a parent its children too."""
+"""Signals this close together count as one: a service manager signals a whole group, and a parent its children too."""
 
 
 class Stopper:
@@ -45,13 +45,13 @@ class Stopper:
 
     @property
     def asked(self) -> bool:
-        """True once somebody asked this program to end."""
+        """True once this program was asked to end."""
         return self._asked
 
     def ask(self) -> None:
-        """Does what the first signal does, for callers that may ask this program to end. Idempotent."""
+        """Does what the first signal does, for other callers that end this program. Idempotent."""
         self._asked = True
-        with suppress(OSError):  # full of earlier wishes, or closed: nobody waits any more
+        with suppress(OSError):  # full of earlier bytes, or closed: nobody waits any more
             self._wake.send(b"!")
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -64,7 +64,7 @@ class Stopper:
             if not asleep.poll(left_ms):
                 break
             with suppress(BlockingIOError):
-                self._asleep.recv(4096)  # of a signal that is somebody else's, perhaps
+                self._asleep.recv(4096)  # perhaps the signal of something else
         return self._asked
 
     def __enter__(self) -> Stopper:
@@ -73,7 +73,7 @@ class Stopper:
         self._wake, self._asleep = socket.socketpair()
         self._wake.setblocking(False)
         self._asleep.setblocking(False)
-        # A signal that another thread is given, as after SIGCONT, would not wake the main one, which runs the handler.
+        # A signal handled by another thread, as after SIGCONT, would not wake the main one, which runs the handler.
         self._waked_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._before = _install(self._came)
         return self
@@ -146,7 +146,7 @@ def _install(came: Handler) -> dict[int, object]:
     before: dict[int, object] = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # started with nohup: a terminal that goes away is to be ignored
+            continue  # started with nohup: ignore a terminal that goes away
         before[number] = signal.signal(number, came)
     return before
 

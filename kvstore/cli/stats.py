@@ -33,9 +33,9 @@ GROUPS = (
 @access_options
 @json_option
 def stats(access: Access, as_json: bool) -> None:
-    """Print what the workers behind --connect or --etcd did since they started, all together.
+    """Print the summed counters of the workers behind --connect or --etcd since they started.
 
-    With --root alone: which root it is, and how full its file system is.
+    With --root alone, print the root's id and how full its file system is.
 
     \b
     Examples:

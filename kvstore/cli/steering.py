@@ -28,11 +28,11 @@ from kvstore.errors import InvalidRequest, KVStoreError
 @access_options
 @json_option
 def drain(worker: str | None, within_s: float, access: Access, as_json: bool) -> None:
-    """Stop a worker in good order, as SIGTERM does: it takes no new calls, finishes those it accepted, writes what only
-    its memory has to the root, and its program ends. Returns at once.
+    """Stop a worker in good order, as SIGTERM does. Returns at once.
 
-    Clients turn to other workers by themselves. Tickets of the worker end with it. `kvstore up` does not restart it;
-    tell a service manager not to.
+    The worker refuses new calls, finishes those it accepted, writes chunks that only its memory has to the root, and
+    its program ends. Clients use other workers automatically. Tickets of the worker end with it. `kvstore up` does not
+    restart it; tell a service manager not to either.
 
     \b
     Examples:
@@ -56,10 +56,9 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
 @access_options
 @json_option
 def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json: bool) -> None:
-    """Show the limits that can change while a worker runs, or change some. A worker changes all that are given, or
-    none.
+    """Show or change the limits that can change while a worker runs. Each worker changes all given limits or none.
 
-    A change lasts until the worker ends, and does not reach calls under way. Exit code 1 where a worker refused.
+    A change lasts until the worker ends, and does not affect calls in progress. Exit code 1 if a worker refused.
 
     \b
     Examples:
@@ -109,9 +108,9 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
 @access_options
 @json_option
 def health(access: Access, as_json: bool) -> None:
-    """Say how each worker, its root, its etcd, its memory and its queues are now.
+    """Show the state of each worker, its root, its etcd, its memory and its queues.
 
-    Exit codes: 0 all is well, 1 a worker has a problem or does not answer, 2 none answers.
+    Exit codes: 0 no problems, 1 a worker has a problem or does not answer, 2 none answers.
 
     \b
     Examples:

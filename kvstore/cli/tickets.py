@@ -1,4 +1,4 @@
-"""``kvstore tickets``: long-running operations of workers; and how any command follows one to its end."""
+"""``kvstore tickets``: long-running operations of workers, and following one to its end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LEFT = ("failed_chunks", "unconfirmed_nodes")
 def tickets(watched: str | None, cancelled: str | None, access: Access, as_json: bool) -> None:
     """List long-running operations of workers: clear, compress, decompress, reencrypt, prefetch, move, release.
 
-    Each worker keeps its last 100, in memory: one that was restarted has forgotten them. With --watch, exit code 1
-    where the ticket failed or was cancelled, or is a clear that left something behind.
+    Each worker keeps its last 100 tickets in memory; a restart loses them. With --watch, exit code 1 if the ticket
+    failed or was cancelled, or is a clear that left something behind.
 
     \b
     Examples:
@@ -76,18 +76,16 @@ def tickets(watched: str | None, cancelled: str | None, access: Access, as_json:
 
 
 def steered(store: Store, access: Access) -> Control:
-    """The control of a store. Raises InvalidRequest where it is not reached through workers."""
+    """The control of a store. Raises InvalidRequest if it is not reached through workers."""
     if access.root is not None:
-        raise InvalidRequest(
-            "workers are asked for this: give --connect HOST:PORT[,...] or --etcd ENDPOINTS, not --root"
-        )
+        raise InvalidRequest("this needs a worker: give --connect HOST:PORT[,...] or --etcd ENDPOINTS, not --root")
     return store.control
 
 
 def follow(ticket: ControlTicket, as_json: bool) -> None:
     """Follows a ticket to its end, with progress on a terminal, and prints its result.
 
-    Ctrl-C leaves the operation running and says how to come back to it. Exit code 1 where it failed, was cancelled, or
+    Ctrl-C leaves the operation running and says how to follow it again. Exit code 1 if it failed, was cancelled, or
     left something, so that it must be repeated.
     """
     if not as_json:

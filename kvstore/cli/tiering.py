@@ -41,30 +41,32 @@ class Tiers:
     disk: tuple[str, int] | None = option(
         "--disk",
         type=FolderSize(),
-        help="A local disk below the memory, such as /nvme/kv:200GiB: what memory drops and was used more than once. "
-        "The folder is one worker's alone; kvstore up makes one in it, of that size, for each of its workers.",
+        help="Local disk tier, such as /nvme/kv:200GiB, for chunks that memory evicts after more than one use. "
+        "Workers must not share the folder; kvstore up makes one in it, of that size, for each of its "
+        "workers.",
     )
     write: str = option(
         "--write",
         type=click.Choice([mode.value for mode in WriteMode]),
         default=WriteMode.BEHIND.value,
         show_default=True,
-        help="With --memory, when a put is acknowledged: behind, when memory has it (a killed worker loses what is not "
-        "on the root yet); through and around, when the root has it. --durability fsync never waits for less.",
+        help="With --memory, when a put is acknowledged: behind, once memory has it (a killed worker loses what "
+        "is not on the root yet); through and around, once the root has it. --durability fsync always "
+        "waits for the root.",
     )
     root_priority_min: int = option(
         "--root-priority-min",
         type=click.IntRange(0, 100),
         default=0,
         show_default=True,
-        help="With --memory: chunks put with a lower priority stay in memory and on the local disk.",
+        help="With --memory: chunks put with a lower priority never reach the root, only memory and local disk.",
     )
     sync_interval_s: float = option(
         "--sync-interval",
         type=DURATION,
         default="1s",
         show_default=True,
-        help="How often at most a worker tells the others what its memory holds.",
+        help="Shortest interval at which a worker tells its peers what its memory holds.",
     )
 
     def settings(self) -> TierSettings:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 PUBLIC = ".pub"
 
 
-@click.group(no_args_is_help=True, short_help="Make, and revoke, the bearer tokens that clients prove themselves with.")
+@click.group(no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
 def token() -> None:
-    """Bearer tokens: who a client is, signed, for a while.
+    """Bearer tokens: a client's identity, signed, for a limited time.
 
     \b
     Example:
@@ -41,8 +41,8 @@ def token() -> None:
 def key(file: str) -> None:
     """Make a key that signs tokens: FILE, which only its owner may read, and FILE.pub.
 
-    The name of FILE.pub goes into "token_keys" of the access file, and the file itself beside it. Two keys may be there
-    at once: sign with the new one, and take the old one out when its last token has expired.
+    List the name of FILE.pub in "token_keys" of the access file, and put the file beside it. Two keys may be listed at
+    once: sign with the new one, and remove the old one when its last token has expired.
     """
     from kvstore.security.bearer import new_key
 
@@ -56,12 +56,14 @@ def key(file: str) -> None:
 @click.option(
     "--key", "key_file", required=True, metavar="FILE", help="The key that signs, as kvstore token key made it."
 )
-@click.option("--identity", required=True, metavar="NAME", help="Who it is for, as the access file names it.")
-@click.option("--ttl", "ttl_s", type=DURATION, default="1h", show_default=True, help="For how long; at most 7d.")
-@click.option("--bind", metavar="CERT", help="PEM certificate without which it is worth nothing (mutual TLS).")
-@click.option("--out", metavar="FILE", help="Where it goes, for its owner alone; standard output by default.")
+@click.option("--identity", required=True, metavar="NAME", help="The identity of its holder, as in the access file.")
+@click.option("--ttl", "ttl_s", type=DURATION, default="1h", show_default=True, help="Its lifetime; at most 7d.")
+@click.option("--bind", metavar="CERT", help="PEM certificate that the token is bound to (mutual TLS).")
+@click.option(
+    "--out", metavar="FILE", help="File for the token, readable by its owner alone; standard output by default."
+)
 def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str | None) -> None:
-    """Issue a token. Its file is read anew when it changes: run this before the old one expires."""
+    """Issue a token. Clients reload its file when it changes: run this before the old token expires."""
     from kvstore.security import bearer
     from kvstore.security.secret_files import read_secret, read_trusted
 
@@ -83,16 +85,21 @@ def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str
 
 @token.command(cls=Command)
 @click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json beside it.")
-@click.option("--token-file", metavar="FILE", help="The token itself, in a file.")
+@click.option("--token-file", metavar="FILE", help="File with the token to revoke.")
 @click.option(
-    "--keep", "keep_s", type=DURATION, default="7d", show_default=True, help="For an id: when it has expired."
+    "--keep",
+    "keep_s",
+    type=DURATION,
+    default="7d",
+    show_default=True,
+    help="For an ID: the time until the token has surely expired.",
 )
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @json_option
 def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, ...], as_json: bool) -> None:
-    """Revoke tokens, by their IDs (which `token issue` says) or by the file that holds one.
+    """Revoke tokens, by their IDs (which `token issue` prints) or by the file that holds one.
 
-    Workers that read this access file deny them within a second or so; copy revoked.json to the others.
+    Workers with this access file deny them within about a second; copy revoked.json to the others.
     """
     from kvstore.security.authenticator import REVOKED, read_revoked
 
@@ -102,7 +109,7 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
         claims = _claims_in(token_file, access)
         wanted[claims.id] = claims.expires_s
     if not wanted:
-        raise InvalidRequest("which token? give its ID, or --token-file FILE")
+        raise InvalidRequest("no token is given: give its ID, or --token-file FILE")
     path = Path(access).parent / REVOKED
     # What has expired by itself need not be listed any more.
     listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s > now_s} | wanted

@@ -1,6 +1,6 @@
 """Exports the spans of a server to an OpenTelemetry collector, as the environment says.
 
-Apart from kvstore/tracing.py, which makes the spans: a library configures nothing and reads no environment.
+Separate from kvstore/tracing.py, which makes the spans: a library configures nothing and reads no environment.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvstore.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Variables of the OpenTelemetry specification, one of which says where a collector listens."""
+"""Variables of the OpenTelemetry specification, either of which says where a collector listens."""
 SHUTDOWN_S = 5.0
 
 
 def start_tracing(wanted: bool | None, service: str, instance: str) -> Callable[[], None]:
-    """Exports spans from now on, if ``wanted`` or, where that is None, if the environment names a collector.
+    """Exports spans from now on, if ``wanted`` or, if that is None, if the environment names a collector.
 
-    Returns how to end it, sending what is left for a few seconds.  Raises InvalidRequest where tracing is wanted, and
-    the ``tracing`` extra is missing.
+    Returns a function that ends it, and sends what is left for a few seconds. Raises InvalidRequest if tracing is
+    wanted and the ``tracing`` extra is missing.
     """
     if not (any(os.environ.get(name) for name in ENDPOINTS) if wanted is None else wanted):
         return lambda: None

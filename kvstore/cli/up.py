@@ -63,12 +63,14 @@ class UpOptions:
         help="Where the bundled etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
     )
     room: Room = group(Room)
-    no_gc: bool = flag("--no-gc", help="Delete nothing, ever: kvstore-gc runs elsewhere.")
+    no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
     drain_s: float = option(
-        "--drain", type=DURATION, default="10s", show_default=True, help="Time for workers to finish at the end."
+        "--drain", type=DURATION, default="10s", show_default=True, help="Time for calls in progress when stopping."
     )
     gc_metrics: str | None = option("--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics.")
-    dashboard: str | None = option("--dashboard", type=HOST_PORT, help="Where to serve the dashboard; else nowhere.")
+    dashboard: str | None = option(
+        "--dashboard", type=HOST_PORT, help="Where to serve the dashboard; by default there is none."
+    )
 
     def check(self, serving: WorkerOptions) -> None:
         """Raises InvalidRequest for options that make no sense together, or are not safe."""
@@ -105,16 +107,15 @@ class UpOptions:
 @takes("serving", WorkerOptions)
 @takes("options", UpOptions)
 def up(serving: WorkerOptions, options: UpOptions) -> None:
-    """Serve ROOT on this host with everything that takes: etcd (unless --etcd is given), workers, and kvstore-gc,
-    which deletes the least useful chunks before the root is full.
+    """Serve ROOT on this host: etcd (unless --etcd is given), workers, and kvstore-gc.
 
-    Prints one line when it serves:
+    kvstore-gc deletes the least useful chunks before the root is full. Prints one line when it serves:
 
     \b
       ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [dashboard=URL]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
-    is started again. The bundled etcd is for one host; a cluster that must survive a host has one of its own on three.
+    is restarted. The bundled etcd is for one host; a cluster that must survive a host needs its own etcd on three.
 
     \b
     Examples:

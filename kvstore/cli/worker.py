@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PEERS_CLOSE_S = 2.0
 ENDING_S = 15.0
-"""The time to end, beside calls and flushing. Each step has a deadline, and not all steps take all of theirs."""
+"""Time to end, in addition to calls and flushing. Each step has a deadline, and not all steps use all of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Addresses:
     advertise: str | None = option(
         "--advertise",
         type=LISTEN,
-        help="How clients reach this worker, where that is not what it listens on (0.0.0.0, a container).",
+        help="Address for clients, if it differs from --listen (0.0.0.0, a container).",
     )
     metrics: str = option(
         "--metrics",
@@ -114,7 +114,7 @@ class Addresses:
         default="0",
         show_default=True,
         metavar="PORT|off",
-        help="Port of the same host for bulk connections past gRPC, for firewalls to know; 0: any free one.",
+        help="Port of the same host for bulk connections, to open in firewalls; 0: any free one.",
     )
 
 
@@ -127,8 +127,8 @@ class Addresses:
     type=DURATION,
     default="30s",
     show_default=True,
-    help="At the end, how long calls in progress may take to finish. Then what only memory has is written, for at most "
-    "10 s; a root that refuses (it is full) is given 3 s, and what it did not take is lost, counted and logged.",
+    help="When stopping, time for calls in progress. Then chunks that only memory has are written to the root, "
+    "for at most 10 s (3 s if the root is full); the rest is lost, counted and logged.",
 )
 def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
     """Serve ROOT over gRPC as one worker of the cluster that --etcd describes.
@@ -138,8 +138,8 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
     \b
       ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
 
-    On SIGTERM, Ctrl-C or `kvstore drain` it takes no more calls, finishes those it accepted, and ends. A second signal
-    stops at once.
+    On SIGTERM, Ctrl-C or `kvstore drain` it refuses new calls, finishes those it accepted, and ends. A second signal
+    stops it at once.
 
     \b
     Examples:
@@ -161,7 +161,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
 
 
 def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitStack) -> None:
-    """Serves until ``ending`` is asked for; what is to be undone then is left to ``undo``."""
+    """Serves until ``ending`` is requested; cleanup is left to ``undo``."""
     from kvstore.cli.tracing import start_tracing
     from kvstore.peers.joining import join_peers
     from kvstore.worker.metrics_server import start_metrics
@@ -195,26 +195,26 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     print(f"ready grpc={bound} etcd={options.cluster.etcd.endpoints} metrics={measured.address}", flush=True)
     ending.wait()
     log.info("worker.draining within_s=%g", ending.within_s)
-    # Where a step hangs all the same (a mount, a native library): says where, and ends before somebody kills it.
+    # If a step still hangs (a mount, a native library): says where, and ends before somebody kills it.
     faulthandler.dump_traceback_later(ending.within_s + member.node.limits.flush_s + ENDING_S, exit=True)
     if peers is not None:
-        peers.close(PEERS_CLOSE_S)  # first of all: nobody asks for what this worker is about to lose
+        peers.close(PEERS_CLOSE_S)  # first: nobody may ask for what this worker is about to lose
     serving.drain(ending.within_s)
 
 
 class _Ending:
-    """The end of the worker, which a signal or a client of the control service asks for."""
+    """The end of the worker, requested by a signal or by a client of the control service."""
 
     def __init__(self, stopper: Stopper, within_s: float) -> None:
         self._stopper = stopper
         self.within_s = within_s
 
     def wait(self) -> None:
-        """Returns when it is to end."""
+        """Returns when the worker is to end."""
         self._stopper.wait()
 
     def ask(self, within_s: float | None) -> float:
-        """See ``kvstore.worker.control.service.Drain``. The first call says how long calls may take."""
+        """Implements ``kvstore.worker.control.service.Drain``. The first call decides how long calls may take."""
         if not self._stopper.asked and within_s is not None:
             self.within_s = within_s
         self._stopper.ask()
@@ -222,6 +222,6 @@ class _Ending:
 
 
 def _raise_file_limit() -> None:
-    """Allows as many open files as the system does: each connection takes one, and the root needs some too."""
+    """Raises the limit on open files to the system's maximum: connections and the root need some each."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""The client API: ``open`` and ``connect`` give a Store, a Store gives caches, one for each namespace."""
+"""The client API: ``open`` and ``connect`` return a Store, and a Store returns one cache per namespace."""
 
 from kvstore.client.cache import Cache, Hold, Pin
 from kvstore.client.store import Store, connect, open

@@ -1,8 +1,7 @@
-"""The caller's KV arrays as sections: which bytes belong to which chunk, without copying where memory allows.
+"""The caller's KV arrays as sections: the bytes of each chunk, without a copy where memory allows it.
 
-An array has shape ``(layers, 2, tokens, kv_heads, head_dim)``.  K or V of one layer is a *plane*; within a plane the
-tokens of a chunk are one run of bytes.  Planes need not lie next to each other, so a slice along tokens of a larger
-array is fine.
+An array has shape ``(layers, 2, tokens, kv_heads, head_dim)``. K or V of one layer is a *plane*. Within a plane the
+tokens of a chunk are one run of bytes. Planes need not be adjacent, so a slice along tokens of a larger array works.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ KvArray = npt.NDArray[Any]
 
 
 def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:
-    """``kv`` as an array of exactly ``tokens`` tokens whose planes are contiguous; copied only if they are not.
+    """Returns ``kv`` as an array of exactly ``tokens`` tokens with contiguous planes; copies it only if they are not.
 
     Raises InvalidRequest for another shape or type.
     """
@@ -34,21 +33,23 @@ def source_array(kv: Any, layout: Layout, tokens: int) -> KvArray:
 
 
 def target_array(out: Any, layout: Layout) -> KvArray:
-    """``out`` as an array to read into.
+    """Returns ``out`` as an array to read into.
 
-    Raises InvalidRequest for another shape or type, or one that is read-only or whose planes share memory.
+    Raises InvalidRequest for another shape or type, for read-only memory, and for planes that share memory.
     """
     array = _checked(out, layout, "out")
     if not array.flags.writeable:
         raise InvalidRequest("out is read-only: give a writable array")
     if _overlaps(array):
-        # What was read into one plane would look like damage in another, and the chunk be set aside for it.
-        raise InvalidRequest("layers, or K and V, of out share memory: give an array that has room for each")
+        # Bytes read into one plane would look like damage in another, and the chunk would be quarantined for it.
+        raise InvalidRequest(
+            "out has layers, or K and V, that share memory: give an array with separate memory for each"
+        )
     return array
 
 
 def fillable(array: KvArray) -> KvArray:
-    """The array itself where sections can be read straight into it, else a contiguous one to be copied from."""
+    """Returns the array itself if sections can be read straight into it, else a contiguous one to copy from."""
     return array if _has_contiguous_planes(array) else np.empty(array.shape, array.dtype)
 
 
@@ -56,7 +57,7 @@ def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
     if not isinstance(kv, np.ndarray):
         raise InvalidRequest(f"{what} is a {type(kv).__name__}: expected a numpy array of {layout.dtype}")
     expected = layout.numpy_dtype
-    # A plain integer type of the same size is taken as raw bits: frameworks export bfloat16 and float8 that way.
+    # Raw bits are accepted as a plain integer type of the same size: frameworks export bfloat16 and float8 that way.
     is_raw = kv.dtype.kind == "u" and kv.dtype.itemsize == expected.itemsize and kv.dtype.isnative
     if kv.dtype != expected and not is_raw:
         raise InvalidRequest(
@@ -71,7 +72,7 @@ def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
 
 
 def _overlaps(array: KvArray) -> bool:
-    """Whether contiguous planes lie partly in the same memory."""
+    """True if contiguous planes share memory."""
     if array.flags.c_contiguous or not _has_contiguous_planes(array):
         return False
     starts = np.sort(Planes(array, 1).addresses())
@@ -79,5 +80,5 @@ def _overlaps(array: KvArray) -> bool:
 
 
 def _has_contiguous_planes(array: KvArray) -> bool:
-    """Whether K and V of each layer are each one run of memory in token order."""
+    """True if K and V of each layer are each one run of memory in token order."""
     return bool(array[0, 0].flags.c_contiguous) and array.dtype.isnative

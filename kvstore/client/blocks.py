@@ -1,4 +1,4 @@
-"""Blocks that the engine hashed itself: opaque bytes under the engine's keys."""
+"""Engine-hashed blocks: opaque bytes under the engine's own keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BLOCK_BYTES_MAX = 1 << 30
 
 
 class BlockCache:
-    """Blocks of one namespace. ``keys`` are bytes (16 to 64 each), buffers anything with contiguous bytes.
+    """Blocks of one namespace. Each key is 16 to 64 bytes; a buffer is any object with contiguous bytes.
 
-    All methods raise InvalidRequest for wrong arguments, at most 65,536 blocks a call, each 1 byte to 1 GiB.
+    All methods raise InvalidRequest for wrong arguments. A call takes at most 65,536 blocks of 1 byte to 1 GiB each.
     """
 
     def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
@@ -45,12 +45,12 @@ class BlockCache:
         preset: str | None = None,
         write: WriteMode | str | None = None,
     ) -> list[bool]:
-        """Stores each buffer under its key; True where it is in the store now. First writer wins.
+        """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
 
-        ``priority``, ``ttl`` and ``preset`` say how long they are worth keeping, and ``write`` when this returns, as in
-        ``Cache.put``.
-        False where the key has a block of another size, where garbage collection is taking it, and, put behind, where
-        memory has no room. Raises Overloaded, PermissionDenied or Unavailable when the store could not take them.
+        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write`` when this returns, as in
+        ``Cache.put``. False means: the key has a block of another size, garbage collection is taking it, or
+        (``write="behind"``) memory has no room. Raises Overloaded, PermissionDenied or Unavailable if the store could
+        not take the blocks.
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
@@ -60,19 +60,20 @@ class BlockCache:
             return self._port.put_blocks(self._namespace, checked, views, hints, mode)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are in the store."""
+        """Returns the number of leading keys that are in the store."""
         checked = _checked_keys(keys)
         with tracing.span("kvstore.match_blocks", blocks=len(checked)):
             return self._port.match_blocks(self._namespace, checked)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are in the store, each looked for by itself."""
+        """Returns, for each key, whether it is in the store; a miss does not end the lookup."""
         return self._port.present_blocks(self._namespace, _checked_keys(keys))
 
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> BlockHold:
-        """Looks which keys are in the store, and keeps garbage collection away from these until released.
+        """Looks up which keys are in the store, and protects those from garbage collection until released.
 
-        At most ``ttl`` seconds, and the node's limit.  Raises Overloaded where too many holds are alive.
+        The hold lasts at most ``ttl`` seconds, and no longer than the node's limit. Raises Overloaded if too many holds
+        are alive.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
@@ -81,7 +82,7 @@ class BlockCache:
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
 
-        False is a miss, and that buffer's content undefined; it is not touched after the return.
+        False is a miss: the content of that buffer is undefined. No buffer is touched after the return.
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
@@ -90,29 +91,29 @@ class BlockCache:
 
 
 class BlockHold:
-    """Blocks that were in the store when they were looked for. Release it, or use it as a context."""
+    """Protected blocks that were in the store when the hold began. Release it, or use it as a context."""
 
     def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
         self._owner = Owner()
         self._hold = hold
-        self._cache = cache  # keeps the store open: one that nobody refers to closes, and ends its holds
+        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
 
     @property
     def present(self) -> list[bool]:
-        """For each key, in the order asked for, whether its block is in the store."""
+        """For each key, in the order asked for, whether its block is held."""
         return self._hold.present
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
-        """As ``BlockCache.get``, for keys that are held.
+        """Reads held blocks, as ``BlockCache.get`` does.
 
-        Raises HoldBroken where the hold has ended, or its worker does not answer.
+        Raises HoldBroken if the hold has ended or its worker does not answer.
         """
         self._owner.check()
         checked = _checked_keys(keys)
         return self._hold.read(checked, _views(checked, buffers, writable=True))
 
     def release(self) -> None:
-        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
+        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""
         if self._owner.is_here:
             self._hold.release()
 
@@ -150,7 +151,7 @@ def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Piec
 
 
 def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
-    """The buffer's bytes."""
+    """Returns the buffer's bytes as a flat view. Raises InvalidRequest."""
     try:
         view = memoryview(buffer).cast("B")
     except (TypeError, ValueError) as cause:

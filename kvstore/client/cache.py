@@ -1,4 +1,4 @@
-"""The cache of one namespace: what an engine calls. Checks what it is given, and speaks to a port."""
+"""The cache of one namespace: the class that an engine calls. It checks arguments and calls a port."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PIN_TTL_S_MAX = 30 * 86_400
 class Cache:
     """KV of one namespace, by tokens. Thread-safe. Made by ``Store.namespace``.
 
-    ``tokens`` is any sequence of ints or an integer array, 0 <= id < 2**32, at most 4,194,304 of them.
-    All methods raise InvalidRequest for arguments that are wrong; a miss is a value, never an exception.
+    ``tokens`` is any sequence of ints or an integer array, 0 <= id < 2**32, at most 4,194,304 of them. All methods
+    raise InvalidRequest for wrong arguments. A miss is a value, never an exception.
     """
 
     def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
@@ -56,22 +56,22 @@ class Cache:
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
-        ``kv`` has shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V; it may be a view that is
-        not C-contiguous, and no reference to it is kept.  The first ``prefix`` tokens, a multiple of chunk_tokens,
-        are in the store already; where one of their chunks is missing nothing is stored, and ``tokens_present`` says
-        up to where the store goes.  First writer wins: what is there already is not replaced.
+        ``kv`` has shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V. It need not be
+        C-contiguous, and no reference to it is kept. The first ``prefix`` tokens, a multiple of chunk_tokens, are in
+        the store already; if one of their chunks is missing nothing is stored, and ``tokens_present`` says how far the
+        store goes. First writer wins: an existing chunk is never replaced.
 
-        How long the chunks are worth keeping: ``priority`` is 0 to 100 (35 by default), lower ones going first where
-        room is needed; ``ttl`` is in seconds since the last use, after which they may go even if there is room (by
-        default never), rounded up to 5 min, 30 min, 2 h, 12 h, 3 days or 30 days.  ``preset`` gives both: chat,
-        analytics, rag or batch (``kvstore.hints.PRESETS``); explicit values win.  Those of chunks that are there
-        already, the prefix included, are raised to these, never lowered.  They protect nothing; pins do.
+        Retention: ``priority`` is 0 to 100 (35 by default), and lower ones go first when room is needed. ``ttl`` is in
+        seconds since the last use; after it chunks may go even if there is room (default: never). It is rounded up to 5
+        min, 30 min, 2 h, 12 h, 3 days or 30 days. ``preset`` sets both: chat, analytics, rag or batch
+        (``kvstore.hints.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are raised to
+        these values, never lowered. They protect nothing; pins do.
 
         On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written
-        to the root soon and lost where the node is killed before; "through" once the root has them, with a copy in
-        memory; "around" once the root has them.  By default as the namespace says, or else the node.
+        to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
+        in memory; "around" once the root has them. The default is the namespace's, or else the node's.
 
-        Raises Overloaded (no space, too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
+        Raises Overloaded (no space, or too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
         """
         hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
@@ -88,7 +88,7 @@ class Cache:
             return self._port.put(self.namespace, ids, first, source, hints, mode)
 
     def match(self, tokens: Tokens) -> int:
-        """How many leading tokens are in the store, a multiple of chunk_tokens."""
+        """Returns the number of leading tokens in the store, a multiple of chunk_tokens."""
         ids = token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
             return self._port.match(self.namespace, ids) * self.layout.chunk_tokens
@@ -102,9 +102,9 @@ class Cache:
     def get(self, tokens: Tokens, out: KvArray | None = None) -> tuple[int, KvArray] | int:
         """Reads the longest stored prefix, every byte verified.
 
-        Without ``out``: ``(n, array)``, the array of shape ``(layers, 2, n, kv_heads, head_dim)``.
-        With ``out``, of shape ``(layers, 2, m, kv_heads, head_dim)``: reads at most its m tokens straight into it and
-        returns n.  What lies behind the first n tokens of it is undefined, and not touched after the return.
+        Without ``out`` it returns ``(n, array)``; the array has shape ``(layers, 2, n, kv_heads, head_dim)``. With
+        ``out``, of shape ``(layers, 2, m, kv_heads, head_dim)``, it reads at most m tokens straight into it and returns
+        n; the content behind the first n tokens is undefined. ``out`` is not touched after the return.
         """
         ids = token_array(tokens)
         layout = self.layout
@@ -124,9 +124,9 @@ class Cache:
         return count, array[:, :, :count]
 
     def hold(self, tokens: Tokens, ttl: float | None = None) -> Hold:
-        """Holds the longest stored prefix: protected from garbage collection until released, at most ``ttl`` seconds.
+        """Holds the longest stored prefix: protects it from garbage collection until released, at most ``ttl`` seconds.
 
-        Use it as a context. Raises Overloaded where too many holds are alive.
+        Use it as a context. Raises Overloaded if too many holds are alive.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
@@ -151,36 +151,36 @@ class Cache:
             return Pin(self._port.pin(self.namespace, ids, float(ttl), owner), self._port)
 
     def refcount(self, tokens: Tokens) -> int:
-        """How many live pins cover all full chunks of ``tokens``."""
+        """Returns the number of live pins that cover all full chunks of ``tokens``."""
         return self._port.refcount(self.namespace, token_array(tokens))
 
     def prefetch(self, tokens: Tokens, tier: str = "memory") -> Ticket:
-        """Begins to bring the longest stored prefix into the node's memory, or onto its local disk (``tier="disk"``).
+        """Starts to bring the longest stored prefix into the node's memory, or onto its local disk (``tier="disk"``).
 
-        Returns at once; the ticket says how far it is.  As far as there is room: nothing that is in use goes for it.
-        Raises InvalidRequest where the node has no such tier, Overloaded where too many are not done, Unavailable.
+        Returns at once; the ticket says how far it is. It uses only free room: nothing in use is evicted for it. Raises
+        InvalidRequest if the node has no such tier, Overloaded if too many moves are in progress, Unavailable.
         """
         return self._begin(tokens, Act.PREFETCH, Level.of(tier))
 
     def move(self, tokens: Tokens, tier: str) -> Ticket:
-        """As ``prefetch``, and takes the prefix away from the tiers that are nearer: "memory", "disk" or "root".
+        """Prefetches to "memory", "disk" or "root", and drops the prefix from the tiers nearer than that.
 
-        What is not on the root yet is written there before it goes.  What others use or pin, and what is continued by
-        other prompts in a tier, stays in it.
+        A chunk that is not yet on the root is written there before it is dropped. Chunks that others use or pin, or
+        that other prompts in the same tier continue, stay in it.
         """
         return self._begin(tokens, Act.MOVE, Level.of(tier))
 
     def release(self, tokens: Tokens) -> Ticket:
-        """Says that a prompt will not be needed soon: its chunks go first when memory or disk needs room.
+        """Marks a prompt as not needed soon: its chunks are evicted first when memory or disk needs room.
 
-        Nothing is lost, and whoever uses them ends this.  The ticket counts those in memory and on the disk.
+        Nothing is lost, and the next use ends the mark. The ticket counts chunks in memory and on the disk.
         """
         return self._begin(tokens, Act.RELEASE, Level.MEMORY)
 
     def clear(self) -> Cleared:
-        """Deletes the stored chunks of this namespace, except those pinned in the metadata this store is opened with.
+        """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.
 
-        Whoever reads one now has a miss. Opened without etcd, a store knows no pins but its own.
+        Readers in progress get a miss. A store opened without etcd knows only its own pins.
         """
         return self._port.clear(self.namespace)
 
@@ -202,23 +202,23 @@ class Cache:
 
 
 class Hold:
-    """A stored prefix that is protected until released. Use it as a context, by one thread."""
+    """A stored prefix, protected until released. Use it as a context, in one thread."""
 
     def __init__(self, held: PortHold, cache: Cache) -> None:
         self._owner = Owner()
         self._held = held
-        self._cache = cache  # keeps the store open: one that nobody refers to closes, and ends its holds
+        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
         self._layout = cache.layout
         self._released = False
         self.tokens = held.chunks * cache.layout.chunk_tokens
-        """Leading tokens that are held, a multiple of chunk_tokens."""
+        """Number of leading tokens held, a multiple of chunk_tokens."""
 
     def read_into(self, array: KvArray) -> int:
-        """Reads what is held into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
+        """Reads the held tokens into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
 
-        Returns the leading tokens read and verified; fewer than held only where a chunk was lost.
-        Raises HoldBroken where the hold has ended, or its worker does not answer: what is in ``array`` then is good for
-        its ``tokens_valid`` leading tokens.
+        Returns the number of leading tokens read and verified; fewer than held only if a chunk was lost. Raises
+        HoldBroken if the hold has ended or its worker does not answer: the first ``tokens_valid`` tokens of ``array``
+        are good then.
         """
         self._owner.check()
         target = target_array(array, self._layout)
@@ -234,20 +234,19 @@ class Hold:
         return count
 
     def view(self) -> list[npt.NDArray[Any]]:
-        """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``, verified.
+        """Returns the held chunks as read-only, verified arrays ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Mapped from the root without a copy where the root is a mounted file system and opened in this process, or by
-        a worker on this host. kvstore never truncates a chunk's file; where somebody else does, a process that touches
-        what a mapping has lost is killed (SIGBUS). A ``get`` has no such limit.
+        Without a copy if a worker on this host, or this process, has the root mounted as a file system. kvstore never
+        truncates a chunk file. If somebody else does, a process that touches the lost part of the mapping is killed
+        (SIGBUS); ``get`` has no such risk.
         """
         self._owner.check()
         return self._held.view()
 
     def layers(self) -> Iterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``, the next layer being read
-        meanwhile.
+        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next layer is read meanwhile.
 
-        Raises HoldBroken where a chunk is lost on the way; its ``tokens_valid`` says what is unaffected.
+        Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
         """
         self._owner.check()
         layout, shape = self._layout, (2, self.tokens, self._layout.kv_heads, self._layout.head_dim)
@@ -279,7 +278,7 @@ class Hold:
 
 
 class Pin:
-    """A leased refcount on a stored prefix; ends by ``release``, as a context, or when its lease ends."""
+    """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease."""
 
     def __init__(self, record: PinRecord, port: Port) -> None:
         self.record = record
@@ -287,16 +286,16 @@ class Pin:
 
     @property
     def id(self) -> str:
-        """What ``kvstore unpin`` takes; empty where nothing was pinned."""
+        """The id for ``kvstore unpin``; empty if nothing was pinned."""
         return self.record.id
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that are pinned."""
+        """Number of leading tokens pinned."""
         return self.record.tokens
 
     def release(self) -> bool:
-        """Removes the pin; False where it had ended already. Raises Unavailable where etcd does not answer."""
+        """Removes the pin; False if it had already ended. Raises Unavailable if etcd does not answer."""
         return bool(self.record.id) and self._port.unpin(self.record.id)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Sends one call: to the best worker, and to the next one where that fails without harm. The rim of the client."""
+"""Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CallFailed(Exception):
-    """A call to one worker failed; carries what that means."""
+    """A call to one worker failed; carries the error to raise."""
 
     def __init__(self, failed: Failure) -> None:
         super().__init__(str(failed.error))
@@ -47,7 +47,7 @@ class Caller:
         may_repeat: bool = True,
         even_aside: bool = False,
     ) -> bytes:
-        """The answer to a call with one message each way. Raises what the worker raised, or Unavailable."""
+        """Returns the answer to a call with one message each way. Raises what the worker raised, or Unavailable."""
 
         def send(endpoint: Endpoint, left_s: float) -> bytes:
             answer: bytes = endpoint.unary(name)(request, timeout=left_s)
@@ -56,7 +56,7 @@ class Caller:
         return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=even_aside)
 
     def every_message(self, name: str, request: bytes, timeout_s: float) -> list[bytes]:
-        """All messages of an answer that is a short stream."""
+        """Returns all messages of an answer that is a short stream."""
 
         def send(endpoint: Endpoint, left_s: float) -> list[bytes]:
             return list(endpoint.stream_in(name)(request, timeout=left_s))
@@ -72,10 +72,10 @@ class Caller:
         may_repeat: bool = True,
         even_aside: bool = False,
     ) -> T:
-        """``send(endpoint, seconds left)`` at one worker after the other, until one answers or time is up.
+        """Calls ``send(endpoint, seconds left)`` at one worker after the other, until one answers or time is up.
 
-        A call that must not run twice (``may_repeat`` False) goes on only where nothing at all was done.
-        All attempts carry one request id, which is noted on what is raised.
+        A call that must not run twice (``may_repeat`` False) is repeated only if nothing at all was done. All attempts
+        carry one request id, which is noted on the error that is raised.
         """
         with tracing.request() as id:
             try:
@@ -169,12 +169,12 @@ def _is_out(failed: Failure) -> bool:
 
 
 def _helps_elsewhere(failed: Failure) -> bool:
-    """Whether another worker may do better: not for a request that is wrong, nor for a root that is full."""
+    """True if another worker may do better: false for a wrong request and for a full root."""
     kind = type(failed.error)
     return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
 
 
 def _failure_of(error: grpc.RpcError, address: str) -> Failure:
-    """What an error of gRPC means. ``code`` and the others are there on every error that a call raises."""
+    """Returns the meaning of a gRPC error. Every error that a call raises has ``code`` and the other members."""
     trailers: Any = error.trailing_metadata() or ()
     return failure(error.code(), error.details() or "", trailers, address)

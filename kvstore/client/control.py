@@ -1,7 +1,7 @@
-"""Steering workers: ``store.control`` of a store that is connected to some (proto/kvstore/v1/control.proto).
+"""Control of workers: ``store.control`` of a connected store (proto/kvstore/v1/control.proto).
 
-Apart from caches, because it is about workers and what they hold, not about one model's KV; and what takes long goes on
-at a worker whatever becomes of this client.
+Separate from caches, because it is about workers and what they hold, not about one model's KV. Long-running operations
+go on at a worker even if this client ends.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from kvstore.wire.statuses import Busy, NoTicket
 T = TypeVar("T")
 
 HEALTH_S = 8.0
-"""A worker looks at its root and its etcd for two seconds each."""
+"""Time for a health call: the worker waits up to two seconds for its root, and two for its etcd."""
 BUSY_S = 1.0
-"""Before a worker that has too many calls is asked again how a ticket is."""
+"""Pause before asking a busy worker about a ticket again."""
 WATCH_S = 300.0
-"""One look at a ticket as it goes on lasts so long at most; then the next one."""
+"""Maximum length of one watch of a ticket; a new watch follows it."""
 
 
 class HasNamespace(Protocol):
-    """A Cache. A worker's control service uses only its namespace."""
+    """A Cache. The control service uses only its namespace."""
 
     @property
     def namespace(self) -> Namespace:
@@ -53,21 +53,22 @@ class HasNamespace(Protocol):
 
 
 class ControlTicket:
-    """A long act at one worker, which goes on by itself. Thread-safe."""
+    """A long-running operation at one worker. Thread-safe."""
 
     def __init__(self, control: Control, ticket: Ticket) -> None:
         self._control = control
         self.last = ticket
-        """As it was when it was last looked at."""
+        """The ticket as last seen."""
 
     @property
     def id(self) -> str:
-        """What ``Control.ticket`` and ``kvstore tickets`` take."""
+        """The id for ``Control.ticket`` and ``kvstore tickets``."""
         return self.last.id
 
     def follow(self, heard: Callable[[Ticket], object], timeout: float | None = None) -> Ticket:
-        """Calls ``heard`` with the ticket now and whenever it has changed, until it has ended; at most ``timeout``
-        seconds. Returns the last that was heard. Raises NoTicket where the worker was restarted, Unavailable.
+        """Calls ``heard`` with the ticket now and after each change until it ends, at most ``timeout`` seconds.
+
+        Returns the last ticket heard. Raises NoTicket if the worker was restarted, Unavailable.
         """
 
         def keep(ticket: Ticket) -> None:
@@ -78,23 +79,23 @@ class ControlTicket:
         return self.last
 
     def wait(self, timeout: float | None = None) -> Ticket:
-        """Waits until it has ended, at most ``timeout`` seconds; how it is then. Raises as ``follow`` does."""
+        """Waits until it ends, at most ``timeout`` seconds; returns the ticket. Raises as ``follow`` does."""
         return self.follow(lambda ticket: None, timeout)
 
     def cancel(self) -> Ticket:
-        """Has it end within a second or so; what is done stays done. How it is now. Idempotent."""
+        """Cancels the operation, which ends within about a second; work done stays. Returns the ticket. Idempotent."""
         self.last = self._control.cancel(self.last)
         return self.last
 
 
 class Control:
-    """Steers the workers that a store is connected to. Made by ``Store.control``. Thread-safe.
+    """Controls the workers that a store is connected to. Made by ``Store.control``. Thread-safe.
 
-    Where ``worker`` is one of their addresses it is that one which is asked, else whichever is best.
+    ``worker``, if given, is the address of the worker to ask; otherwise the best one is asked.
     """
 
     def __init__(self, port: object, caller: Caller, endpoints: Endpoints, limits: ClientLimits, clock: Clock) -> None:
-        self._port = port  # kept alive: a port that is dropped closes the connections
+        self._port = port  # kept alive: a dropped port closes the connections
         self._caller = caller
         self._endpoints = endpoints
         self._limits = limits
@@ -104,13 +105,14 @@ class Control:
         """The addresses of all workers."""
         return [endpoint.address for endpoint in self._endpoints.every()]
 
-    # Where things lie
+    # Places of chunks
 
     def lookup(
         self, cache: HasNamespace, tokens: Tokens, chunks_max: int = 0, worker: str | None = None
     ) -> list[ChunkPlace]:
-        """Where each leading chunk of a prompt lies, as one worker sees it, up to the first that is nowhere; at most
-        ``chunks_max`` of them, unless that is 0. It is no use of them. Raises Unavailable.
+        """Returns the places of each leading chunk of a prompt, as one worker sees them, up to the first missing one.
+
+        Returns at most ``chunks_max`` chunks, all for 0. Does not count as a use of the chunks. Raises Unavailable.
         """
         ids, namespace = token_array(tokens), cache.namespace
         packed = pack_tokens(ids[: len(ids) // namespace.layout.chunk_tokens * namespace.layout.chunk_tokens])
@@ -124,7 +126,7 @@ class Control:
         )
         return [place_of(each) for message in raw for each in pb.LookupResponse.FromString(message).chunks]
 
-    # Long acts
+    # Long-running operations
 
     def clear(
         self,
@@ -135,8 +137,9 @@ class Control:
         deadline: float = 0.0,
         worker: str | None = None,
     ) -> ControlTicket:
-        """Deletes what a selection names, on the root and from the memory and disks of all workers; with ``dry_run`` it
-        is only counted. Pinned chunks stay unless ``pinned``. The ticket's counts say how many. Raises InvalidRequest.
+        """Deletes selected chunks on the root and in the memory and disks of all workers. Counted in the ticket.
+
+        ``dry_run`` only counts. Pinned chunks stay unless ``pinned``. Raises InvalidRequest.
         """
         request = pb.ClearSelectedRequest(
             selection=selection_message(selection), dry_run=dry_run, pinned=pinned, deadline_s=deadline
@@ -144,18 +147,20 @@ class Control:
         return ControlTicket(self, self._ticket_of("ClearSelected", request, worker))
 
     def compress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Writes what a selection names again on the root, compressed where that makes it smaller. Whoever reads it has
-        the same bytes from either. The ticket's counts say how many chunks, and bytes before and after.
+        """Compresses selected chunks on the root where that makes them smaller. Lossless: readers get the same bytes.
+
+        The ticket counts chunks, and bytes before and after.
         """
         return self._recode(selection, pb.RECODING_COMPRESS, deadline, worker)
 
     def decompress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """The inverse of ``compress``."""
+        """Decompresses selected chunks on the root."""
         return self._recode(selection, pb.RECODING_DECOMPRESS, deadline, worker)
 
     def reencrypt(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Writes what a selection names again with the keys that the worker's key file says now, or plain where it says
-        none: so that old keys can go.
+        """Encrypts selected chunks anew with the current keys of the worker's key file, or decrypts them without one.
+
+        Old keys can be removed afterwards.
         """
         return self._recode(selection, pb.RECODING_REENCRYPT, deadline, worker)
 
@@ -168,7 +173,7 @@ class Control:
         deadline: float = 0.0,
         worker: str | None = None,
     ) -> ControlTicket:
-        """``Cache.prefetch`` of several prompts, which goes on when this client is gone. Raises as that does."""
+        """Prefetches several prompts as ``Cache.prefetch`` does; goes on if this client ends. Raises as that does."""
         return self._move(cache, prompts, Act.PREFETCH, Level.of(tier), deadline, worker)
 
     def move(
@@ -180,17 +185,17 @@ class Control:
         deadline: float = 0.0,
         worker: str | None = None,
     ) -> ControlTicket:
-        """``Cache.move`` of several prompts, likewise."""
+        """Moves several prompts as ``Cache.move`` does; goes on if this client ends."""
         return self._move(cache, prompts, Act.MOVE, Level.of(tier), deadline, worker)
 
     def release(
         self, cache: HasNamespace, prompts: Sequence[Tokens], *, deadline: float = 0.0, worker: str | None = None
     ) -> ControlTicket:
-        """``Cache.release`` of several prompts, likewise."""
+        """Releases several prompts as ``Cache.release`` does; goes on if this client ends."""
         return self._move(cache, prompts, Act.RELEASE, Level.MEMORY, deadline, worker)
 
     def tickets(self) -> list[Ticket]:
-        """The tickets of all workers that answer, the newest first. Raises Unavailable where none does."""
+        """Returns the tickets of all workers that answer, newest first. Raises Unavailable if none answers."""
         found: list[Ticket] = []
         error: KVStoreError | None = None
         answered = False
@@ -212,14 +217,16 @@ class Control:
         return sorted(found, key=lambda each: each.began_s, reverse=True)
 
     def ticket(self, ticket_id: str) -> ControlTicket:
-        """The ticket with this id, at whichever worker has it. Raises NoTicket where none has it, Unavailable."""
+        """Finds the ticket with this id at any worker. Raises NoTicket if no worker has it, Unavailable."""
         for ticket in self.tickets():
             if ticket.id == ticket_id:
                 return ControlTicket(self, ticket)
-        raise NoTicket(f"no worker has a ticket {ticket_id!r} (any more): kvstore tickets lists them")
+        raise NoTicket(
+            f"no worker has a ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted worker has none)"
+        )
 
     def follow(self, ticket: Ticket, heard: Callable[[Ticket], object], timeout_s: float | None) -> None:
-        """See ``ControlTicket.follow``."""
+        """Implements ``ControlTicket.follow``."""
         request = sealed(pb.WatchTicketRequest(id=ticket.id))
         ends_s = float("inf") if timeout_s is None else self._clock.monotonic_s() + timeout_s
         ended = False
@@ -234,7 +241,7 @@ class Control:
                     heard(now)
             except grpc.RpcError as error:
                 code: Any = error
-                if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is ours, and no fault of the worker
+                if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # our own deadline is no fault of the worker
                     raise
             finally:
                 call.cancel()
@@ -242,20 +249,22 @@ class Control:
         while not ended and (left_s := ends_s - self._clock.monotonic_s()) > 0:
             try:
                 self._at(ticket.worker, listen, min(left_s, WATCH_S))
-            except Busy:  # with calls of others, which says nothing of the ticket
+            except Busy:  # a busy worker says nothing about the ticket
                 time.sleep(min(left_s, BUSY_S))
 
     def cancel(self, ticket: Ticket) -> Ticket:
-        """See ``ControlTicket.cancel``."""
+        """Implements ``ControlTicket.cancel``."""
         return self._ticket_of("CancelTicket", pb.CancelTicketRequest(id=ticket.id), ticket.worker)
 
-    # Workers themselves
+    # Workers
 
     def drain(self, worker: str | None = None, within: float = 0.0) -> Draining:
-        """Has a worker stop in good order, as SIGTERM does; ``within`` seconds for calls in progress, or as long as it
-        was started with (0). Returns before it has. ``worker`` must be given where there are several.
+        """Stops a worker in good order, as SIGTERM does. Returns before it has stopped.
 
-        Raises InvalidRequest where it is not said which, or its program does not end for this.
+        Calls in progress get ``within`` seconds; 0 means the time that the worker was started with. ``worker`` must be
+        given if there are several.
+
+        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
         """
         request = sealed(pb.DrainRequest(within_s=within))
         raw = self._unary("Drain", request, self._only(worker))
@@ -263,14 +272,15 @@ class Control:
         return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
 
     def limits(self) -> dict[str, list[LimitValue] | KVStoreError]:
-        """The limits of each worker that can change while it runs, or why it did not answer."""
+        """Returns the limits of each worker that can change while it runs, or why it did not answer."""
         return self._each("GetLimits", b"", self._limits.pin_s, limits_of)
 
     def set_limits(
         self, changes: Mapping[str, object], worker: str | None = None
     ) -> dict[str, list[LimitValue] | KVStoreError]:
-        """Changes limits of one worker, or of all, until they end; at each of them all of these, or none. What they are
-        then, or why a worker refused.
+        """Changes limits of one worker, or of all, until they stop. Each worker changes all of them or none.
+
+        Returns the new limits by worker, or why a worker refused.
         """
         request = sealed(pb.SetLimitsRequest(limits={name: str(value) for name, value in changes.items()}))
         if worker is not None:
@@ -278,10 +288,10 @@ class Control:
         return self._each("SetLimits", request, self._limits.pin_s, limits_of)
 
     def health(self) -> dict[str, dict[str, Any] | KVStoreError]:
-        """How each worker is, or why it did not answer: the fields of ``HealthResponse`` in control.proto, by name."""
+        """Returns the fields of ``HealthResponse`` (control.proto) of each worker, or why it did not answer."""
         return self._each("Health", b"", HEALTH_S, lambda raw: plain(pb.HealthResponse.FromString(raw)))
 
-    # On the way there
+    # Calls
 
     def _recode(
         self, selection: Selection, recoding: pb.Recoding, deadline_s: float, worker: str | None
@@ -315,13 +325,13 @@ class Control:
             answer = endpoint.unary(f"Control.{name}")(raw, timeout=left_s)
             return ticket_of(pb.TicketResponse.FromString(answer).ticket, endpoint.address)
 
-        # Sent twice it would be two tickets, one of which nobody follows.
+        # Sent twice, it would make two tickets, one of which nobody follows.
         return self._at(worker, send, self._limits.pin_s, may_repeat=False)
 
     def _each(
         self, name: str, request: bytes, timeout_s: float, read: Callable[[bytes], T]
     ) -> dict[str, T | KVStoreError]:
-        """The same question to every worker. Raises Unavailable where none is known."""
+        """Asks every worker. Raises Unavailable if none is known."""
         answers = self._caller.each(f"Control.{name}", request, timeout_s)
         if not answers:
             raise Unavailable("no worker is known: start one")
@@ -343,7 +353,7 @@ class Control:
         *,
         may_repeat: bool = True,
     ) -> T:
-        """A call to one worker, or to the best. Raises what it raised."""
+        """Makes a call at one worker, or at the best. Raises what it raised."""
         if worker is None:
             return self._caller.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=True)
         endpoint = next((each for each in self._endpoints.every() if each.address == worker), None)

@@ -1,6 +1,6 @@
-"""What the messages of the control service say, as values, and selections as messages.
+"""Messages of the control service as values, and selections as messages.
 
-Apart from the calls, which are about who is asked.
+Separate from the calls, which decide whom to ask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATES = {
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as names and values, bytes in hex; fields that are messages and absent are None."""
+    """Returns a message as a dict of its fields: bytes in hex, absent messages as None."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -42,7 +42,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def selection_message(selection: Selection) -> pb.Selection:
-    """A selection as it is sent."""
+    """Returns the message for a selection."""
     return pb.Selection(
         namespace=selection.namespace or b"",
         tenant=selection.tenant,
@@ -55,7 +55,7 @@ def selection_message(selection: Selection) -> pb.Selection:
 
 
 def limits_of(raw: bytes) -> list[LimitValue]:
-    """The limits in the bytes of a ``LimitsResponse``."""
+    """Returns the limits in an encoded ``LimitsResponse``."""
     return [
         LimitValue(each.name, each.value, each.meaning, each.started, each.before)
         for each in pb.LimitsResponse.FromString(raw).limits
@@ -63,7 +63,7 @@ def limits_of(raw: bytes) -> list[LimitValue]:
 
 
 def ticket_of(message: pb.Ticket, worker: str) -> Ticket:
-    """A ticket of ``worker``."""
+    """Returns the ticket in a message of ``worker``."""
     return Ticket(
         message.id,
         message.act,
@@ -83,7 +83,7 @@ def ticket_of(message: pb.Ticket, worker: str) -> Ticket:
 
 
 def place_of(message: pb.ChunkPlace) -> ChunkPlace:
-    """Where one chunk lies."""
+    """Returns the place of one chunk."""
     memory = message.memory
     return ChunkPlace(
         message.index,

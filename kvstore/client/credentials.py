@@ -1,4 +1,4 @@
-"""What a client proves itself with, and knows workers by: TLS files and a token file, read again when they change."""
+"""A client's credentials: TLS files and a token file, reloaded when they change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from kvstore.wire.credentials import channel_credentials
 
 
 class Credentials:
-    """Of one client, for all its connections. Thread-safe. Without ``tls`` and ``token_file`` connections are plain."""
+    """The credentials of one client, for all its connections. Thread-safe.
+
+    Without ``tls`` and ``token_file`` connections are plain.
+    """
 
     def __init__(self, tls: ClientTls | None = None, token_file: str | Path | None = None) -> None:
         self._tls = tls
@@ -34,7 +37,7 @@ class Credentials:
         self._token_version = 0
 
     def check(self, address: str) -> None:
-        """Raises InvalidRequest where files are wrong, or a token would go over the network in the clear."""
+        """Raises InvalidRequest if a file is wrong, or if a token would cross the network in the clear."""
         if self._token_file is not None and self._certificate is None and not is_loopback(address):
             raise InvalidRequest(
                 f"a token for {address} would go over the network in the clear: give TLS files too "
@@ -44,24 +47,24 @@ class Credentials:
 
     @property
     def version(self) -> int:
-        """Grows when anything has changed. Raises InvalidRequest where the files were never good."""
+        """Grows when anything has changed. Raises InvalidRequest if the files were never good."""
         self._read_token()
         return (self._certificate.version if self._certificate is not None else 0) + self._token_version
 
     @property
     def connection_version(self) -> int:
-        """Grows when connections have to be made anew: with the certificate, not with the token."""
+        """Grows when connections must be made again: after a new certificate, not after a new token."""
         return self._certificate.version if self._certificate is not None else 0
 
     @property
     def metadata(self) -> Metadata:
-        """The token, for each call."""
+        """Returns the token as the metadata of a call."""
         if self._token_file is not None:
             self._read_token()
         return self._metadata
 
     def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
-        """A channel to a worker; connects when it is used. Raises InvalidRequest."""
+        """Returns a channel to a worker; it connects at first use. Raises InvalidRequest."""
         if self._certificate is None:
             return open_channel(address, lambda: grpc.insecure_channel(address, options=options))
         name = self._name(address)
@@ -71,33 +74,33 @@ class Credentials:
         return open_channel(address, lambda: grpc.secure_channel(address, credentials, options=options))
 
     def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
-        """A bulk connection within TLS, its handshake done within the socket's time-out; plain where calls are.
+        """Wraps the socket of a bulk connection in TLS within its time-out; returns it as it is if calls are plain.
 
-        Raises LinkLate and LinkBroken where the worker is silent or goes away meanwhile, Unavailable for anything else.
+        Raises LinkLate or LinkBroken if the worker is silent or goes away meanwhile, Unavailable for anything else.
         """
         if self._certificate is None:
             return sock
         host = self._name(address) or address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         try:
             return self._certificate.context(server=False).wrap_socket(sock, server_hostname=host)
-        except OSError as cause:  # SSLError is one
+        except OSError as cause:  # includes SSLError
             sock.close()
             kind: type[Unavailable] = Unavailable
             if isinstance(cause, TimeoutError):
                 kind = LinkLate
             elif isinstance(cause, (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)):
                 kind = LinkBroken
-            raise kind(f"no TLS with the bulk port of {address}: {cause}") from cause
+            raise kind(f"the TLS handshake with the bulk port of {address} failed: {cause}") from cause
 
     def _name(self, address: str) -> str | None:
-        """The name expected in the worker's certificate, where it is not its host."""
+        """Returns the name expected in the worker's certificate, if it is not the host."""
         if self._tls is not None and self._tls.server_name is not None:
             return self._tls.server_name
         return "localhost" if address.startswith("unix:") else None
 
     def _read_token(self) -> None:
         file = self._token_file
-        # Asked in any case, so that changes count from before the first reading on.
+        # Asked in any case, so that changes count from before the first read on.
         if file is None or (not self._watched.changed() and self._metadata):
             return
         with self._lock:
@@ -107,7 +110,7 @@ class Credentials:
                 raise InvalidRequest(f"the token file {str(file)!r} holds no token") from cause
             except KVStoreError:
                 if self._metadata:
-                    return  # being written anew, perhaps: the one before, as long as it lives
+                    return  # perhaps it is just being replaced: keep the last token while it is valid
                 raise
             if not token or not token.isprintable() or " " in token:
                 raise InvalidRequest(f"the token file {str(file)!r} holds no token: one line, as token issue writes it")
@@ -118,4 +121,4 @@ class Credentials:
 
 
 PLAIN = Credentials()
-"""Of clients that prove nothing."""
+"""Credentials of a client that proves nothing."""

@@ -1,4 +1,4 @@
-"""The workers that etcd lists: which ones serve the root that is meant."""
+"""Discovery of workers in etcd, for one root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROOTS = "/kv/roots/"
 
 
 class Discovery:
-    """Looks up workers in the metadata of a cluster. ``root`` is the root's id in hex, needed where there are several.
+    """Looks up workers in a cluster's metadata. ``root`` is the root's id in hex, required if the cluster has several.
 
-    Raises InvalidRequest where ``root`` is no id.
+    Raises InvalidRequest if ``root`` is not an id.
     """
 
     def __init__(self, meta: Meta, root: str | None) -> None:
@@ -38,19 +38,19 @@ class Discovery:
         user: EtcdUser | None,
         timeout_s: float,
     ) -> Discovery:
-        """Through etcd at ``host:port``, several with commas or as a list."""
+        """Connects to etcd at ``host:port``; several as a list or separated by commas."""
         return cls(EtcdMeta(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
 
     def addresses(self) -> list[str]:
-        """The addresses of all workers of the root; none where no root is known yet.
+        """Returns the addresses of all workers of the root; none if no root is known yet.
 
-        Raises InvalidRequest, naming them, where there are several roots; Unavailable or PermissionDenied.
+        Raises InvalidRequest, which names them, if there are several roots; Unavailable or PermissionDenied.
         """
         if self._root is None:
             found = self._meta.list(ROOTS)
             roots = sorted({kv.value for kv in found.items if len(kv.value) == ID_BYTES})
             if len(roots) > 1:
-                # A root that nobody serves, of a mistyped path perhaps, must not keep everybody from the others.
+                # A root without workers, perhaps made from a mistyped path, must not hide the others.
                 roots = [root for root in roots if Workers(self._meta, Keys(root)).list()] or roots
             if len(roots) > 1:
                 names = ", ".join(root.hex() for root in roots)

@@ -20,11 +20,11 @@ from kvstore.wire.limits import CHANNEL_OPTIONS, method
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
-"""``HealthCheckResponse{status: SERVING}``. Two bytes, so that a client needs no package for them."""
+"""``HealthCheckResponse{status: SERVING}``: two bytes, so that a client needs no health package."""
 
 
 def check_address(address: str) -> str:
-    """An address as ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
+    """Checks an address: ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
     if not isinstance(address, str):
         raise InvalidRequest(f"worker {address!r} is a {type(address).__name__}: expected text such as 10.0.0.7:7070")
     text = address.strip()
@@ -41,7 +41,7 @@ def check_address(address: str) -> str:
 
 
 class Endpoint:
-    """One worker. Its channel is closed when nobody uses it any more after ``retire``. Thread-safe."""
+    """One worker. After ``retire`` its channel is closed once nobody uses it. Thread-safe."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Endpoint:
         credentials: Credentials = PLAIN,
         shortage: Shortage | None = None,
     ) -> None:
-        """Raises InvalidRequest where the files of ``credentials`` are wrong, or not to be used with this address."""
+        """Raises InvalidRequest if the files of ``credentials`` are wrong or must not be used with this address."""
         credentials.check(address)
         self.address = address
         self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, shortage)
-        """The ways past gRPC."""
+        """The bulk connections."""
         self.connection_version = credentials.connection_version
-        """Of the certificate that its connections are made with: after another one this endpoint is to be replaced."""
+        """Version of the certificate of its connections; with another version this endpoint must be replaced."""
         self._credentials = credentials
         self._channel: grpc.Channel = credentials.channel(address, CHANNEL_OPTIONS)
         self._stubs: dict[str, Any] = {}
@@ -65,35 +65,35 @@ class Endpoint:
         self._users = 0
         self._retired = False
         self.calls = 0
-        """Calls in progress."""
+        """Number of calls in progress."""
         self.aside: str | None = None
-        """Why no call is sent there at the moment; None while it lives."""
+        """Reason why no calls are sent there now; None while the worker is well."""
         self.probe_at_s = 0.0
         self.probe_pause_s = 0.0
 
     def unary(self, name: str) -> Any:
-        """A call with one message each way, as bytes."""
+        """Returns a call with one message each way, as bytes."""
         return self._stub(method(name), "unary_unary")
 
     def stream_out(self, name: str) -> Any:
-        """A call that sends a stream."""
+        """Returns a call that sends a stream."""
         return self._stub(method(name), "stream_unary")
 
     def stream_in(self, name: str) -> Any:
-        """A call that is answered by a stream."""
+        """Returns a call that receives a stream."""
         return self._stub(method(name), "unary_stream")
 
     def probe(self, timeout_s: float) -> Any:
-        """Asks how it is; a future of the answer."""
+        """Asks for the worker's health; returns a future of the answer."""
         return self._stub(HEALTH_CHECK, "unary_unary").future(b"", timeout=timeout_s)
 
     def metadata(self) -> tracing.Metadata:
-        """What goes with every call to this worker."""
+        """Returns the metadata of every call to this worker."""
         return tracing.metadata() + self._credentials.metadata
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around one call."""
+        """Counts one call while it runs, and keeps the channel open."""
         self.use()
         with self._lock:
             self.calls += 1
@@ -105,12 +105,12 @@ class Endpoint:
             self.leave()
 
     def use(self) -> None:
-        """Keeps the channel open until ``leave``, also after ``retire``: for a hold."""
+        """Keeps the channel open until ``leave``, even after ``retire``: for a hold."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """The end of ``use``."""
+        """Ends ``use``."""
         with self._lock:
             self._users -= 1
             over = self._retired and not self._users
@@ -118,7 +118,7 @@ class Endpoint:
             self.close()
 
     def retire(self) -> None:
-        """No longer wanted; closes once nobody uses it. Idempotent."""
+        """Closes the channel once nobody uses it. Idempotent."""
         with self._lock:
             over = not self._retired and not self._users
             self._retired = True
@@ -142,7 +142,7 @@ class Endpoint:
 
 
 class _Saying:
-    """A call of gRPC's that says for which request it is made, and whatever else goes with every call."""
+    """A gRPC call that adds the request id and the other metadata of every call."""
 
     __slots__ = ("_call", "_metadata")
 
@@ -154,5 +154,5 @@ class _Saying:
         return self._call(message, timeout=timeout, metadata=self._metadata())
 
     def future(self, message: Any, *, timeout: float) -> Any:
-        """The same, not waited for."""
+        """Starts the call; returns its future."""
         return self._call.future(message, timeout=timeout, metadata=self._metadata())

@@ -1,6 +1,6 @@
 """The workers that a call may go to, best first: those that live, the one that has the prompt before the others.
 
-A worker that does not answer is set aside and asked how it is, at growing intervals, until it says SERVING again.
+A worker that does not answer is set aside and probed at growing intervals until it answers SERVING.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NAMED_MAX = 4
 
 
 class Endpoints:
-    """The workers of one client, and the thread that looks after them. Thread-safe; not usable in a forked child.
+    """The workers of one client, and the thread that probes them. Thread-safe; not usable in a forked child.
 
-    ``discover`` returns the addresses of all workers, and is called again and again; without it they stay as given.
+    ``discover`` returns the addresses of all workers and is called regularly; without it the list is fixed.
     """
 
     def __init__(
@@ -114,29 +114,29 @@ class Endpoints:
         return live
 
     def every(self) -> list[Endpoint]:
-        """All workers, also those set aside. Raises InvalidRequest in a forked child."""
+        """Returns all workers, including those set aside. Raises InvalidRequest in a forked child."""
         self.owner.check()
         with self._changed:
             return list(self._live.values())
 
     def set_aside(self, endpoint: Endpoint, why: str) -> None:
-        """No more calls to this worker until it says that it is well."""
+        """Sends no more calls to this worker until it answers that it is well."""
         with self._changed:
             if endpoint.aside is not None or self._loop.closed:
                 return
             endpoint.aside = why
             endpoint.probe_pause_s = self._limits.probe_pause_s_min
             endpoint.probe_at_s = self._clock.monotonic_s()
-            self._refresh_at_s = endpoint.probe_at_s  # whoever took its place is in the list already
+            self._refresh_at_s = endpoint.probe_at_s  # its successor may be in the list already
             self._changed.notify_all()
         self._counters.add(ClientCount.SET_ASIDE)
         log.info("client.set_aside worker=%s why=%s", endpoint.address, why)
         self._loop.start()
 
     def refresh(self) -> None:
-        """Reads the list of workers anew; without an answer the old one stays, as etcd is not needed to serve.
+        """Reads the list of workers again; without an answer the old list stays, since serving does not need etcd.
 
-        Raises InvalidRequest where it cannot be said which workers are meant, PermissionDenied where etcd says so.
+        Raises InvalidRequest if it is unclear which workers are meant, PermissionDenied if etcd says so.
         """
         if self._discover is None:
             return
@@ -161,9 +161,7 @@ class Endpoints:
         self._loop.close(self._limits.probe_s + self._limits.refresh_s)
 
     def _list(self, addresses: Sequence[str]) -> None:
-        """Adds the workers that are new, and lets go of those that are not listed any more, or whose connections were
-        made with another certificate.
-        """
+        """Adds new workers; retires those that are no longer listed or whose connections have an old certificate."""
         wanted = list(dict.fromkeys(check_address(address) for address in addresses))[:ENDPOINTS_MAX]
         with self._changed:
             if self._loop.closed:
@@ -192,7 +190,7 @@ class Endpoints:
         )
         return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
 
-    # Looking after them
+    # Probing
 
     def _next(self) -> Decision:
         now_s = self._clock.monotonic_s()
@@ -215,7 +213,7 @@ class Endpoints:
         self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
 
     def _probe(self, endpoints: list[Endpoint]) -> None:
-        """Asks workers how they are, all at once, and believes what they say."""
+        """Asks workers for their health, all at once, and takes over their answers."""
         asked: list[tuple[Endpoint, Any]] = []
         for endpoint in endpoints:
             endpoint.use()
@@ -242,13 +240,13 @@ class Endpoints:
 
 
 def _health_of(answer: Any) -> str | None:
-    """None where the worker serves, else why not."""
+    """Returns None if the worker serves, else why not."""
     try:
         status = answer.result()
     except grpc.RpcError as error:
         code = error.code()
-        # A worker without the health service serves all the same.
+        # A worker without the health service still serves.
         return None if code is grpc.StatusCode.UNIMPLEMENTED else f"health: {code.name}"
     except grpc.FutureCancelledError:
         return "health: cancelled"
-    return None if status == SERVING else "it says that it is not serving (draining, or its root hangs)"
+    return None if status == SERVING else "it reports NOT_SERVING (draining, or its root hangs)"

@@ -1,4 +1,4 @@
-"""Reading chunks from workers straight into the caller's memory, going on at another worker where one fails."""
+"""Reads chunks from workers straight into the caller's memory; goes on at another worker if one fails."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from kvstore.wire.traces import traced
 log = logging.getLogger(__name__)
 
 LEASES_MAX = 256
-"""Views of one worker's memory alive at once, a file descriptor each; more are copies."""
+"""Maximum of views of one worker's memory at once, one file descriptor each; further views are copies."""
 
 
 class ChunkFetch:
-    """One read of leading chunks. ``receive`` may be called for another worker, and goes on where the last one failed.
+    """One read of leading chunks. ``receive`` may be called for another worker; it goes on where the last one failed.
 
-    Everything happens in the calling thread, so nothing is written into the caller's memory once it returns.
+    Everything happens in the calling thread, so nothing writes into the caller's memory once it returns.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChunkFetch:
         tools: Tools,
         views: Views | None = None,
     ) -> None:
-        """``views`` gets what can stay where it is; then ``memory`` is for what has to be copied."""
+        """``views`` gets the chunks that can stay in place; ``memory`` is then for those that must be copied."""
         self._namespace = namespace
         self._tokens = tokens
         self._chain: Chain | None = None
@@ -70,16 +70,16 @@ class ChunkFetch:
         self._found = chunks_max
         self._cached: tuple[int, Pieces] = (-1, [])
         self.good = 0
-        """Leading chunks that are in the caller's memory, verified."""
+        """Number of leading chunks in the caller's memory, verified."""
 
     def receive(self, endpoint: Endpoint) -> None:
-        """Reads what is missing from one worker, with ``good`` up to date whatever happens.
+        """Reads what is missing from one worker; ``good`` is always up to date.
 
-        Called inside a call of ``Caller``, which turns what this raises into CallFailed.
+        Call it inside a call of ``Caller``, which turns errors into CallFailed.
         """
         request, layout, first = self._request, self._layout, self.good
         if self._sections is not None and first == self._found:
-            return  # the last one failed behind its last byte
+            return  # the last worker failed after its last byte
         if self._receive_bulk(endpoint) or (self._sections is not None and self.good == self._found):
             return
         first = self.good
@@ -98,14 +98,14 @@ class ChunkFetch:
                         pass
                     self.good = first + incoming.complete // layout.section_count
         except InvalidRequest as error:
-            # What the worker sent makes no sense; what came before it was verified part by part.
+            # The worker sent nonsense. What came before it was verified part by part.
             raise self._damaged(endpoint, error) from error
         except BrokenTransfer as error:
             raise self._damaged(endpoint, error) from error
 
     def _begin(self, frame: Frame, first: int) -> Incoming:
         if frame.start is None:
-            raise InvalidRequest("the answer does not begin with how many chunks were found")
+            raise InvalidRequest("the answer does not begin with the number of chunks found")
         count = self._announced(frame.start) - first
         return Incoming(
             SameSize(self._layout.section_bytes, count * self._layout.section_count),
@@ -113,7 +113,7 @@ class ChunkFetch:
         )
 
     def _receive_bulk(self, endpoint: Endpoint) -> bool:
-        """Reads past gRPC where there is a way; whether it came to an end, so that gRPC need not go on."""
+        """Reads over a bulk connection if there is one; True if it finished, so that gRPC is not needed."""
         limits = self._limits
         with endpoint.bulk.link(limits.probe_s) as link:
             if link is None:
@@ -128,22 +128,22 @@ class ChunkFetch:
                 self._counters.add(ClientCount.BULK_BROKEN)
                 return False
         if not is_right:
-            # The worker finds out itself what is wrong with that chunk, and sets it aside.
+            # The worker itself finds out what is wrong with that chunk, and quarantines it.
             self._counters.add(ClientCount.BULK_DAMAGED)
         return is_right
 
     def _receive_from(self, link: Link) -> bool:
-        """Reads until the end, or the first miss; False where the next chunk was there and not right."""
+        """Reads until the end or the first miss; False if the next chunk exists but was not good."""
         if link.mode is Mode.STREAM:
             return self._receive_stream(link)
         is_right = self._take_given(link)
         if not is_right or self.good == self._found:
             return is_right
-        # What comes next may be in memory and not to be leased, on a root that has no files to hand over, or encoded.
+        # The next chunk may be in memory that cannot be leased, on a root without files to hand over, or encoded.
         return self._receive_stream(link)
 
     def _take_given(self, link: Link) -> bool:
-        """The same of what the worker gives to a client on its host."""
+        """Reads chunks from a worker on this host, from its memory or its open files; returns as ``_receive_from``."""
         mode = link.mode
         number, count, timeout_s = self._begin_bulk(link, mode)
         chain, first, is_right = self._hashed(), self.good, True
@@ -167,7 +167,7 @@ class ChunkFetch:
         return is_right
 
     def _receive_stream(self, link: Link) -> bool:
-        """The same of whole files that come as bytes."""
+        """Reads whole chunk files that come as bytes; returns as ``_receive_from``."""
         number, count, _ = self._begin_bulk(link, Mode.STREAM)
         chain = self._hashed()
         assert self._sections is not None
@@ -179,7 +179,7 @@ class ChunkFetch:
         return True
 
     def _begin_bulk(self, link: Link, mode: Mode) -> tuple[int, int, float]:
-        """Sends the request: its number, up to which chunk the worker gives, and how long it may take."""
+        """Sends the request; returns its number, how many chunks the worker offers, and how long it may take."""
         request = self._request
         request.first, request.chunks_max = self.good, self._found
         timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - self.good) * self._layout.chunk_bytes)
@@ -193,7 +193,7 @@ class ChunkFetch:
         return self._chain
 
     def _announced(self, start: bytes) -> int:
-        """Up to which chunk the worker sends; the first answer says how much memory is needed."""
+        """Returns how many chunks the worker offers; the first answer decides how much memory is needed."""
         found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
         if self._sections is None:
             self._sections = self._memory(found)
@@ -201,7 +201,7 @@ class ChunkFetch:
         return max(self.good, min(found, self._found))
 
     def _section(self, part: int) -> memoryview:
-        """The caller's memory for a section, counted from the prompt's beginning."""
+        """Returns the caller's memory for a section, counted from the start of the prompt."""
         index, section = divmod(part, self._layout.section_count)
         if self._cached[0] != index:
             assert self._sections is not None

@@ -1,4 +1,4 @@
-"""Layers of held chunks, each received from a worker while the caller uses the one before."""
+"""Layers of held chunks: the next one is received from a worker while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _nothing() -> None:
 class LayersAhead:
     """A thread that receives the next layer while the caller uses this one.
 
-    ``memory`` is called in that thread, which ``each`` begins. ``close`` returns when nobody writes into any of it any
-    more; it must be called whatever became of ``each``.
+    ``each`` starts the thread, which calls ``memory``. ``close`` returns once nobody writes into that memory; call it
+    however ``each`` ended.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LayersAhead:
         self._memory = memory
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
-        # Not a Semaphore: Ctrl-C may leave that locked, and ``close`` would wait for ever.
+        # Not a Semaphore: Ctrl-C may leave one locked, and ``close`` would wait for ever.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._room.put(None)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class LayersAhead:
         self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
 
     def each(self) -> Iterator[tuple[int, LayerMemory]]:
-        """The layers in order. Raises HoldBroken."""
+        """Yields the layers in order. Raises HoldBroken."""
         self._thread.start()
         for _ in range(self._layers):
             filled = self._ready.get()
@@ -86,7 +86,7 @@ class LayersAhead:
             yield filled
 
     def close(self) -> None:
-        """Ends call and thread. In a forked child nothing: both are its parent's."""
+        """Ends call and thread. Does nothing in a forked child: both belong to its parent."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -95,7 +95,7 @@ class LayersAhead:
             self._room.put(None)
             while self._writes:
                 self._changed.wait()
-        # Only to be tidy: it may be dialling, or, interrupted in ``each`` (Ctrl-C), it was never begun.
+        # Best effort: the thread may be dialling, or Ctrl-C in ``each`` came before it started.
         with suppress(RuntimeError):
             self._thread.join(TIDY_S)
 
@@ -118,7 +118,7 @@ class LayersAhead:
             self._receive()
         except grpc.RpcError:
             if self._closed:
-                raise Withdrawn from None  # cancelled by ``close``, which is no reason to leave the worker aside
+                raise Withdrawn from None  # ``close`` cancelled it: the worker is not at fault
             raise
 
     def _receive(self) -> None:
@@ -126,7 +126,7 @@ class LayersAhead:
             self._receive_grpc()
 
     def _receive_bulk(self) -> bool:
-        """Reads past gRPC where there is a way; False where nothing came of it."""
+        """Reads over a bulk connection; False if that failed or there is none."""
         limits = self._tools.limits
         with self._endpoint.bulk.link(limits.probe_s) as link:
             if link is None:
@@ -144,9 +144,9 @@ class LayersAhead:
                     raise error.failed.error if isinstance(error, BulkRefused) else error from None
                 link.channel.alive = False
                 log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
-                return False  # an older worker, or one that says the same over gRPC
+                return False  # an older worker, or one that answers the same over gRPC
             finally:
-                self._started(_nothing)  # from here on the connection is another call's
+                self._started(_nothing)  # the connection now belongs to another call
             return True
 
     def _receive_grpc(self) -> None:
@@ -157,10 +157,10 @@ class LayersAhead:
         with closing(frames):
             opening = next(frames, None)
             if opening is None or opening.start is None:
-                raise BrokenTransfer("the answer does not begin with how many chunks were found")
+                raise BrokenTransfer("the answer does not begin with the number of chunks found")
             found = parse(pb.GetStart, opening.start).chunks
             if found != self._chunks:
-                raise HoldBroken(f"{found} chunks are left of {self._chunks}: match again", 0)
+                raise HoldBroken(f"only {found} of {self._chunks} held chunks are left: match again", 0)
             incoming = Incoming(SameSize(self._section_bytes, 2 * found * self._layers), self._section)
             for frame in frames:
                 for _ in incoming.feed(frame):
@@ -170,7 +170,7 @@ class LayersAhead:
                 raise BrokenTransfer("the stream of layers ended too early")
 
     def _section(self, part: int) -> memoryview:
-        """Where a section goes. Begins a layer only once the caller took the one before."""
+        """Returns the memory for a section. Begins a layer only once the caller took the one before."""
         layer, part = divmod(part, 2 * self._chunks)
         if not part:
             self._begun(layer)
@@ -178,7 +178,7 @@ class LayersAhead:
         return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
 
     def _begun(self, layer: int) -> LayerMemory:
-        """Where a layer goes, once the caller took the one before."""
+        """Returns the memory for a layer, once the caller took the one before."""
         self._room.get()
         with self._changed:
             if self._closed:
@@ -201,7 +201,7 @@ class LayersAhead:
             return error
         is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
         self._tools.counters.add(ClientCount.MISSES_DAMAGED if is_damage else ClientCount.MISSES_UNREACHABLE)
-        return HoldBroken(f"the layers did not all come: compute all tokens again ({error})", 0)
+        return HoldBroken(f"not all layers arrived: compute all tokens again ({error})", 0)
 
     def _called(self, call: Any) -> None:
         self._started(call.cancel)

@@ -1,4 +1,4 @@
-"""Every timing of a client in one place."""
+"""Every timing and limit of a client."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """How long a client waits for workers. Raises InvalidRequest where a value makes no sense."""
+    """Limits on waiting for workers and on a client's resources. Raises InvalidRequest for senseless values."""
 
     match_s: float = 5.0
-    """For a match or a hold; past it, a miss."""
+    """Limit for a match or a hold; past it, a miss."""
     read_s: float = 15.0
-    """Without a byte of what is read; past it, what has not come is a miss."""
+    """Limit without a byte during a read; past it, the missing chunks are misses."""
     write_s: float = 30.0
-    """For a put, beside the time its bytes take; past it, Unavailable."""
+    """Limit for a put, in addition to the time for its bytes; past it, Unavailable."""
     pin_s: float = 5.0
-    """For pins, refcounts and namespaces."""
+    """Limit for pins, refcounts and namespaces."""
     move_s: float = 630.0
-    """For a prefetch or move, which the worker ends after 600 s."""
+    """Limit for a prefetch or move; the worker ends them after 600 s."""
     clear_s: float = 630.0
-    """For clearing a namespace, which may visit every folder of the root."""
+    """Limit for clearing a namespace, which may visit every folder of the root."""
     bytes_per_s_min: int = 32 << 20
-    """A stream that is slower than this on the whole is given up."""
+    """Minimum average speed of a stream; a slower one is cancelled."""
     arena_bytes_max: int = 512 << 20
-    """Memory shared with one worker of this host for puts; taken when it is needed, and kept."""
+    """Memory shared with one worker on this host for puts; allocated on demand, and kept."""
     bulk_links_max: int = 8
     """Bulk connections to one worker, each for one call at a time; more calls at once go over gRPC."""
     stats_s: float = 5.0
     """For asking workers what they counted."""
     probe_s: float = 2.0
-    """For asking a worker how it is."""
+    """Limit for a health probe."""
     probe_pause_s_min: float = 0.1
-    """Between two such questions to a worker that was set aside; doubles each time."""
+    """First pause between two probes of a worker that was set aside; doubles each time."""
     probe_pause_s_max: float = 2.0
-    """What it doubles up to."""
+    """Longest pause between two such probes."""
     refresh_s: float = 5.0
-    """Between two looks at the list of workers, and at the health of all of them."""
+    """Interval at which the list and the health of all workers is read."""
     affinity_slack: int = 2
-    """Calls by which a worker may be busier than the idlest one and still get the prompts it has seen before."""
+    """A worker keeps the prompts that it saw before unless it has this many calls more than the idlest one."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -52,5 +52,5 @@ class ClientLimits:
             )
 
     def stream_s(self, first_s: float, size_bytes: int) -> float:
-        """The deadline of a stream of at most ``size_bytes``, beside ``first_s``."""
+        """Returns the deadline of a stream of at most ``size_bytes``: ``first_s`` and the time for its bytes."""
         return first_s + size_bytes / self.bytes_per_s_min

@@ -88,7 +88,7 @@ class LocalHold:
 
 
 class LocalBlockHold:
-    """Blocks held by the node in this process: as a hold of chunks, it keeps collectors away from all there is."""
+    """Held blocks of the node in this process. Like a hold of chunks, it protects all chunks from collection."""
 
     def __init__(self, store: OpenMember, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
         self._store = store
@@ -108,7 +108,7 @@ class LocalBlockHold:
 
 
 class LocalPort:
-    """A member of the cluster, or a node alone, in this process."""
+    """The port to a node in this process, in a cluster or alone."""
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)

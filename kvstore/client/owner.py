@@ -1,4 +1,4 @@
-"""The process that made an object. A forked child has a copy: its threads are gone, and locks they held stay locked."""
+"""The process that made an object. A forked child has a copy without threads; locks held at the fork stay locked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.errors import InvalidRequest
 
 
 class Owner:
-    """Asked before any lock, as one that another thread held at the fork is never given back in the child."""
+    """Knows the owning process. Ask it before any lock: a lock held at the fork is never released in the child."""
 
     __slots__ = ("_pid",)
 
@@ -17,13 +17,13 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made the object."""
+        """True in the process that made the object."""
         return self._pid == os.getpid()
 
     def check(self) -> None:
         """Raises InvalidRequest in a forked child."""
         if not self.is_here:
             raise InvalidRequest(
-                "the store was opened or connected before a fork, and its threads are not here: open it in the child, "
-                "or connect in the child, which has to be spawned where its parent connected"
+                "the store was opened or connected before a fork, and a forked child has none of its "
+                "threads: open it in the child, or connect in the child and start the child by spawn"
             )

@@ -1,6 +1,6 @@
-"""What a cache needs of whoever holds the chunks: a node in this process, or a worker over gRPC.
+"""The port: the calls that a cache makes to a node in this process, or to workers over gRPC.
 
-Two implementations, ``local.py`` and ``remote.py``; everything above behaves the same over either.
+It has two implementations, ``local.py`` and ``remote.py``. Everything above behaves alike over both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class PortHold(Protocol):
     chunks: int
 
     def read(self, sections: Sections) -> int:
-        """Reads the held chunks; returns how many leading ones are good."""
+        """Reads the held chunks; returns the number of leading good ones."""
         ...
 
     def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
-        """Yields each layer once it is in its memory. Raises HoldBroken where a chunk was lost."""
+        """Yields each layer once it is in its memory. Raises HoldBroken if a chunk was lost."""
         ...
 
     def view(self) -> list[npt.NDArray[Any]]:
-        """One read-only array of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)`` per leading good chunk."""
+        """Returns a read-only array ``(layers, 2, chunk_tokens, kv_heads, head_dim)`` per leading good chunk."""
         ...
 
     def release(self) -> None:
@@ -52,10 +52,10 @@ class PortBlockHold(Protocol):
     """Held engine-hashed blocks."""
 
     present: list[bool]
-    """For each key that was asked for, whether its block was in the store when the hold began."""
+    """For each key asked for, whether its block was in the store when the hold began."""
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        """Reads blocks, some of those held. Raises HoldBroken where the hold has ended."""
+        """Reads some of the held blocks. Raises HoldBroken if the hold has ended."""
         ...
 
     def release(self) -> None:
@@ -64,34 +64,34 @@ class PortBlockHold(Protocol):
 
 
 class PortMove(Protocol):
-    """A prefetch, move or release that goes on."""
+    """A prefetch, move or release in progress."""
 
     @property
     def chunks(self) -> int:
-        """Leading chunks that it is done with."""
+        """Number of leading chunks done."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """True once it has ended."""
         ...
 
     @property
     def error(self) -> KVStoreError | None:
-        """What ended it early, if anything did."""
+        """The error that ended it early, or None."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Waits until it is done; returns ``chunks``. Never raises."""
+        """Waits until it has ended; returns ``chunks``. Never raises."""
         ...
 
     def cancel(self) -> None:
-        """Has it end soon; idempotent, never waits."""
+        """Cancels it; idempotent, never waits."""
         ...
 
 
 class Port(Protocol):
-    """Every call returns or raises within its deadline; errors are those of ``kvstore.errors``."""
+    """Calls of a cache. Each returns or raises within its deadline; errors are those of ``kvstore.errors``."""
 
     @property
     def place(self) -> str:
@@ -103,11 +103,11 @@ class Port(Protocol):
         ...
 
     def namespaces(self) -> list[Namespace]:
-        """All namespaces of the store."""
+        """Returns all namespaces of the store."""
         ...
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Leading chunks in the store."""
+        """Returns the number of leading chunks in the store."""
         ...
 
     def put(
@@ -119,13 +119,13 @@ class Port(Protocol):
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
-        """Stores the chunks from index ``first`` on; acknowledged as ``write`` says, or as the node is set."""
+        """Stores the chunks from index ``first`` on; ``write`` is the write mode, by default the node's."""
         ...
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
-        """Matches and reads in one go, at most ``chunks_max`` chunks; returns how many leading ones are good.
+        """Matches and reads in one call, at most ``chunks_max`` chunks; returns the number of leading good ones.
 
-        ``memory(count)`` is called once, with the number of chunks matched, and gives where they go.
+        ``memory(count)`` is called once with the number of chunks matched, and returns where they go.
         """
         ...
 
@@ -138,15 +138,15 @@ class Port(Protocol):
         ...
 
     def unpin(self, pin_id: str) -> bool:
-        """Releases a pin; False where there is none."""
+        """Releases a pin; False if there is none."""
         ...
 
     def pins(self) -> list[PinRecord]:
-        """All live pins."""
+        """Returns all live pins."""
         ...
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Live pins that cover all full chunks of ``tokens``."""
+        """Returns the number of live pins that cover all full chunks of ``tokens``."""
         ...
 
     def put_blocks(
@@ -157,15 +157,15 @@ class Port(Protocol):
         hints: Hints,
         write: WriteMode | None = None,
     ) -> list[bool]:
-        """Stores engine-hashed blocks; acknowledged as ``write`` says, or as the node is set."""
+        """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's."""
         ...
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        """Leading keys in the store."""
+        """Returns the number of leading keys in the store."""
         ...
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are in the store."""
+        """Returns, for each key, whether it is in the store."""
         ...
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> PortBlockHold:
@@ -177,7 +177,7 @@ class Port(Protocol):
         ...
 
     def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> PortMove:
-        """Begins a prefetch, move or release of what is stored of a prompt; returns once it is accepted."""
+        """Begins a prefetch, move or release of the stored part of a prompt; returns once it is accepted."""
         ...
 
     def clear(self, namespace: Namespace) -> Cleared:
@@ -185,19 +185,19 @@ class Port(Protocol):
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of the node, or of all workers together."""
+        """Returns the counters of the node, or the sums over all workers."""
         ...
 
     def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
-        """Deletes what a selection names, everywhere. Raises as ``Member.clear_selected`` does."""
+        """Deletes selected chunks everywhere. Raises as ``Member.clear_selected`` does."""
         ...
 
     def control(self) -> Control:
-        """Steers the workers behind this port. Raises InvalidRequest where there are none."""
+        """Returns the control of the workers behind this port. Raises InvalidRequest if there are none."""
         ...
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
-        """Those of each worker by its address, and the error of one that does not answer; "" is a node here."""
+        """Returns the counters of each worker by address, or its error without an answer; "" is a node here."""
         ...
 
     def close(self) -> None:

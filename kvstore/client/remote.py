@@ -1,7 +1,7 @@
-"""The port to workers over gRPC: the same calls as on a node in this process, with a deadline and failover on each.
+"""The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
 
-Where no worker answers, a read is a miss (counted in ``stats()``), and everything else raises Unavailable.
-gRPC does not survive a fork (kvstore/channels.py).
+If no worker answers, a read is a miss (counted in ``stats()``), and everything else raises Unavailable. gRPC does not
+survive a fork (kvstore/channels.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from kvstore.writes import WriteMode
 T = TypeVar("T")
 
 PUT_ROUNDS_MAX = 3
-"""A put begins again where chunks vanished after it looked for them; more often means that they keep vanishing."""
+"""Times that a put starts again because chunks vanished after it looked; more means that they keep vanishing."""
 
 
 def remote_port(
@@ -87,18 +87,18 @@ def remote_port(
     tls: ClientTls | None = None,
     token_file: str | Path | None = None,
 ) -> RemotePort:
-    """A port to the workers given, or to those that etcd lists. Raises InvalidRequest.
+    """Returns a port to the given workers, or to those that etcd lists. Raises InvalidRequest.
 
-    ``bulk`` is the way that chunks go: ``shared`` (memory and files of this host), ``tcp`` (a connection of its own),
-    ``grpc``, or ``auto``, the first of them that there is; KVSTORE_BULK in the environment where it is None.  One that
-    is asked for and not there raises InvalidRequest; where a worker offers it and does not answer on it, that worker
-    does not answer.  ``write`` is the mode of puts that do not say one; without it the worker's.  ``tls`` and
-    ``token_file`` prove who we are, and who the workers are.
+    ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
+    ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. A required path
+    that no worker offers raises InvalidRequest; a worker that offers it and is silent on it counts as silent. ``write``
+    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate this client and the
+    workers.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
-        raise InvalidRequest("root= says which of the roots in etcd is meant: it needs etcd=host:port")
+        raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
     limits = limits or ClientLimits()
     way = _way(bulk)
     mode = None if write is None else WriteMode.of(write)
@@ -115,7 +115,7 @@ def remote_port(
 
 
 class RemotePort:
-    """Workers as a port. Thread-safe. ``discovery``, where given, is closed with it."""
+    """Workers as a port. Thread-safe. Closes ``discovery``, if given."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RemotePort:
         try:
             self._or_miss(lambda: self._reopening(namespace, read), None)
         except BrokenTransfer:
-            pass  # counted where it was found; what came before it is good
+            pass  # counted where it was found; the chunks before it are good
         return fetch.good
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
@@ -317,14 +317,14 @@ class RemotePort:
             self.counters.add(ClientCount.MISSES_DAMAGED)
         return hits
 
-    # Ahead of reads
+    # Prefetch
 
     def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> RemoteMove:
         packed = pack_tokens(_full_chunks(namespace, tokens))
         move = RemoteMove(sealed(move_message(namespace.digest, packed, act, level)), self._moves)
 
         def send(follow: Callable[[Endpoint, float], None]) -> None:
-            # At the worker that the prompt would be read from.
+            # Ask the worker that would serve the prompt.
             self._reopening(
                 namespace, lambda: self._caller.anywhere(follow, self.limits.move_s, _affinity(namespace, tokens))
             )
@@ -332,7 +332,7 @@ class RemotePort:
         move.begin(send, self.limits.pin_s)
         return move
 
-    # Looking after it
+    # Statistics and closing
 
     def clear(self, namespace: Namespace) -> Cleared:
         request = sealed(pb.ClearRequest(namespace=namespace.digest))
@@ -343,7 +343,7 @@ class RemotePort:
         return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
-        """The sums over all workers that answer, and this client's own counts. Raises Unavailable where none does."""
+        """Returns the sums over all workers that answer, and this client's counts. Raises Unavailable if none does."""
         sums: dict[str, int | float] = {}
         answered = 0
         error: KVStoreError = Unavailable("no worker is known: start one")
@@ -384,7 +384,7 @@ class RemotePort:
         }
 
     def close(self) -> None:
-        if self.endpoints.owner.is_here:  # in a forked child, threads and connections are its parent's
+        if self.endpoints.owner.is_here:  # in a forked child, threads and connections belong to the parent
             self.parts.close()
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
@@ -400,7 +400,7 @@ class RemotePort:
         return pb.MatchResponse.FromString(answer).chunks
 
     def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
-        """What need not be sent. Not knowing costs only bytes, so an error is left to the put itself to meet."""
+        """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
         request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens))
         try:
             return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=self.limits.match_s)).chunks
@@ -410,7 +410,7 @@ class RemotePort:
     def _put_over_grpc(
         self, endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, left_s: float
     ) -> pb.PutResponse:
-        """Sends the chunks of a prompt that are missing; ``size`` is the tokens of each."""
+        """Sends the missing chunks of a prompt; ``size`` is the number of tokens in each."""
         ends_s = time.monotonic() + left_s
         begin = max(start.first, self._present(endpoint, start))
         opening, answer = pb.PutStart(), pb.PutResponse()
@@ -427,7 +427,7 @@ class RemotePort:
                 break
             if answer.tokens_present < start.first * size:
                 break
-            # What the worker believed to be there is not: begin at the first chunk that is missing.
+            # A chunk that the worker counted as present is gone: begin at the first missing one.
             begin = max(start.first, answer.tokens_present // size)
         return answer
 
@@ -440,7 +440,7 @@ class RemotePort:
         sections: Sections,
         timeout_s: float,
     ) -> pb.PutResponse | None:
-        """The same over a bulk connection; None where there is none, or it broke."""
+        """Sends the chunks over a bulk connection; None if there is none or it broke."""
         if not isinstance(sections, Planes):
             return None
         with endpoint.bulk.link(timeout_s) as link:
@@ -452,7 +452,7 @@ class RemotePort:
                     link,
                     start,
                     ChunkCargo(sections, namespace.layout, count),
-                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
+                    # acknowledged on receipt, so never for through or around
                     behind=start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self.limits.write_s,
@@ -466,12 +466,12 @@ class RemotePort:
         return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
-        """The call's result. Where the worker does not know the namespace (a new root), tells them all and repeats."""
+        """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
         try:
             return call()
         except UnknownNamespace:
             self.counters.add(ClientCount.NAMESPACES_REOPENED)
-        # All: those that know it do not write its record anew, and the call goes to the one that does not.
+        # At all workers: the call goes to the one that does not know it, and the others do nothing.
         answers = self._caller.each("OpenNamespace", _opening(namespace), self.limits.pin_s).values()
         errors = [answer for answer in answers if isinstance(answer, KVStoreError)]
         if errors and len(errors) == len(answers):
@@ -479,10 +479,10 @@ class RemotePort:
         try:
             return call()
         except UnknownNamespace as unknown:
-            raise Unavailable(f"a worker forgets what it is told: {unknown}") from unknown
+            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
 
     def _or_miss(self, call: Callable[[], T], miss: T) -> T:
-        """The call's result, or ``miss`` where no worker could answer."""
+        """Returns the call's result, or ``miss`` if no worker could answer."""
         try:
             return call()
         except BrokenTransfer:
@@ -493,7 +493,7 @@ class RemotePort:
 
 
 def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
-    """Counters and gauges as one; whole numbers as such."""
+    """Returns counters and gauges in one dict; whole numbers as int."""
     gauges = {name: int(value) if value.is_integer() else value for name, value in answer.gauges.items()}
     return {**answer.counters, **gauges}
 
@@ -512,7 +512,7 @@ def _opening(namespace: Namespace) -> bytes:
 
 
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:
-    """Without the trailing part chunk, which nobody can have stored."""
+    """Returns the tokens without the trailing part chunk, which is never stored."""
     return tokens[: len(tokens) - len(tokens) % namespace.layout.chunk_tokens]
 
 

@@ -40,7 +40,7 @@ class RemoteBlocks:
     def put(
         self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints, write: WriteMode | None
     ) -> list[bool]:
-        """See ``Port.put_blocks``."""
+        """Implements ``Port.put_blocks``."""
         if not keys:
             self._tools.caller.check()
             return []
@@ -73,7 +73,7 @@ class RemoteBlocks:
     def _put_past_grpc(
         self, endpoint: Endpoint, start: pb.PutBlocksStart, buffers: Pieces, timeout_s: float
     ) -> list[bool] | None:
-        """The same over a bulk connection; None where there is none, or it broke."""
+        """Sends the blocks over a bulk connection; None if there is none or it broke."""
         counters = self._tools.counters
         with endpoint.bulk.link(timeout_s) as link:
             if link is None:
@@ -84,7 +84,7 @@ class RemoteBlocks:
                     link,
                     start,
                     BlockCargo(buffers),
-                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
+                    # acknowledged on receipt, so never for through or around
                     behind=start.write == pb.WRITE_BEHIND,
                     reserve=partial(endpoint.bulk.reserve_arena, link),
                     idle_s=self._tools.limits.write_s,
@@ -102,7 +102,7 @@ class RemoteBlocks:
         return None
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        """See ``Port.match_blocks``. Raises Unavailable."""
+        """Implements ``Port.match_blocks``. Raises Unavailable."""
         if not keys:
             self._tools.caller.check()
             return 0
@@ -113,7 +113,7 @@ class RemoteBlocks:
         return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
 
     def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        """See ``Port.present_blocks``. Raises Unavailable."""
+        """Implements ``Port.present_blocks``. Raises Unavailable."""
         if not keys:
             self._tools.caller.check()
             return []
@@ -124,7 +124,7 @@ class RemoteBlocks:
         return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
 
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
-        """See ``Port.hold_blocks``. Raises Unavailable, Overloaded."""
+        """Implements ``Port.hold_blocks``. Raises Unavailable, Overloaded."""
         if not keys:
             self._tools.caller.check()
             return self.unheld(namespace, keys)
@@ -138,13 +138,13 @@ class RemoteBlocks:
         return self._tools.caller.anywhere(send, self._tools.limits.match_s, partial(marks_of_keys, keys))
 
     def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
-        """A hold of nothing, for keys that no worker could look for."""
+        """Returns a hold of nothing, for keys that no worker could look up."""
         return RemoteBlockHold(self, namespace, [False] * len(keys), pb.HoldResponse(), None, self._tools)
 
     def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
         """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.
 
-        Where a worker fails, the next one is asked for those that are left.
+        If a worker fails, the next one is asked for the rest.
         """
         if not keys:
             self._tools.caller.check()
@@ -167,7 +167,7 @@ class RemoteBlocks:
         left_s: float,
         hold: bytes = b"",
     ) -> None:
-        """Reads what ``hits`` says is missing from one worker, under a hold of it; inside a call of ``Caller``."""
+        """Reads the blocks that ``hits`` lacks from one worker, under a hold of it; inside a call of ``Caller``."""
         left = [index for index, hit in enumerate(hits) if not hit]
         left = self._get_past_grpc(endpoint, wanted, buffers, hits, left, hold)
         if left:
@@ -176,7 +176,7 @@ class RemoteBlocks:
     def _get_past_grpc(
         self, endpoint: Endpoint, wanted: Keyed, buffers: Pieces, hits: list[bool], left: list[int], hold: bytes
     ) -> list[int]:
-        """Reads over a bulk connection; which are to be read over gRPC after it."""
+        """Reads over a bulk connection; returns the indexes to read over gRPC instead."""
         tools = self._tools
         with endpoint.bulk.link(tools.limits.probe_s) as link:
             if link is None:
@@ -192,7 +192,7 @@ class RemoteBlocks:
                 tools.counters.add(ClientCount.BULK_BROKEN)
                 return [index for index in left if not hits[index]]
         if reading.damaged:
-            # The worker finds out itself what is wrong with these, and sets them aside.
+            # The worker itself finds out what is wrong with these, and quarantines them.
             tools.counters.add(ClientCount.BULK_DAMAGED)
         return reading.damaged
 
@@ -224,7 +224,9 @@ class RemoteBlocks:
             for frame in frames:
                 if frame.start is not None:
                     if not incoming.is_done or asked + len(frame.start) > len(left):
-                        raise BrokenTransfer(f"worker {endpoint.address} mixes up its blocks: repeat the call")
+                        raise BrokenTransfer(
+                            f"worker {endpoint.address} sent other blocks than asked for: repeat the call"
+                        )
                     found = [asked + at for at, hit in enumerate(frame.start) if hit]
                     asked += len(frame.start)
                     incoming = Incoming(
@@ -243,7 +245,7 @@ class RemoteBlocks:
 
 
 class RemoteBlockHold(HeldAtWorker):
-    """Blocks held by a worker: as a hold of chunks, it keeps collectors away from all there is."""
+    """Blocks held by a worker. Like a hold of chunks, it protects everything from garbage collection."""
 
     def __init__(
         self,
@@ -273,7 +275,7 @@ class RemoteBlockHold(HeldAtWorker):
 
 
 def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
-    """What a worker says of each key. Raises Unavailable where it says nothing of some."""
+    """Returns the worker's answer for each key. Raises Unavailable if some are missing."""
     if len(present) != len(keys):
         raise Unavailable(f"the worker answered for {len(present)} blocks of {len(keys)}: repeat the call")
     return [bool(each) for each in present]

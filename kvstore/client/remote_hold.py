@@ -1,7 +1,7 @@
-"""Holds at a worker, known to that worker alone: where that one is gone, so is the hold, and reading says so.
+"""Holds at one worker: if that worker is gone, so is the hold, and reading raises.
 
-A chunk or block that was lost under a live hold is a miss.  A hold that has ended, or whose worker does not answer, so
-that nobody knows whether it still protects, is ``HoldBroken``.
+A chunk or block lost under a live hold is a miss. ``HoldBroken`` means that the hold has ended, or that its worker does
+not answer, so nobody knows whether it still protects.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvstore.wire.statuses import BrokenTransfer
 
 RELEASE_S = 2.0
 VIEWED_FILES_MAX = 256
-"""Chunks of one view that are mapped files, a descriptor each; the others are copies."""
+"""Maximum of mapped files in one view, one file descriptor each; further chunks are copies."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Lease:
-    """See ``LeasedHold``."""
+    """Implements ``LeasedHold``."""
 
     id: bytes
     lease_s: float
@@ -45,9 +45,9 @@ class _Lease:
 
 
 class HeldAtWorker:
-    """A hold at one worker, renewed until it is released. Where ``endpoint`` is None nothing is held.
+    """A hold at one worker, renewed until it is released. ``endpoint`` is None if nothing is held.
 
-    Reads of what is held are given to ``_at_worker``.
+    Reads of what is held go through ``_at_worker``.
     """
 
     def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
@@ -78,9 +78,9 @@ class HeldAtWorker:
         endpoint.leave()
 
     def _at_worker(self, read: Callable[[Endpoint, bytes], None], tokens_valid: Callable[[], int] = lambda: 0) -> None:
-        """Calls ``read`` with the worker and the hold's id, inside a call of ``Caller``; not where nothing is held.
+        """Calls ``read`` with the worker and the hold's id, inside a call of ``Caller``; nothing if nothing is held.
 
-        Raises HoldBroken, with what ``tokens_valid`` says then; and BrokenTransfer.
+        Raises HoldBroken, with the result of ``tokens_valid``; and BrokenTransfer.
         """
         self._check()
         if self._lease is None:

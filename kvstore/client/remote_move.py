@@ -1,4 +1,4 @@
-"""A prefetch, move or release at a worker: one call that lasts as long as it does, followed in a thread of its own."""
+"""A prefetch, move or release at a worker: one call that lasts as long as it does, followed in its own thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
 
 MOVES_MAX = 64
-"""Of one client, a thread each; more are refused. A worker has a bound of its own."""
+"""Maximum of moves of one client, one thread each; more are refused. A worker has its own limit."""
 
 
 _ACTS = {Act.PREFETCH: pb.ACT_PREFETCH, Act.MOVE: pb.ACT_MOVE, Act.RELEASE: pb.ACT_RELEASE}
@@ -23,15 +23,14 @@ _LEVELS = {Level.MEMORY: pb.TIER_MEMORY, Level.DISK: pb.TIER_DISK, Level.ROOT: p
 
 
 def move_message(namespace: bytes, packed_tokens: bytes, act: Act, level: Level) -> pb.MoveRequest:
-    """What is asked of a worker."""
+    """Returns the request to a worker."""
     return pb.MoveRequest(namespace=namespace, tokens=packed_tokens, act=_ACTS[act], tier=_LEVELS[level])
 
 
 class Slots:
-    """The moves that go on, at most MOVES_MAX. Thread-safe.
+    """The moves in progress, at most MOVES_MAX. Thread-safe.
 
-    It knows who has a place: whoever is interrupted (Ctrl-C) while it takes one gives it back without having to know
-    how far it came.
+    It knows who owns each place, so a caller interrupted (Ctrl-C) while it takes one can always give it back.
     """
 
     def __init__(self) -> None:
@@ -39,20 +38,20 @@ class Slots:
         self._taken: set[object] = set()
 
     def take(self, owner: object) -> None:
-        """A place for ``owner``. Raises Overloaded where there are too many."""
+        """Takes a place for ``owner``. Raises Overloaded if there are too many."""
         with self._lock:
             if len(self._taken) >= MOVES_MAX:
                 raise Overloaded(f"{MOVES_MAX} prefetches and moves of this client are not done yet: back off")
             self._taken.add(owner)
 
     def give(self, owner: object) -> None:
-        """Gives its place back, if it has one."""
+        """Gives back the place of ``owner``, if it has one."""
         with self._lock:
             self._taken.discard(owner)
 
 
 class RemoteMove:
-    """See ``PortMove``. ``begin`` it once."""
+    """Implements ``PortMove``. Call ``begin`` once."""
 
     def __init__(self, request: bytes, slots: Slots) -> None:
         self._request = request
@@ -67,23 +66,23 @@ class RemoteMove:
 
     @property
     def chunks(self) -> int:
-        """See ``PortMove``."""
+        """Implements ``PortMove.chunks``."""
         return self._chunks
 
     @property
     def done(self) -> bool:
-        """See ``PortMove``."""
+        """Implements ``PortMove.done``."""
         return self._is_done
 
     @property
     def error(self) -> KVStoreError | None:
-        """See ``PortMove``."""
+        """Implements ``PortMove.error``."""
         return self._error
 
     def begin(self, send: Callable[[Callable[[Endpoint, float], None]], None], timeout_s: float) -> None:
-        """Has ``send`` find a worker for ``follow``, and returns once one has accepted; raises what it answered.
+        """Lets ``send`` find a worker for ``follow``; returns once one has accepted, raises what it answered.
 
-        Raises Unavailable, and cancels, where none answers in time; Overloaded where too many go on.
+        Raises Unavailable, and cancels, if none answers in time; Overloaded if too many moves are in progress.
         """
         thread = threading.Thread(target=self._run, args=(send,), name="kvstore-client-move", daemon=True)
         try:
@@ -91,7 +90,7 @@ class RemoteMove:
             thread.start()
             with self._changed:
                 in_time = self._changed.wait_for(lambda: self._is_accepted or self._is_done, timeout_s)
-        except BaseException:  # interrupted (Ctrl-C), perhaps inside start: then nobody knows whether the thread runs
+        except BaseException:  # interrupted (Ctrl-C), perhaps inside start: nobody then knows whether the thread runs
             self.cancel()
             self._slots.give(self)
             raise
@@ -102,13 +101,13 @@ class RemoteMove:
             raise self._error
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """See ``PortMove``."""
+        """Implements ``PortMove.wait``."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done, timeout_s)
             return self._chunks
 
     def cancel(self) -> None:
-        """See ``PortMove``."""
+        """Implements ``PortMove.cancel``."""
         with self._changed:
             self._is_cancelled = True
             call = self._call

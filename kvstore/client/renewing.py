@@ -1,7 +1,7 @@
-"""Renewing the leases of a client's holds: one call to each worker that has some, for all that it has.
+"""Renews the leases of a client's holds: one call per worker, for all holds there.
 
-A thread of its own, because nobody waits for it and the caller may compute for long.  A client that is killed renews
-nothing, so its workers let go of what it held (gc/PROTOCOL.md, H4).
+It has its own thread, because nobody waits for it and the caller may compute for long. A client that is killed renews
+nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from kvstore.wire.messages import sealed
 log = logging.getLogger(__name__)
 
 SHARE = 4
-"""Renewed after this share of a lease, so that a process may stall for most of one."""
+"""A lease is renewed after 1/SHARE of its time, so that a process may stall for the rest."""
 CALL_S_MAX = 5.0
 
 
 class LeasedHold(Protocol):
-    """A hold at a worker, as far as its lease goes. ``renewed_s`` is written by the renewing thread alone."""
+    """The lease of a hold at a worker. Only the renewing thread writes ``renewed_s``."""
 
     id: bytes
     lease_s: float
     endpoint: Endpoint
     renewed_s: float
-    """When the renewal that was acknowledged last was sent, by the monotonic clock."""
+    """Monotonic time at which the last acknowledged renewal was sent."""
     ended: bool
-    """Set once the worker says that it has ended."""
+    """Set once the worker says that the hold has ended."""
 
 
 class Renewing:
-    """The live holds of one client, and the thread that renews them, made with the first. Thread-safe.
+    """The live holds of one client, and the thread that renews them; started with the first hold. Thread-safe.
 
-    It keeps none of them alive: one that its owner forgot is not renewed, and so ends.
+    It refers to holds weakly: one that its owner dropped is not renewed, and so ends.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -54,7 +54,7 @@ class Renewing:
         self._owner = Owner()
 
     def add(self, hold: LeasedHold) -> None:
-        """Renews it from now on."""
+        """Renews the hold from now on."""
         with self._changed:
             self._live.add(hold)
             if not self._loop.threads:
@@ -62,7 +62,7 @@ class Renewing:
             self._changed.notify_all()
 
     def remove(self, hold: LeasedHold) -> None:
-        """Renews it no more. Idempotent. In a forked child nothing: thread and lock are its parent's."""
+        """Stops renewing the hold. Idempotent. Does nothing in a forked child: thread and lock belong to its parent."""
         if not self._owner.is_here:
             return
         with self._changed:
@@ -73,14 +73,14 @@ class Renewing:
         self._loop.close(CALL_S_MAX)
 
     def step(self) -> float | None:
-        """Renews what is due; seconds until something is, None where nothing is held."""
+        """Renews the leases that are due; returns the seconds until the next one is, None if nothing is held."""
         now_s = self._clock.monotonic_s()
         with self._changed:
             live = list(self._live)
         due = [hold for hold in live if hold.renewed_s + hold.lease_s / SHARE <= now_s]
         asked: list[tuple[list[LeasedHold], Any]] = []
         for endpoint in {hold.endpoint for hold in due}:
-            # All that this worker has, also those that are not due: they need no call of their own soon.
+            # All holds of this worker, due or not: one call renews them together.
             holds = [hold for hold in live if hold.endpoint is endpoint]
             request = sealed(pb.RenewRequest(holds=[hold.id for hold in holds]))
             try:
@@ -102,7 +102,7 @@ class Renewing:
             ended = set(pb.RenewResponse.FromString(answer.result()).ended)
         except (grpc.RpcError, grpc.FutureCancelledError, DecodeError) as error:
             log.info("client.not_renewed worker=%s holds=%d why=%s", holds[0].endpoint.address, len(holds), error)
-            for hold in holds:  # again in half of that time
+            for hold in holds:  # try again after half of that time
                 hold.renewed_s = sent_s - hold.lease_s / SHARE / 2
             return
         for hold in holds:

@@ -1,4 +1,4 @@
-"""Opening a store, in this process or through a worker; the same Store from there on."""
+"""Opening a store in this process or through workers; both return the same Store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DURABILITIES = ("none", "fsync")
 class Store:
     """A store, in this process or behind workers. Close it, or use it as a context. Thread-safe.
 
-    Where neither is done, a ResourceWarning says so once its last cache, hold and pin are gone, and it is closed then.
+    A store that is dropped without that is closed, with a ResourceWarning, once its last cache, hold and pin are gone.
     """
 
     def __init__(self, port: Port, when_dropped: finalize[..., Port] | None = None) -> None:
@@ -54,12 +54,12 @@ class Store:
         attributes: Mapping[str, str] | None = None,
         write: WriteMode | str | None = None,
     ) -> Cache:
-        """The cache of one model's KV.
+        """Returns the cache of one model's KV.
 
-        ``fingerprint`` is a digest of the weights; ``attributes`` are further settings that change the bytes (RoPE
-        scaling, quantisation, parallel rank and size): caches that differ in any of these share nothing.  ``write`` is
-        how puts of this cache are acknowledged that do not say (``Cache.put``); by default as the node is set.
-        Raises LayoutMismatch where ``name`` exists for this tenant with another layout, Unavailable.
+        ``fingerprint`` is a digest of the weights. ``attributes`` are further settings that change the bytes (RoPE
+        scaling, quantisation, parallel rank and size). Caches that differ in any of these share nothing. ``write`` is
+        the default write mode of this cache's puts (``Cache.put``); None is the node's. Raises LayoutMismatch if
+        ``name`` exists for this tenant with another layout, Unavailable.
         """
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is a {type(layout).__name__}: expected kvstore.Layout")
@@ -69,15 +69,15 @@ class Store:
         return Cache(self._port, namespace, mode)
 
     def namespaces(self) -> list[Namespace]:
-        """All namespaces ever used on this store."""
+        """Returns all namespaces ever used on this store."""
         return self._port.namespaces()
 
     def pins(self) -> list[PinRecord]:
-        """All live pins."""
+        """Returns all live pins."""
         return self._port.pins()
 
     def unpin(self, pin_id: str) -> bool:
-        """Releases a pin by its id; False where there is none."""
+        """Releases a pin by its id; False if there is none."""
         if not isinstance(pin_id, str):
             raise InvalidRequest(f"pin id is a {type(pin_id).__name__}: expected the text that pin gave")
         return self._port.unpin(pin_id)
@@ -90,27 +90,26 @@ class Store:
         dry_run: bool = False,
         pinned: bool = False,
     ) -> Cleared:
-        """Deletes what a selection names (``kvstore.census.selection.Selection``): by namespace, tenant, fingerprint,
-        age, or who wrote it and when; on the root, and from the memory and local disks of all nodes.
+        """Deletes selected chunks (``kvstore.census.selection.Selection``) on the root and in all memories and disks.
 
-        Pinned chunks stay, and are counted, unless ``pinned``; ``dry_run`` only counts.  ``progress(done, total)``, in
-        shards, may raise to end it.  Stop those first that still write what is to go: what they write meanwhile
-        stays.  Twice is harmless.  Raises InvalidRequest where nothing is meant, Unavailable where nodes could not be
-        told: clear again.
+        A selection names chunks by namespace, tenant, fingerprint, age, or who wrote them and when. Pinned chunks stay,
+        and are counted, unless ``pinned``. ``dry_run`` only counts. ``progress(done, total)``, in shards, may raise to
+        end it. First stop those who still write such chunks: chunks written meanwhile stay. Clearing twice is harmless.
+        Raises InvalidRequest for an empty selection, Unavailable if nodes could not be told: clear again.
         """
         return self._port.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
 
     def stats(self) -> dict[str, int | float]:
-        """What this node, or the workers behind it, did; ``kvstore.counts`` says what each number counts."""
+        """Returns the counters of this node, or of the workers behind it; ``kvstore.counts`` describes each."""
         return self._port.stats()
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
-        """The same of each worker by address, or the error of one that does not answer; "" is this process's node."""
+        """Returns ``stats`` of each worker by address, or its error without an answer; "" is this process's node."""
         return self._port.stats_each()
 
     @property
     def control(self) -> Control:
-        """Steers the workers behind this store: where things lie, long acts, drain, limits, health.
+        """Returns the control of the workers behind this store: places, long-running operations, drain, limits, health.
 
         Raises InvalidRequest on a store that was opened in this process.
         """
@@ -158,17 +157,16 @@ def open(
     make a new root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take
     more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
-    With ``memory``, so many bytes of it keep hot chunks: a ``get`` of those is a copy, a ``view`` none.  ``disk`` is
-    a folder of this process alone and how many bytes it may take: what memory drops and was used more than once
-    goes there.  With memory a put returns when memory has it, and it is written to the root soon (``write="behind"``:
-    a killed process loses what was not written yet); ``"through"`` and ``"around"`` wait for the root, and leave a copy
-    in memory, or none. ``durability="fsync"`` always waits.  Chunks of a lower priority than ``root_priority_min``
-    never reach the root.  kvstore/memory/MEMORY.md has the rules.
+    ``memory`` is the size in bytes of a memory tier for hot chunks: a ``get`` of those is a copy, a ``view`` none.
+    ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there if they were
+    used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them to the root
+    soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the root, with or
+    without a copy in memory. ``durability="fsync"`` always waits. Chunks of a priority below ``root_priority_min``
+    never reach the root. See kvstore/memory/MEMORY.md.
 
-    ``label`` is what a roll-out is called: it is on record beside all that this process writes, and
-    ``kvstore clear --written-by label=...`` takes that back.
-    ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root and the local disk
-    (kvstore/encodings/ENCODINGS.md); it is read again when it changes.
+    ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
+    label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
+    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -208,17 +206,17 @@ def connect(
 ) -> Store:
     """Connects to workers (``host:port``, one or several), or to those that etcd lists.
 
-    Calls are spread over the workers that live; one that dies is left out until it is back.
-    ``root`` is the root's id, needed only where etcd knows several.
-    ``bulk`` says which way chunks go: ``shared`` (memory and files of the same host), ``tcp`` (a connection of its
-    own), ``grpc``, or ``auto`` (the default): the first of them that there is.  ``write`` says when puts
-    return that do not say it themselves: ``"behind"``, once a worker has their bytes (what it cannot store then is
-    lost, and a miss), ``"through"`` or ``"around"``, once the root has them; by default as the worker is set.
+    Calls are spread over the live workers; one that dies is skipped until it is back. ``root`` is the root's id,
+    required only if etcd knows several. ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of the same
+    host), ``tcp`` (a separate connection), ``grpc``, or ``auto`` (the default): the first of these that works.
+    ``write`` is the default write mode of puts: ``"behind"`` returns once a worker has the bytes (a chunk that it then
+    cannot store is lost, which is a miss), ``"through"`` and ``"around"`` once the root has them; None is the worker's
+    default.
 
-    ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers that speak TLS, and
-    ``token_file=PATH`` for those that ask for a token; both are read again when their files change.
+    ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers with TLS, ``token_file=PATH``
+    for those that require a token. Both are reloaded when their files change.
 
-    Raises InvalidRequest. A worker that does not answer is a miss for reads, Unavailable for anything else.
+    Raises InvalidRequest. If a worker does not answer, a read is a miss and anything else raises Unavailable.
     """
     from kvstore.client.remote import remote_port  # gRPC only where it is used
 

@@ -1,4 +1,4 @@
-"""Bulk bytes between the caller's memory and a worker: what a put sends, and what a get receives."""
+"""gRPC streams between the caller's memory and a worker: the messages of a put, and the frames of a get."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvstore.wire.watch import Watch, Watched
 
 
 class Outgoing:
-    """The messages of a put, for gRPC to take: it does so in a thread of its own, which must not outlive the call.
+    """The messages of a put. gRPC takes them in its own thread, which must not outlive the call.
 
-    ``close`` returns when nobody looks at the caller's memory any more, and lets go of it.
+    ``close`` returns once that thread has let go of the caller's memory.
     """
 
     def __init__(self, parts: Iterable[memoryview], start: bytes) -> None:
@@ -23,7 +23,7 @@ class Outgoing:
         self._stream: Watched | None = None
 
     def watch(self, stream: Watched) -> None:
-        """Each message taken counts as a move of ``stream``."""
+        """Counts each message taken as progress of ``stream``."""
         self._stream = stream
 
     def __iter__(self) -> Outgoing:
@@ -38,13 +38,13 @@ class Outgoing:
             return next(self._messages)
 
     def close(self) -> None:
-        """Nothing more is taken. Idempotent."""
+        """Ends the messages. Idempotent."""
         with self._lock:
             self._messages = None
 
 
 def send_stream(stub: Any, outgoing: Outgoing, watch: Watch, idle_s: float, timeout_s: float) -> bytes:
-    """The answer to a stream. Raises what gRPC raises."""
+    """Sends a stream; returns the answer. Raises what gRPC raises."""
     call = stub.future(outgoing, timeout=timeout_s)
     try:
         with watch.begin(idle_s, timeout_s, call.cancel) as stream:
@@ -64,14 +64,14 @@ def received(
     timeout_s: float,
     started: Callable[[Any], None] | None = None,
 ) -> Generator[Frame]:
-    """The frames of an answer. Ended, by CANCELLED, where none comes for ``idle_s``. Close it to end the call."""
+    """Yields the frames of an answer. Ends with CANCELLED if none comes for ``idle_s``. Close it to end the call."""
     call = stub(request, timeout=timeout_s)
     if started is not None:
         started(call)
     try:
         with watch.begin(idle_s, timeout_s, call.cancel) as stream:
             for message in call:
-                # What the caller does between two frames is not the worker's fault.
+                # The worker is not at fault for what the caller does between two frames.
                 stream.busy()
                 yield decode_frame(message)
                 stream.moved()

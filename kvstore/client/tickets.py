@@ -1,4 +1,4 @@
-"""Tickets: prefetches, moves and releases as whoever asked for them sees them, whoever does them."""
+"""Tickets: prefetches, moves and releases as a caller of ``Cache`` sees them, in process or at a worker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvstore.errors import InvalidRequest, KVStoreError
 
 
 class Ticket:
-    """A prefetch, move or release that goes on by itself. Made by ``Cache``. Thread-safe.
+    """A prefetch, move or release in progress. Made by ``Cache``. Thread-safe.
 
-    As a context it is cancelled at the end, if it is not done then.
+    As a context it is cancelled at the end if it is not done.
     """
 
     def __init__(self, move: PortMove, chunk_tokens: int) -> None:
@@ -20,25 +20,26 @@ class Ticket:
 
     @property
     def tokens(self) -> int:
-        """Leading tokens done so far, a multiple of chunk_tokens. At the end fewer than are stored only where there was
-        no room for more, where it was cancelled, or where ``error`` says why.
+        """Leading tokens done so far, a multiple of chunk_tokens.
+
+        At the end it is fewer than are stored only if there was no room, it was cancelled, or ``error`` is set.
         """
         return self._move.chunks * self._chunk_tokens
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, one way or another."""
+        """True once it has ended, successfully or not."""
         return self._move.done
 
     @property
     def error(self) -> KVStoreError | None:
-        """What ended it early: Unavailable (the root, or not in time), for one; None where nothing failed."""
+        """The error that ended it early, such as Unavailable (the root, or out of time); None if nothing failed."""
         return self._move.error
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits until it is done, at most ``timeout`` seconds; returns ``tokens``. Never raises for what failed.
 
-        Raises InvalidRequest in a forked child, where nobody would tell it of the end.
+        Raises InvalidRequest in a forked child, where the end would never be seen.
         """
         self._owner.check()
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
@@ -46,7 +47,7 @@ class Ticket:
         return self._move.wait(timeout) * self._chunk_tokens
 
     def cancel(self) -> None:
-        """Has it end soon; what is done stays as it is. Idempotent, never waits. Does nothing in a forked child."""
+        """Cancels it; work already done stays. Idempotent, never waits. Does nothing in a forked child."""
         if self._owner.is_here:
             self._move.cancel()
 

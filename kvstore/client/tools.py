@@ -1,4 +1,4 @@
-"""What the calls of one port share."""
+"""The tools that the calls of one port share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.writes import WriteMode
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Who sends calls, who counts, who looks at the time, who reads files, who renews holds."""
+    """The caller, counters, limits, watch, lanes and lease renewal of one port."""
 
     caller: Caller
     counters: Counts[ClientCount]
@@ -24,4 +24,4 @@ class Tools:
     lanes: FileLanes
     renewing: Renewing
     write: WriteMode | None
-    """The mode of puts that do not say one; None: the worker's."""
+    """The default write mode of puts; None: the worker's."""

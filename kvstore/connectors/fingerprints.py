@@ -1,6 +1,6 @@
-"""Fingerprints of the models that an engine names: as its settings give them, or computed beside the requests.
+"""Fingerprints of the models that an engine names: taken from its settings, or computed in the background.
 
-Weights take seconds to minutes to hash, and requests must not wait for that: until it is done, everything is a miss.
+Hashing weights takes seconds to minutes, and requests must not wait for it: until it is done, everything is a miss.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 PAUSE_S = 5.0
-"""After weights could not be read, they are not looked for again for this long."""
+"""Pause before weights that could not be read are tried again."""
 REMEMBERED_MAX = 1024
-"""Models whose digests are remembered; the oldest is forgotten first."""
+"""Number of models whose digests are remembered; the oldest is forgotten first."""
 TOLD_CHARACTERS_MAX = 200
-"""Characters of a model's name that are logged."""
+"""Length to which a model's name is cut in the log."""
 
 
 class _Computation:
-    """One model's digest, being computed by a thread of its own: also whether it is a folder may take for ever."""
+    """One model's digest, computed by its own thread: even checking that it is a folder may hang."""
 
     def __init__(self, model: str, ends_s: float) -> None:
         self.ends_s = ends_s
@@ -57,9 +57,9 @@ class _Computation:
 
 
 class Fingerprints:
-    """``given`` is the setting: a digest, or one for each model by its name. Thread-safe.
+    """The fingerprints by model. ``given`` is the setting: one digest, or a digest per model name. Thread-safe.
 
-    The first caller for a model waits at most ``wait_s`` for it, as do those that come in that time.
+    The first caller for a model waits for it at most ``wait_s``, as do those that come in that time.
     """
 
     def __init__(self, given: str | Mapping[str, str], wait_s: float) -> None:
@@ -70,10 +70,10 @@ class Fingerprints:
         self._computed: dict[str, _Computation] = {}
 
     def of(self, model: str) -> str:
-        """The digest of a model's weights: as given, or computed where the model's name is a folder; else empty.
+        """Returns the digest of a model's weights: given, or computed if the model's name is a folder; else empty.
 
-        Raises Unavailable while it is being computed. Raises InvalidRequest where a folder's weights cannot be read:
-        without their digest, KV of others would be served.
+        Raises Unavailable while it is being computed. Raises InvalidRequest if the weights in a folder cannot be read:
+        without their digest, KV of other weights could be served.
         """
         given = self._given.get(model, "") if isinstance(self._given, Mapping) else self._given
         if given:
@@ -87,7 +87,8 @@ class Fingerprints:
                 computed = self._computed[model] = _Computation(model, now_s + self._wait_s)
         if not computed.is_done.wait(max(0.0, computed.ends_s - self._clock.monotonic_s())):
             raise Unavailable(
-                f"the weights of {model[:TOLD_CHARACTERS_MAX]} are being hashed: until then all is a miss"
+                f"the weights of {model[:TOLD_CHARACTERS_MAX]} are being hashed: everything is a miss until "
+                "that is done"
             )
         if computed.why is not None:
             raise InvalidRequest(str(computed.why))

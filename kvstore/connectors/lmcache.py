@@ -1,8 +1,8 @@
 """LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
 
-LMCache calls from its controller threads and waits for event descriptors; our own threads do the work.
-Every failure is a miss or a failed store, and every task ends: each step by its timeout after it began
-(the first of a model by ``store_timeout_s``), and what waited for a thread longer than that is not begun at all.
+LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every failure is
+a miss or a failed store, and every task ends: each step by its timeout (the first of a model by ``store_timeout_s``). A
+task that waited longer than that for a thread is not started.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvstore.sources import SystemClock
 log = logging.getLogger(__name__)
 
 TASKS_MAX = 4096
-"""Tasks waiting for a thread, of each kind; more are misses and failed stores at once."""
+"""Tasks of each kind that may wait for a thread; more are misses and failed stores at once."""
 CLOSE_S = 5.0
-"""The time that closing waits, beside the deadlines of tasks in progress."""
+"""Time that closing waits, in addition to the deadlines of tasks in progress."""
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class _Outcomes(Generic[R]):
-    """The results of one kind of task, until LMCache takes them, and the descriptor that says that there are some."""
+    """The results of one kind of task, until LMCache takes them, and the descriptor that signals them."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
@@ -73,11 +73,11 @@ class _Outcomes(Generic[R]):
 
 
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """``config`` is LMCache's ``adapter_params``: see ``kvstore.connectors.lmcache_keys.Settings`` for its keys.
+    """The adapter. ``config`` is LMCache's ``adapter_params``, with the keys of ``lmcache_keys.Settings``.
 
     Capacity and eviction are the store's own (``kvstore-gc``), so none is declared, ``delete`` does nothing, and keys
-    cannot be listed: the store knows only their digests.
-    Raises InvalidRequest for settings that make no sense, and what ``kvstore.open`` raises.
+    cannot be listed: the store knows only their digests. Raises InvalidRequest for settings that make no sense, and
+    what ``kvstore.open`` raises.
     """
 
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
@@ -91,7 +91,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stored: _Outcomes[L2StoreResult] = _Outcomes()
         self._found: _Outcomes[Bitmap] = _Outcomes()
         self._loaded: _Outcomes[Bitmap] = _Outcomes()
-        # Of their own each, so that a slow write never delays a read, nor a slow read a look-up.
+        # Separate threads, so that a slow write never delays a read, nor a slow read a look-up.
         fewer = max(1, settings.threads // 2)
         self._lookers = Tasks("kvstore-lmcache-look", fewer, TASKS_MAX)
         self._readers = Tasks("kvstore-lmcache-read", settings.threads, TASKS_MAX)
@@ -158,7 +158,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         made_of = {group: tensors(each.shapes, each.dtypes) for group, each in (layouts or {}).items()}
         for cache, places in self._in_time(self._by_model(keys), self._settings.lookup_timeout_s):
             places = self._hold(cache, keys, places, made_of, found)
-            # A compressed object is only bytes to us, whatever the tensors are that come out of it.
+            # A compressed object is only bytes to us, whatever tensors it holds.
             places = [place for place in places if made_of.get(keys[place].object_group_id, OPAQUE) != OPAQUE]
             if places:
                 self._hold(cache, keys, places, {}, found)
@@ -167,7 +167,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _hold(
         self, cache: Cache, keys: list[Any], places: list[int], made_of: dict[int, str], found: Bitmap
     ) -> list[int]:
-        """Locks what is there; returns the places of the keys that are not."""
+        """Locks the keys that are in the store; returns the places of those that are not."""
         names = [self._name_of(keys[place], made_of.get(keys[place].object_group_id, OPAQUE)) for place in places]
         hold = cache.blocks.hold(names, self._settings.lock_s)
         hits = [place for place, present in zip(places, hold.present, strict=True) if present]
@@ -199,7 +199,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 try:
                     hits = hold(*part)
                 except HoldBroken:
-                    hits = cache.blocks.get(*part)  # it may be there still
+                    hits = cache.blocks.get(*part)  # it may still be there
                 for each, hit in zip(at, hits, strict=True):
                     if hit:
                         loaded.set(places[each])
@@ -209,7 +209,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return loaded
 
     def _by_hold(self, keys: list[Any]) -> list[tuple[Callable[..., list[bool]], list[int]]]:
-        """The way to read each key: under the hold that its lock has, or without one."""
+        """Pairs each key with its way to be read: under the hold of its lock, or without one."""
         groups: dict[int, tuple[Callable[..., list[bool]], list[int]]] = {}
         for at, key in enumerate(keys):
             hold = self._locks.of(key)
@@ -231,7 +231,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         }
 
     def close(self) -> None:
-        """Ends what is under way, then the store. LMCache's memory is not touched any more once this returns."""
+        """Ends tasks in progress, then closes the store. LMCache's memory is not touched after the return."""
         settings = self._settings
         ended = self._lookers.close(CLOSE_S + 2 * settings.lookup_timeout_s)
         ended = self._readers.close(CLOSE_S + 2 * settings.load_timeout_s) and ended
@@ -246,7 +246,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _submit(
         self, threads: Tasks, outcomes: _Outcomes[R], work: Callable[[], R], failure: R, timeout_s: float
     ) -> int:
-        """Has ``work`` done, and its result, or ``failure``, put where LMCache looks for it."""
+        """Queues ``work``; its result, or ``failure``, is put where LMCache looks for it."""
         task = next(self._ids)
         begin_by_s = self._clock.monotonic_s() + timeout_s
         if not threads.submit(partial(self._do, task, outcomes, work, failure, begin_by_s)):
@@ -271,7 +271,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             outcomes.put(task, result)  # without it LMCache would wait for ever
 
     def _in_time(self, parts: Iterable[T], timeout_s: float) -> Iterator[T]:
-        """``parts``, none of them begun once the time is over: each has a deadline, but there may be many."""
+        """Yields ``parts``, and starts none after the time is up: each has a deadline, but there may be many."""
         ends_s = self._clock.monotonic_s() + timeout_s
         for part in parts:
             if self._clock.monotonic_s() > ends_s:
@@ -285,7 +285,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return block_key(key.chunk_hash, *map(text, told))
 
     def _key_of(self, key: Any, made: Any) -> bytes:
-        """The block's key by LMCache's key and the object that is stored or loaded."""
+        """Returns the block's key: LMCache's key, and the object that is stored or loaded."""
         meta = made.meta
         if meta.shapes is None:
             return self._name_of(key, tensors([meta.shape], [meta.dtype]))
@@ -296,5 +296,5 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _bytes_of(made: Any) -> memoryview:
-    """The object's own memory."""
+    """Returns the object's own memory."""
     return memoryview(made.byte_array).cast("B")

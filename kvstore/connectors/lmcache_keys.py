@@ -17,7 +17,7 @@ from kvstore.connectors.opening import number
 from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings
 
 MODELS_MAX = 256
-"""Models of one LMCache that are remembered; beyond it the oldest is opened anew when it comes again."""
+"""Models of one LMCache that are remembered; beyond that the oldest is opened again when it comes back."""
 THREADS_MAX = 64
 OPAQUE = ""
 """The tensors of an object that is only bytes, such as a compressed one."""
@@ -36,7 +36,7 @@ class Settings(StoreSettings):
 
 
 class ModelCaches:
-    """The namespaces of the models that one LMCache serves, opened when a model is first met. Thread-safe."""
+    """The namespaces of the models that one LMCache serves, each opened when its model is first met. Thread-safe."""
 
     def __init__(self, store: LateStore, interface: str) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class ModelCaches:
         self._caches: dict[str, Cache] = {}
 
     def of(self, model: str) -> Cache:
-        """The cache of a model. Raises what opening it raises, and tries again the next time."""
+        """Returns the cache of a model. Raises what opening it raises, and tries again the next time."""
         cache = self._caches.get(model)
         if cache is not None:
             return cache
@@ -57,7 +57,7 @@ class ModelCaches:
 
 
 def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
-    """Shapes and types of an object's tensors, as text; ``OPAQUE`` where it is only bytes, or not known."""
+    """Returns shapes and types of an object's tensors as text; ``OPAQUE`` if it is only bytes, or unknown."""
     parts = [(tuple(shape), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
     if not parts or (len(parts) == 1 and len(parts[0][0]) == 1 and parts[0][1] == "torch.uint8"):
         return OPAQUE
@@ -65,7 +65,7 @@ def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
 
 
 def places_by_name(names: Sequence[str]) -> dict[str, list[int]]:
-    """The places at which each name stands."""
+    """Returns the places of each name."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)

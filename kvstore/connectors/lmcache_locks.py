@@ -1,7 +1,6 @@
-"""Locks that LMCache took by a look-up and has not released yet: holds of the store, by LMCache's keys.
+"""Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys.
 
-A lock ends when its last key is unlocked, or by itself after a time, because the process that should unlock may have
-died.
+A lock ends when its last key is unlocked, or after a time, because the process that should unlock may have died.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvstore.sources import Clock
 
 @dataclass(slots=True, eq=False)
 class Lock:
-    """One hold, and how many of its keys are locked still."""
+    """One hold, and the number of its keys that are still locked."""
 
     hold: BlockHold
     keys: Sequence[Hashable]
@@ -39,7 +38,7 @@ class Locks:
         return len(self._by_key)
 
     def add(self, hold: BlockHold, keys: Sequence[Hashable]) -> None:
-        """Locks ``keys``, which ``hold`` covers; the hold is released here where there are none."""
+        """Locks ``keys``, which ``hold`` covers; releases the hold if there are none."""
         ended = self._expired()
         if keys:
             lock = Lock(hold, keys, len(keys), self._clock.monotonic_s() + self._lock_s)
@@ -53,7 +52,7 @@ class Locks:
             each.release()
 
     def remove(self, keys: Sequence[Hashable]) -> None:
-        """Unlocks each key once; those that are not locked are passed over. Never raises."""
+        """Unlocks each key once; skips those that are not locked. Never raises."""
         ended: list[BlockHold] = []
         with self._mutex:
             for key in keys:
@@ -72,7 +71,7 @@ class Locks:
             each.release()
 
     def of(self, key: Hashable) -> BlockHold | None:
-        """The oldest hold on a key."""
+        """Returns the oldest hold on a key, or None."""
         with self._mutex:
             locks = self._by_key.get(key)
             return locks[0].hold if locks else None
@@ -87,7 +86,7 @@ class Locks:
             hold.release()
 
     def _expired(self) -> list[BlockHold]:
-        """Takes out the locks that are past their time, and those that ended."""
+        """Removes and returns the holds of expired and ended locks."""
         now_s = self._clock.monotonic_s()
         ended: list[BlockHold] = []
         with self._mutex:

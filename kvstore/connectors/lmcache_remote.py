@@ -1,7 +1,7 @@
 """LMCache inside the engine: the store as one of its ``remote_storage_plugins``, the older interface.
 
-A full chunk is one block.  A part chunk (``save_unfull_chunk``) has a second block that says how long it is, because
-LMCache asks for a key without saying so.
+A full chunk is one block. A part chunk (``save_unfull_chunk``) has a second block that stores its length, because
+LMCache asks for a key without it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
 
 
 class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
-    """Settings are those of ``kvstore.connectors.lmcache_keys.Settings``, in ``extra_config``; one that is given as
-    ``remote_storage_plugin.NAME.KEY`` wins, NAME being that of the plug-in.
+    """The connector. Its settings are those of ``kvstore.connectors.lmcache_keys.Settings``, in ``extra_config``.
 
-    A store that fails or does not answer in time is a miss. Raises InvalidRequest for settings that make no sense, and
-    where LMCache's hashes are not the same in the next process; and what ``kvstore.open`` raises.
+    A setting given as ``remote_storage_plugin.NAME.KEY`` wins; NAME is the plug-in's name. A store that fails or does
+    not answer in time is a miss. Raises InvalidRequest for settings that make no sense, and if LMCache's hashes would
+    differ in the next process; and what ``kvstore.open`` raises.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        """The number of leading keys that are in the store."""
+        """Returns the number of leading keys in the store."""
         if not keys:
             return 0
         try:
@@ -92,7 +92,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
-        """As ``batched_contains``. Nothing is pinned: what is collected before it is read is a miss."""
+        """Counts as ``batched_contains`` does. Nothing is pinned: a block collected before it is read is a miss."""
         return await asyncio.to_thread(self.batched_contains, keys)
 
     # Reading
@@ -107,7 +107,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return await asyncio.to_thread(self._get, keys)
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
-        """The objects of the leading keys that could be read."""
+        """Returns the objects of the leading keys that could be read."""
         made = await self.batched_get(keys)
         leading = next((at for at, each in enumerate(made) if each is None), len(made))
         for each in made[leading:]:
@@ -136,7 +136,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return made
 
     def _get_part(self, cache: Cache, name: bytes, made: Any) -> bool:
-        """Reads a part chunk, and makes the object as long as it is."""
+        """Reads a part chunk, and sets the object's length."""
         length = bytearray(LENGTH_BYTES)
         if not cache.blocks.get([_length_name(name)], [length])[0]:
             return False
@@ -176,18 +176,18 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     # The rest
 
     async def list(self) -> list[str]:
-        """Nothing: the store knows only digests of the keys."""
+        """Returns an empty list: the store knows only digests of the keys."""
         return []
 
     def remove_sync(self, key: Any) -> bool:
-        """False: what goes is decided by the store's garbage collection."""
+        """Returns False: the store's garbage collection decides what goes."""
         return False
 
     def support_ping(self) -> bool:
         return True
 
     async def ping(self) -> int:
-        """0 where the store answers."""
+        """Returns 0 if the store answers."""
         try:
             await asyncio.to_thread(lambda: self._store.open().stats())
         except KVStoreError:
@@ -201,7 +201,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return self._caches.of(key.model_name)
 
     def _name(self, key: Any) -> bytes:
-        """By all that LMCache's own text of a key tells, each part by itself: users may write separators into tags."""
+        """Names a block by every field of LMCache's key, each encoded alone: users may write separators into tags."""
         told = [
             key.model_name,
             str(key.world_size),
@@ -224,7 +224,7 @@ def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:
 
 
 def _check(config: Any) -> None:
-    """Raises InvalidRequest where this interface could not be served."""
+    """Raises InvalidRequest if this interface cannot be served."""
     if config.use_layerwise:
         raise InvalidRequest(
             "use_layerwise: kvstore stores whole chunks here; use LMCache's server mode, or switch it off"

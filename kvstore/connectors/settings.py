@@ -1,4 +1,4 @@
-"""The settings that LMCache and SGLang share, the store that may be down at first, and the keys of their blocks."""
+"""The settings that LMCache and SGLang share, a store that may be down at first, and the keys of their blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_S_MAX = 300.0
-"""A node holds nothing for longer, and a hold must outlast the read that it protects."""
+"""Maximum of a look-up's and a read's time-out: no node keeps a hold for longer, and a hold must outlast its read."""
 PAUSE_S = 5.0
-"""After the store could not be opened, calls are misses at once for this long."""
+"""After the store could not be opened, calls are misses for this long."""
 OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
 """The layout of namespaces whose keys describe their blocks."""
 
@@ -56,9 +56,9 @@ class StoreSettings(Settings):
 
 
 class LateStore:
-    """The store, which may be down when the engine starts: then it is opened when it is needed, and answers.
+    """A store that may be down when the engine starts: it is opened when it is needed and answers.
 
-    Thread-safe. Raises what ``kvstore.open`` raises, but for Unavailable.
+    Thread-safe. Raises what ``kvstore.open`` raises, except Unavailable.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -73,15 +73,15 @@ class LateStore:
             self._try(self._opened)
 
     def open(self) -> Store:
-        """The store. Raises Unavailable while it is down."""
+        """Returns the store. Raises Unavailable while it is down."""
         return self._store or self._try(self._opened)
 
     def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
-        """The namespace of a model's blocks; ``path`` is where its weights are, if not at its name.
+        """Returns the cache of a model's blocks; ``path`` is the folder of its weights, if that is not its name.
 
-        Raises what opening it raises; and Unavailable at once for a while after that, and while weights are hashed.
+        Raises what opening it raises; after that, and while weights are hashed, Unavailable at once for a while.
         """
-        # The name is for reading, and a model's may be a path of any length: the whole of it is in the attributes.
+        # The name is for people, and a model's may be a path of any length: the attributes have all of it.
         readable = os.path.basename(model.rstrip("/"))[-100:].encode("ascii", "replace").decode()
         name = f"{engine}-{readable or 'model'}"
         told = {**attributes, "model": blake2b(text(model), digest_size=16).hexdigest()}
@@ -108,7 +108,7 @@ class LateStore:
         return self._store
 
     def _try(self, call: Callable[[], T]) -> T:
-        # One at a time: a thread that comes while another waits for a store that is down need not wait as long again.
+        # One at a time: a thread that comes while another waits for a dead store need not wait as long again.
         with self._lock:
             if self._clock.monotonic_s() < self._again_s:
                 raise Unavailable("the store could not be opened a moment ago")
@@ -121,7 +121,7 @@ class LateStore:
 
 
 def block_key(*parts: bytes) -> bytes:
-    """The key of a block that is told by all of ``parts``: 32 bytes."""
+    """Returns the 32-byte key of a block that all ``parts`` identify together."""
     state = blake2b(digest_size=32, person=b"kvstore.engine")
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -130,5 +130,5 @@ def block_key(*parts: bytes) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """The bytes of a text that others chose, whatever is in it."""
+    """Returns the bytes of a foreign text, whatever is in it."""
     return value.encode(errors="surrogatepass")

@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache: the store as its storage, by its ``dynamic`` backend.
 
-SGLang calls from threads of its own, so calls wait for the store, each at most for its timeout.  Every failure is a
-miss, or a page that was not stored.
+SGLang calls from its own threads, so calls wait for the store, each at most for its timeout. Every failure is a miss,
+or a page that was not stored.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LAUNCHED_WITH = (
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """See ``StoreSettings`` for our keys, which stand beside SGLang's own. Thread-safe.
+    """The storage backend. ``StoreSettings`` lists our keys, which stand beside SGLang's own. Thread-safe.
 
-    Pages are shared by engines whose model, weights, SGLang version, parallelism, rank, type and memory layout are the
-    same; MLA pages by all tensor-parallel ranks.
-    Raises InvalidRequest for settings that make no sense, and what ``kvstore.open`` raises.
+    Engines share pages if their model, weights, SGLang version, parallelism, rank, type and memory layout are equal;
+    all tensor-parallel ranks share MLA pages. Raises InvalidRequest for settings that make no sense, and what
+    ``kvstore.open`` raises.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -79,7 +79,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[pool.name] = pool
 
     def _pool(self, name: str, pool: Any, *, in_place: bool) -> PagePool:
-        # What the first rank stores for all of them says nothing of a rank; the state of Mamba layers is each rank's.
+        # The first rank stores MLA pages for all ranks; the state of Mamba layers is each rank's own.
         is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
         told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
         return PagePool(name, pool, told, in_place=in_place)
@@ -90,7 +90,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """The page in ``target_location``, or in a new flat tensor where none is given; None is a miss."""
+        """Reads a page into ``target_location``, or into a new flat tensor if none is given; None is a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -120,7 +120,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return all(self._put(pool, keys, lambda: [block for page in pages for block in pool.cut(page)]))
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """The number of leading pages that are in the store."""
+        """Returns the number of leading pages in the store."""
         pool = self._anchor()
         count = len(pool.sizes)
         return self._or_miss(lambda: self._blocks().blocks.match(pool.names(keys)), 0) // count
@@ -138,7 +138,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The hits of each pool, and the lengths at which all pools could be restored."""
+        """Returns the hits of each pool, and the lengths at which all pools could be restored."""
         anchor = self._anchor()
         transfers = [
             each
@@ -182,7 +182,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             for each in transfers
         }
 
-    # The rest
+    # Closing
 
     def clear(self) -> bool:
         """Deletes the pages of this model and rank."""
@@ -229,7 +229,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._kv
 
     def _blocks(self) -> Cache:
-        """The namespace of this model and rank, opened when it is first needed and the store answers."""
+        """Returns the cache of this model and rank, opened when it is first needed and the store answers."""
         if self._cache is None:
             self._cache = self._namespace()
         return self._cache
@@ -255,7 +255,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._store.model("sglang", model, attributes, path)
 
     def _or_miss(self, call: Callable[[], T], miss: T) -> T:
-        """The call's result, or ``miss`` where the store could not answer."""
+        """Returns the call's result, or ``miss`` if the store could not answer."""
         try:
             result = call()
         except KVStoreError as error:
@@ -266,7 +266,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _launched_with() -> dict[str, str]:
-    """The launch arguments of this SGLang process; empty where there are none, as in tests of storage."""
+    """Returns the launch arguments of this SGLang process; empty if there are none, as in tests of storage."""
     try:
         given = runtime_context.get_server_args()
     except (ValueError, AttributeError):

@@ -1,8 +1,8 @@
-"""Pages of SGLang's host pools as blocks: which memory is which block, under which key.
+"""Pages of SGLang's host pools as blocks: the memory and the key of each block.
 
-A page whose memory lies in a few runs (K and V in the page-first layouts) is one block per run, read and written in
-place.  In ``layer_first`` it is one block that is copied together, in the order of SGLang's flat page.  So SGLang's
-generic calls and its zero-copy calls find each other's pages, where it is known that they mean the same bytes.
+A page that lies in a few runs of memory (K and V in the page-first layouts) is one block per run, read and written in
+place. In ``layer_first`` it is one block that is copied together, in the order of SGLang's flat page. So SGLang's
+generic calls and its zero-copy calls find each other's pages if both are known to mean the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.connectors.settings import block_key, text
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 4
-"""Runs of memory in a page that are blocks of their own: K, V, and what some layouts have beside them."""
+"""Runs of memory in a page that are separate blocks: K, V, and what some layouts add."""
 
 _K_THEN_V = ("page_first", "page_first_direct", "page_head")
 
@@ -33,15 +33,15 @@ _FACTS = (
 class PagePool:
     """One host pool. ``told`` is what must be equal, beside the pool's own facts, for its pages to be interchangeable.
 
-    ``in_place`` says which calls SGLang makes where nobody knows that a flat page has the bytes of its runs in order.
-    Raises InvalidRequest for a pool whose pages can be had neither as memory nor flat.
+    ``in_place`` says which calls SGLang makes when it is unknown whether a flat page has the bytes of its runs in
+    order. Raises InvalidRequest for a pool whose pages are available neither as memory nor flat.
     """
 
     def __init__(self, name: str, pool: Any, told: str, *, in_place: bool) -> None:
         self.name = name
         self._is_flat = False
         self.pool = pool
-        # A group of pools passes on only some of what its first one knows.
+        # A group of pools passes on only some of what its first pool knows.
         entry = getattr(pool, "anchor_entry", None)
         facts_of = pool if entry is None else entry.host_pool
         facts = "\n".join(f"{fact}={getattr(facts_of, fact, None)}" for fact in _FACTS)
@@ -55,7 +55,7 @@ class PagePool:
         sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
         self._is_gathered = len(sizes) > RUNS_MAX or (layout == "layer_first" and len(sizes) > 1)
         self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
-        """Bytes of the blocks of one page."""
+        """Sizes of the blocks of one page."""
         self._order = [*range(len(sizes))]
         if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
             # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
@@ -63,25 +63,25 @@ class PagePool:
         self._told = f"{told}\nflat={self._is_flat}".encode()
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
-        """The keys of the pages' blocks, page by page."""
+        """Returns the keys of the pages' blocks, page by page."""
         return [
             block_key(self._told, text(key), str(number).encode()) for key in keys for number in range(len(self.sizes))
         ]
 
     def whole(self, blocks: Sequence[bool]) -> list[bool]:
-        """For each page, whether all of its blocks are good."""
+        """Returns, for each page, whether all of its blocks are good."""
         count = len(self.sizes)
         return [all(blocks[start : start + count]) for start in range(0, len(blocks), count)]
 
     def fits(self, pages: int, indices: torch.Tensor | None) -> bool:
-        """True where ``indices`` are of so many pages, each in one run: only its first index is looked at later."""
+        """True if ``indices`` name this many pages, each in one run: only its first index is read later."""
         if indices is None or int(indices.numel()) != pages * self.page_size:
             return False
         rows = indices.reshape(pages, self.page_size)
         return bool((rows >= 0).all()) and bool((rows[:, 1:] - rows[:, :-1] == 1).all())
 
     def to_write(self, indices: torch.Tensor) -> list[memoryview]:
-        """The bytes of the pages' blocks: the pool's own memory, or a copy where a page is in too many runs."""
+        """Returns the bytes of the pages' blocks: the pool's own memory, or a copy if a page has too many runs."""
         found = self._runs(indices)
         if found is None:
             return [each for index in self._first(indices) for each in self.cut(self.pool.get_data_page(index))]
@@ -95,7 +95,7 @@ class PagePool:
         return blocks
 
     def to_read(self, indices: torch.Tensor) -> list[memoryview]:
-        """Memory for the pages' blocks; call ``filled`` once they are read."""
+        """Returns memory for the pages' blocks; call ``filled`` once they are read."""
         found = self._runs(indices)
         if found is None:
             return [
@@ -108,7 +108,7 @@ class PagePool:
         return [np.empty(self.sizes[0], np.uint8).data for _ in self._first(indices)]
 
     def filled(self, indices: torch.Tensor, blocks: list[memoryview], good: list[bool]) -> None:
-        """Puts the good pages in their places, where they are not yet."""
+        """Copies the good pages to their places, unless they were read in place."""
         found = self._runs(indices)
         if found is not None and not self._is_gathered:
             return
@@ -125,7 +125,7 @@ class PagePool:
                 start += len(run)
 
     def cut(self, page: torch.Tensor, copy: bool = True) -> list[memoryview]:
-        """The blocks of a flat page. Raises InvalidRequest for one of another size, or not in one run of memory."""
+        """Cuts a flat page into blocks. Raises InvalidRequest for another size, or if it is not contiguous."""
         if not self._is_alike and not self._is_flat:
             raise InvalidRequest(f"pages of pool {self.name} are stored in place: leave interface_v1 set")
         if not page.is_contiguous():
@@ -142,13 +142,13 @@ class PagePool:
         return blocks
 
     def _runs(self, indices: torch.Tensor) -> tuple[list[int], list[int]] | None:
-        """Addresses and sizes of the runs of memory, page by page, as the pool tells them."""
+        """Returns addresses and sizes of the runs of memory, page by page, as the pool reports them."""
         if self._is_flat:
             return None
         try:
             addresses, sizes = self.pool.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError):
-            return None  # this layout is there as flat pages only
+            return None  # this layout has flat pages only
         return addresses, sizes
 
     def _by_page(self, runs: list[memoryview]) -> list[list[memoryview]]:
@@ -160,7 +160,7 @@ class PagePool:
 
 
 def _is_alike(layout: str, sizes: Sequence[int], layers: int) -> bool:
-    """True where a flat page is known to have the bytes of the runs, in their order or by K and V."""
+    """True if a flat page is known to have the bytes of the runs, in their order or by K and V."""
     if layout == "layer_first":
         return len(set(sizes)) == 1 and len(sizes) in (layers, 2 * layers)
     return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == sizes[1] and layout in _K_THEN_V)
@@ -170,12 +170,14 @@ def _size_of_flat(pool: Any, name: str) -> int:
     try:
         page = pool.get_dummy_flat_data_page()
     except (AttributeError, NotImplementedError) as cause:
-        raise InvalidRequest(f"pages of pool {name} ({type(pool).__name__}) can be had in no way: {cause}") from cause
+        raise InvalidRequest(
+            f"pages of pool {name} ({type(pool).__name__}) can be read neither in place nor flat: {cause}"
+        ) from cause
     return int(page.numel() * page.element_size())
 
 
 def _memory(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """The memory at these addresses, which the pool keeps."""
+    """Returns the memory at these addresses; the pool keeps it alive."""
     return [
         memoryview(_bytes_type(size).from_address(address)).cast("B")
         for address, size in zip(addresses, sizes, strict=True)
@@ -184,5 +186,5 @@ def _memory(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
 
 @cache
 def _bytes_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
-    """Remembered, because ctypes keeps every array type it ever made."""
+    """Returns the array type of a size. Cached, because ctypes keeps every array type it ever made."""
     return ctypes.c_ubyte * size

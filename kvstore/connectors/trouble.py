@@ -8,11 +8,11 @@ import threading
 from kvstore.sources import SystemClock
 
 LOG_S = 10.0
-"""At least so long between two lines about the same kind of call."""
+"""Minimum time between two lines about the same kind of call."""
 
 
 class Trouble:
-    """Thread-safe. ``log`` gets a line ``event why=...`` for what fails, the first at once."""
+    """Counts and logs failures. Thread-safe. ``log`` gets a line ``event why=...`` for a failure, the first at once."""
 
     def __init__(self, log: logging.Logger, event: str) -> None:
         self._log = log
@@ -22,10 +22,10 @@ class Trouble:
         self._unsaid = 0
         self._again_s = 0.0
         self.why = ""
-        """The failure of the last call; empty where it went well."""
+        """The failure of the last call; empty if it succeeded."""
 
     def failed(self, why: object) -> None:
-        """A call failed."""
+        """Records that a call failed."""
         with self._lock:
             self.why = str(why)
             now_s = self._clock.monotonic_s()
@@ -37,5 +37,5 @@ class Trouble:
         self._log.warning("%s why=%s%s", self._event, why, f" (and {unsaid} more)" if unsaid else "")
 
     def went_well(self) -> None:
-        """A call went well."""
+        """Records that a call succeeded."""
         self.why = ""

@@ -1,6 +1,6 @@
 """vLLM's secondary tier: chunks of its CPU cache kept in a kvstore, under ``TieringOffloadingSpec``.
 
-All that depends on vLLM's tiering interface, which changes with almost every release, is in this file: vLLM 0.32.
+This file has everything that depends on vLLM's tiering interface, which changes with almost every release: vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from kvstore.waiting import Monitor
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-"""The time that a shutdown waits for jobs of each kind."""
+"""How long a shutdown waits for jobs of each kind."""
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``TierSettings``, and
     ``locality``, as vLLM's other tiers have it.
 
-    Raises InvalidRequest (a ValueError) where KV cannot be shared.
+    The keys mean what they mean in ``Settings``; ``locality`` is that of vLLM's other tiers. Raises InvalidRequest (a
+    ValueError) if KV cannot be shared.
     """
 
     medium = Medium.STORAGE
@@ -72,11 +73,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._storing = Tasks("kvstore-vllm-tier-store", 1, sys.maxsize)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """No wishes of its own."""
+        """Returns no wishes of its own."""
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """HIT where the chunk is in the store, else MISS; RETRY while it is being looked for."""
+        """Returns HIT if the chunk is in the store, else MISS; RETRY while it is being looked up."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -91,7 +92,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(self._loading, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended since the last call. What could not be loaded counts as absent from now on."""
+        """Returns the jobs that ended since the last call. Chunks that could not be loaded now count as absent."""
         results = []
         while not self._finished.empty():
             result, failed = self._finished.get()
@@ -100,7 +101,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return results
 
     def has_pending_work(self) -> bool:
-        """The engine must go on asking while jobs are under way."""
+        """True while jobs are in progress: the engine must go on asking."""
         return self._under_way > 0 or not self._finished.empty()
 
     def on_schedule_end(self, context: Any) -> None:
@@ -108,21 +109,21 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forgets what was looked up for it."""
+        """Forgets the look-ups of the request."""
         self._lookups.cleanup(req_context.req_id)
 
     def drain_jobs(self) -> None:
-        """Returns when no job is under way; each ends within the store's deadlines.
+        """Returns when no job is in progress; each ends within the store's deadlines.
 
-        vLLM calls it when the cache is reset, be it because weights were replaced in memory. So from now on the keys
-        are this engine's alone: nothing says whether another engine has the same weights now.
+        vLLM calls it when the cache is reset, perhaps because weights were replaced in memory. So from now on the keys
+        are this engine's alone: nothing says whether another engine has the same weights.
         """
         with self._condition:
             self._condition.wait_for(lambda: not self._under_way)
         self._lookups.era = os.urandom(16)
 
     def shutdown(self) -> None:
-        """Ends the threads, after a short wait for jobs under way, and closes the store."""
+        """Ends the threads, after a short wait for jobs in progress, and closes the store."""
         self._loading.close(CLOSE_S)
         self._storing.close(CLOSE_S)
         self._lookups.shutdown()
@@ -169,18 +170,18 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own background look-ups, asked of the store."""
+    """vLLM's own background look-ups, sent to the store."""
 
     def __init__(self, tier_type: str, link: Link, settings: TierSettings) -> None:
         self._link = link
         self._settings = settings
         self._paused_until_s = 0.0
         self.era = b""
-        """The end of our keys, after vLLM's; empty until the cache is reset."""
+        """Suffix of our keys, after vLLM's; empty until the cache is reset."""
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
-        """One flag per key. Past the deadline they are absent, and for a while those of other requests too."""
+        """Returns one flag per key. Past the deadline they are absent, and for a while those of other requests too."""
         caches, began_s = self._link.caches(), time.monotonic()
         if caches is None or began_s < self._paused_until_s:
             return [False] * len(keys)
@@ -189,7 +190,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
             for start in range(0, len(keys), BLOCKS_MAX):
                 found += caches[0].present([bytes(key) + self.era for key in keys[start : start + BLOCKS_MAX]])
         finally:
-            # Also where the store gave up with an error, which vLLM takes for absent.
+            # Also if the store gave up with an error, which vLLM treats as absent.
             if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
                 self._paused_until_s = time.monotonic() + self._settings.pause_s
         return found
@@ -204,8 +205,9 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
     vllm_config, kv_cache_config = _engine_configuration()
     if vllm_config.lora_config is not None:
         raise InvalidRequest(
-            "the tier is not told which requests have an adapter, and vLLM's hash does not have an adapter's weights: "
-            "start without --enable-lora, or use the connector (kvstore.connectors.vllm), which leaves them alone"
+            "the tier is not told which requests have an adapter, and vLLM's hash does not have an "
+            "adapter's weights: start without --enable-lora, or use the connector "
+            "(kvstore.connectors.vllm), which skips them"
         )
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
@@ -224,10 +226,10 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
 
 
 def _engine_configuration() -> tuple[Any, Any]:
-    """vLLM's whole configuration and that of its KV cache, taken from the frames of its caller.
+    """Returns vLLM's whole configuration and that of its KV cache, taken from the frames of its callers.
 
-    vLLM gives a tier an extract that lacks RoPE scaling, quantisation and whatever else the command line overrides,
-    and KV of another configuration must never be served; so the callers that have it are looked through.
+    vLLM gives a tier an extract without RoPE scaling, quantisation and other overrides of the command line, and KV of
+    another configuration must never be served. So the callers that have the whole are searched.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,8 +1,8 @@
-"""A digest of a model's weights: what keeps KV of replaced weights at the same path from being served.
+"""A digest of a model's weights: it keeps KV of replaced weights at the same path from being served.
 
-Every byte is hashed, because a fine-tuned model may differ from its base in a few tensors only.  That is done once per
-host: the digest is remembered in the user's cache directory, by what the kernel says of the file (inode, size, times),
-and processes that start together wait for the one that is hashing.
+Every byte is hashed, because a fine-tuned model may differ from its base in a few tensors only. That is done once per
+host: the digest is kept in the user's cache directory, by the kernel's facts about the file (inode, size, times), and
+processes that start together wait for the one that is hashing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json",
 """Files with settings that change KV of the same weights: RoPE, windows, quantisation."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WAIT_S_MAX = 600.0
-"""The time to wait for another process that is hashing, before this one hashes by itself."""
+"""How long to wait for another process that is hashing, before this one hashes by itself."""
 REMEMBERED_MAX = 4096
 READ_BYTES = 8 << 20
 
 
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
-    """A digest of the weight files at ``path``, a folder or one file, in hexadecimal.
+    """Returns a digest of the weight files at ``path``, a folder or one file, in hexadecimal.
 
-    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest if there
-    are no weights, or they cannot be read.
+    In a folder of the Hugging Face cache it is the commit, which names the content. Raises InvalidRequest if there are
+    no weights, or they cannot be read.
     """
     place = Path(path)
     if place.parent.name == "snapshots" and COMMIT.fullmatch(place.name):
@@ -59,9 +59,9 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """A digest of the weights and of the configuration beside them, for engines that tell nothing of the latter.
+    """Returns a digest of the weights and of the configuration beside them, for engines that do not report the latter.
 
-    Raises InvalidRequest where there are no weights, or they or the configuration cannot be read.
+    Raises InvalidRequest if there are no weights, or they or the configuration cannot be read.
     """
     digest = blake2b(weights_fingerprint(folder).encode(), digest_size=16)
     for name in SETTINGS_FILES:
@@ -104,7 +104,7 @@ def _hash(file: Path) -> str:
 
 
 def _memory() -> Path | None:
-    """The file of remembered digests; None where there can be none, and then each process hashes by itself."""
+    """Returns the file of remembered digests; None if there can be none: then each process hashes by itself."""
     # A container's user may have no home at all.
     with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
@@ -116,7 +116,7 @@ def _memory() -> Path | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Yields True where it has the lock: a file system may have none, and the process that holds it may be stopped."""
+    """Yields True with the lock held, False without: a file system may lack locks, or a stopped process hold it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:

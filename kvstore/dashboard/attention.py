@@ -54,7 +54,11 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
         if not counts.get("session_alive", 1):
             yield _item("bad", "workers", f"worker {address} has no session in etcd: holds and pins wait")
         elif not counts.get("protected", 1):
-            yield _item("bad", "workers", f"worker {address} is not respected by collectors: see kvstore fsck --adopt")
+            yield _item(
+                "bad",
+                "workers",
+                f"worker {address} has holds and pins that collectors ignore: see kvstore fsck --adopt",
+            )
         if counts.get("draining"):
             yield _item("warn", "workers", f"worker {address} is draining")
         if worker.restarts:
@@ -82,7 +86,7 @@ def _of_root(root: RootSeen | None, quarantine: Quarantine | None) -> Iterator[I
     if quarantine is not None and quarantine.count:
         more = "" if quarantine.is_whole else "more than "
         files = "1 damaged file is" if quarantine.count == 1 else f"{more}{quarantine.count:,} damaged files are"
-        yield _item("warn", "damage", f"{files} set aside: kvstore fsck ROOT --repair puts that right")
+        yield _item("warn", "damage", f"{files} in quarantine: run kvstore fsck ROOT --repair")
     if root is None or not root.space.total_bytes or root.space.free_bytes is None:
         return
     if root.space.free_bytes < FREE_MIN * root.space.total_bytes:

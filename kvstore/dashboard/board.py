@@ -35,7 +35,7 @@ class Pace:
     plan_s: float = 60.0
     forest_s: float = 60.0
     late_s: float = 6.0
-    """A source that takes longer than this is shown as one that does not answer."""
+    """A source that takes longer than this is shown as not answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class Reach:
     """Opens the sources of a board; each function is called by a thread that may wait."""
 
     root_url: str
-    """As ``Root.url`` has it."""
+    """URL of the root, as in ``Root.url``."""
     open_root: Callable[[], Root]
     open_meta: Callable[[], Meta]
     connect: Callable[[str], Store]
-    """A store through the workers of the root with this id, in hex."""
+    """Opens a store through the workers of the root with this id, in hex."""
     collector: Sequence[str] | None
-    """The command line of the collector with all that it needs to reach the same root; None where there is none."""
+    """The command line of the collector, with all that it needs to reach the same root; None if there is none."""
 
 
 @dataclass(slots=True)
 class Board:
-    """Made by ``open_board``, which starts nothing; ``start`` it, ``close`` it."""
+    """All feeds of the dashboard. ``open_board`` makes it and starts nothing; ``start`` it, ``close`` it."""
 
     root_url: str
     clock: Clock
@@ -70,7 +70,7 @@ class Board:
             feed.start()
 
     def close(self) -> None:
-        """Ends all feeds and what they hold. A source that hangs is left to the end of the process. Idempotent."""
+        """Ends all feeds and their sources. A source that hangs is left to the end of the process. Idempotent."""
         self.plans.close()
         for feed in self.feeds.values():
             feed.close()
@@ -81,11 +81,11 @@ class Board:
 
 
 def open_board(reach: Reach, pace: Pace | None = None, clock: Clock | None = None) -> Board:
-    """A board of one cluster; connects to nothing yet."""
+    """Makes a board of one cluster; connects to nothing yet."""
     pace, clock = pace or Pace(), clock or SystemClock()
     which = WhichRoot(reach.root_url)
     etcd = EtcdSource(reach.open_meta, which)
-    # One for each feed: where the root hangs, the thread that looks for its room must not hold up the others' reports.
+    # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
     room, set_aside, explored = (RootSource(reach.open_root, which.learn) for _ in range(3))
     workers = WorkersSource(lambda: reach.connect(etcd.root_id().hex()), clock)
     plans = PlanSource(reach.collector)
@@ -106,7 +106,7 @@ def open_board(reach: Reach, pace: Pace | None = None, clock: Clock | None = Non
 
 
 LONG_S = 120.0
-"""A plan or a census over a large root takes its time; when it takes longer than this, something may be wrong."""
+"""Limit of a plan or a census, which take long over a large root; one that takes longer is reported as late."""
 
 
 def _forest(source: RootSource) -> Forest:

@@ -1,7 +1,7 @@
 """The cluster as etcd knows it: namespaces, sessions, workers, collectors, sweeps, and the number of pins.
 
-Reads by ranges that stay small at any size of the cluster; what peers say of their memory is left out.  The pins
-themselves, which carry their addresses, are a feed of their own that is read only while somebody looks.
+It reads ranges that stay small at any size of the cluster, and leaves out what peers publish about their memory. The
+pins themselves, which carry addresses, are a separate feed that is read only while somebody looks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TIMEOUT_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SessionSeen:
-    """One live session: a worker's where it has a record, else that of an engine that is a node itself."""
+    """One live session: of a worker if it has a record, else of an engine that is a node itself."""
 
     id: str
     worker: WorkerRecord | None
     announced: int | None
-    """The revision up to which it follows collectors; None where its key cannot be read."""
+    """The revision up to which it follows collectors; None if its key cannot be read."""
     began_revision: int
 
 
@@ -45,7 +45,7 @@ class SweepSeen:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """etcd at one moment, or nearly so."""
+    """The cluster in etcd at one moment, or nearly so."""
 
     root: bytes
     revision: int
@@ -53,7 +53,7 @@ class Cluster:
     collectors: tuple[str, ...]
     namespaces: tuple[Namespace, ...]
     odd_namespaces_count: int
-    """Records that could not be read."""
+    """Number of records that could not be read."""
     pins_count: int
     sweeps: tuple[SweepSeen, ...]
     is_full: bool
@@ -63,9 +63,9 @@ class Cluster:
 
 
 class WhichRoot:
-    """The id of the root that is meant: what its FORMAT says, else what etcd knows at its URL, else etcd's only root.
+    """The id of the dashboard's root: as its FORMAT says, else as etcd knows it by URL, else etcd's only root.
 
-    The last two are for a root that does not answer: the page shall show the cluster all the same.
+    The last two are for a root that does not answer: the page must still show the cluster.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -73,11 +73,11 @@ class WhichRoot:
         self._known: bytes | None = None
 
     def learn(self, root: bytes) -> None:
-        """The root itself said so."""
+        """Takes over the id that the root itself has."""
         self._known = root
 
     def id(self, meta: Meta) -> bytes:
-        """Raises Unavailable where it is not known (yet), and what ``meta`` raises."""
+        """Returns the id. Raises Unavailable if it is not known (yet), and what ``meta`` raises."""
         if self._known is not None:
             return self._known
         if self._url is not None and (bound := bound_root(meta, self._url, TIMEOUT_S)) is not None:
@@ -85,9 +85,7 @@ class WhichRoot:
         found = known_roots(meta, TIMEOUT_S)
         if len(found) == 1:
             return found[0]
-        raise Unavailable(
-            f"which root this is is not known: the root did not say so, and etcd knows {len(found)} at other places"
-        )
+        raise Unavailable(f"the root is unknown: it does not answer, and etcd knows {len(found)} roots at other URLs")
 
 
 class EtcdSource:
@@ -100,7 +98,7 @@ class EtcdSource:
         self._meta: Meta | None = None
 
     def cluster(self) -> Cluster:
-        """All but the pins. Raises Unavailable, PermissionDenied."""
+        """Reads everything but the pins. Raises Unavailable, PermissionDenied."""
         meta = self._connected()
         keys = Keys(self._which.id(meta))
         workers = Workers(meta, keys).list(TIMEOUT_S)
@@ -126,12 +124,12 @@ class EtcdSource:
         )
 
     def pins(self) -> tuple[PinRecord, ...]:
-        """All pins. Raises Unavailable, PermissionDenied, RootMismatch."""
+        """Reads all pins. Raises Unavailable, PermissionDenied, RootMismatch."""
         meta = self._connected()
         return Pins(meta, Keys(self._which.id(meta)), _no_session).list(timeout_s=2 * TIMEOUT_S)
 
     def root_id(self) -> bytes:
-        """The id of the cluster's root. Raises Unavailable, PermissionDenied."""
+        """Returns the id of the cluster's root. Raises Unavailable, PermissionDenied."""
         return self._which.id(self._connected())
 
     def close(self) -> None:

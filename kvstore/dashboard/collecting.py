@@ -1,7 +1,7 @@
-"""The plan of garbage collection: the collector itself makes it, as a program that changes nothing.
+"""The plan of garbage collection, made by the collector as a separate program that changes nothing.
 
-Never imported: the store does not depend on its collector, and a plan over a large root takes memory and time that a
-process of its own gives back.
+The collector is never imported: the store does not depend on it, and a plan over a large root takes memory and time
+that a separate process gives back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ STDERR_CHARACTERS_MAX = 400
 
 
 class PlanSource:
-    """Runs ``kvstore-gc --once --dry-run --json``. ``command`` is its command line with what it needs to reach the
-    root, None where there is no collector.
-    """
+    """Runs ``kvstore-gc --once --dry-run --json``. ``command`` is its command line; None if there is no collector."""
 
     def __init__(self, command: Sequence[str] | None) -> None:
         self._command = None if command is None else [*command, "--once", "--dry-run", "--json"]
@@ -31,27 +29,29 @@ class PlanSource:
         self._closed = False
 
     def plan(self) -> dict[str, Any]:
-        """The summary that ``kvstore-gc --dry-run --json`` prints. Raises Unavailable where it has none."""
+        """Returns the summary that ``kvstore-gc --dry-run --json`` prints. Raises Unavailable if there is none."""
         if self._command is None:
-            raise Unavailable("the garbage collector is not installed here: nobody can say what it would take")
+            raise Unavailable("the garbage collector is not installed here, so there is no plan: install kvstore-gc")
         child = self._start(self._command)
         try:
             said, complaint = child.communicate(timeout=PLAN_S_MAX)
         except subprocess.TimeoutExpired as cause:
-            raise Unavailable(f"the collector had no plan within {PLAN_S_MAX:g} s: does the root answer?") from cause
+            raise Unavailable(
+                f"the collector made no plan within {PLAN_S_MAX:g} s: check that the root answers"
+            ) from cause
         finally:
             self._end(child)
         try:
             found = json.loads(said)
         except ValueError as cause:
             why = " ".join(complaint.split())[-STDERR_CHARACTERS_MAX:] or f"exit code {child.returncode}"
-            raise Unavailable(f"the collector could not say what it would take: {why}") from cause
+            raise Unavailable(f"the collector could not make a plan: {why}") from cause
         if not isinstance(found, dict):
-            raise Unavailable("the collector printed something that is not a plan: is it of another version?")
+            raise Unavailable("the collector printed no plan: check that its version is the dashboard's")
         return found
 
     def close(self) -> None:
-        """Ends a plan that is being made. Idempotent."""
+        """Ends a running plan. Idempotent."""
         with self._lock:
             self._closed = True
             child = self._child

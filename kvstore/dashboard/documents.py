@@ -28,12 +28,12 @@ from kvstore.tickets import Ticket
 RATES_S = 60.0
 PINS_MAX = 1_000
 NAMESPACES_MAX = 500
-"""Every writer may make any number of namespaces: a page of all of them would take megabytes."""
+"""Limit on the namespaces of a page: writers may make any number, and a page of all of them would take megabytes."""
 RUNS_MAX = 300
 
 
 class Documents:
-    """The views of one board. Each method looks at the feeds that its view needs, which keeps those on demand going."""
+    """The views of one board. Each method looks at its view's feeds, which keeps feeds on demand going."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -62,11 +62,11 @@ class Documents:
         }
 
     def history(self, coarse: bool, after_s: float) -> Document:
-        """Rates and levels over time, of the points after ``after_s`` (seconds since the epoch)."""
+        """Returns rates and levels over time, for the points after ``after_s`` (seconds since the epoch)."""
         return self._board.workers.columns(coarse, after_s)
 
     def capacity(self) -> Document:
-        """Room, and what garbage collection would take next and why."""
+        """Returns the room, and what garbage collection would take next and why."""
         looks = self._look("root", "etcd", "plan")
         etcd: Cluster | None = looks["etcd"].value
         return {
@@ -81,14 +81,14 @@ class Documents:
         }
 
     def namespaces(self) -> Document:
-        """Namespaces with what they have stored, as the last plan counted it; the largest come first."""
+        """Returns namespaces with their stored chunks, as the last plan counted them; the largest first."""
         looks = self._look("etcd", "plan")
         etcd: Cluster | None = looks["etcd"].value
         plan: Document = looks["plan"].value or {}
         stored = {str(each["id"]): each["scanned"] for each in plan.get("namespaces", ())}
         rows = [said.namespace(each, stored) for each in (etcd.namespaces if etcd else ())]
         named = {row["id"] for row in rows}
-        # Chunks of a namespace that etcd does not know are on the root all the same.
+        # The root may hold chunks of a namespace that etcd does not know.
         rows += [
             {"id": id, "name": None, "tenant": None, "chunks": tally["chunks"], "bytes": tally["bytes"]}
             for id, tally in stored.items()
@@ -104,7 +104,7 @@ class Documents:
         }
 
     def pins(self) -> Document:
-        """Pins and who holds them; those that end first come first."""
+        """Returns pins and their owners, those that end first first."""
         looks = self._look("pins", "etcd")
         found: tuple[PinRecord, ...] = looks["pins"].value or ()
         etcd: Cluster | None = looks["etcd"].value
@@ -116,7 +116,7 @@ class Documents:
         return {**self._head(looks), "pins": rows, "count": len(found)}
 
     def workers(self) -> Document:
-        """Workers with what they do, and the sessions of engines that are nodes themselves."""
+        """Returns workers with their activity, and sessions of engines that are nodes themselves."""
         looks = self._look("workers", "etcd")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
         etcd: Cluster | None = looks["etcd"].value
@@ -153,7 +153,7 @@ class Documents:
         }
 
     def prefixes(self, namespace: str, at: str, order: str) -> Document:
-        """The heaviest runs of the prefix tree. Raises InvalidRequest for a malformed id or an unknown order."""
+        """Returns the heaviest runs of the prefix tree. Raises InvalidRequest for a malformed id or unknown order."""
         wanted = NamespaceId(_id("namespace", namespace, NAMESPACE_ID_BYTES)) if namespace else None
         start = Address(_id("at", at, ADDRESS_BYTES)) if at else None
         if order not in ORDERS:
@@ -188,7 +188,7 @@ class Documents:
         }
 
     def damage(self) -> Document:
-        """Damage: as workers counted it since they started, and the files in quarantine."""
+        """Returns damage: as workers counted it since they started, and the files in quarantine."""
         looks = self._look("workers", "quarantine", "root")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
         quarantine: Quarantine | None = looks["quarantine"].value
@@ -207,7 +207,7 @@ class Documents:
         }
 
     def tickets(self) -> Document:
-        """Long-running operations of workers, running and ended."""
+        """Returns long-running operations of workers, running and ended."""
         looks = self._look("tickets")
         found: list[Ticket] | None = looks["tickets"].value
         rows = None if found is None else [said.ticket(each) for each in found]
@@ -217,7 +217,7 @@ class Documents:
         return {name: self._board.feeds[name].look() for name in names}
 
     def _head(self, looks: Mapping[str, Reading[Any]]) -> Document:
-        """The head of every document: the time, and the age of its sources."""
+        """Returns the head of every document: the time, and the age of its sources."""
         sources = {
             name: {"age_s": None if each.age_s is None else round(each.age_s, 1), "error": each.error}
             for name, each in looks.items()

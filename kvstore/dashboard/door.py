@@ -1,4 +1,4 @@
-"""Access to the dashboard: for everybody on this host, or with a token that may read every tenant."""
+"""Access to the dashboard: open to everybody on this host, or with a token that may read every tenant."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ BEARER = "bearer "
 
 
 class OpenDoor:
-    """No tokens. ``is_local`` says that it listens on loopback only: then ``Host`` must name this host."""
+    """Access without tokens. ``is_local``: it listens on loopback only, so ``Host`` must name this host."""
 
     def __init__(self, is_local: bool) -> None:
         self._is_local = is_local
 
     def admit(self, authorization: str | None, host: str) -> None:
-        """Raises PermissionDenied for a name that is another's."""
+        """Raises PermissionDenied if ``Host`` is not a name of this host."""
         if self._is_local and not _is_this_host(host):
             raise PermissionDenied(f"the dashboard is for this host: ask for it as localhost, not as {host[:100]!r}")
 
 
 class TokenDoor:
-    """A bearer token of an identity with the role read in every tenant; the dashboard shows all of them."""
+    """Access with a bearer token whose identity may read every tenant; the dashboard shows all of them."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
 
     @classmethod
     def of_file(cls, path: str) -> TokenDoor:
-        """Makes it from an access file, which is read again when it changes. Raises InvalidRequest for a bad one."""
+        """Makes it from an access file, which is reloaded when it changes. Raises InvalidRequest for a bad one."""
         authenticator = Authenticator(path)
         authenticator.load()
         return cls(authenticator)

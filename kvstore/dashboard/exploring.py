@@ -1,7 +1,7 @@
-"""Looks at a root for the explorer of prefixes: all of a small one, a fair sample of a large one.
+"""A look at a root for the explorer of prefixes: all of a small root, a fair sample of a large one.
 
-A sample is of shards, and of addresses within them; where a sampled chunk hangs is found by looking at its ancestors
-one by one, most of which are shared.  Headers are read at a bounded pace: what nodes need of the root comes first.
+A sample takes shards, and addresses within them. The ancestors of a sampled chunk, most of them shared, are looked up
+one by one. Headers are read at a bounded pace: nodes need the root more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 
 CHUNKS_MAX = 40_000
-"""Chunks of a sample; about 1 KiB of memory each with their ancestors."""
+"""Number of chunks in a sample; about 1 KiB of memory each with their ancestors."""
 ANCESTORS_MAX = 40_000
 PER_S_MAX = 4_000.0
 """Headers read in a second, on average."""
@@ -42,14 +42,14 @@ class _Explorer:
     unreadable_count: int = 0
 
     def take(self, found: Found, weight: float) -> None:
-        """Looks at one chunk, which stands for ``weight`` of the root's."""
+        """Looks at one chunk, which stands for ``weight`` of the root's chunks."""
         kind = self._look(found.address, found.namespace, weight)
         if kind is Kind.BLOCK:
             count, size_bytes = self.blocks.get(found.namespace, (0.0, 0.0))
             self.blocks[found.namespace] = (count + weight, size_bytes + weight * found.size_bytes)
 
     def ancestors(self) -> bool:
-        """Looks at those that the sample hangs on; False where there were more than is allowed, or too slowly."""
+        """Looks at the sample's ancestors; False if there are too many, or it takes too long."""
         count = 0
         for leaf in list(self.leaves.values()):
             parent = leaf.parent
@@ -64,7 +64,7 @@ class _Explorer:
         return True
 
     def trouble(self, error: KVStoreError) -> None:
-        """Counts what could not be read."""
+        """Counts a file that could not be read."""
         self.unreadable_count += 1
 
     def _look(self, address: Address, namespace: NamespaceId, weight: float) -> Kind | None:
@@ -85,17 +85,17 @@ class _Explorer:
 
 
 def explore(root: Root, identity: RootIdentity, chunks_max: int = CHUNKS_MAX, per_s_max: float = PER_S_MAX) -> Forest:
-    """The forest of a root, of about ``chunks_max`` chunks and their ancestors. Errors of single files are counted.
+    """Returns the forest of a root, of about ``chunks_max`` chunks and their ancestors. Errors of files are counted.
 
-    Raises the root's errors where its folder of chunks cannot be listed.
+    Raises the root's errors if its folder of chunks cannot be listed.
     """
     explorer = _Explorer(root, identity.shard_bits, _paced(per_s_max))
     shards_count = 1 << identity.shard_bits
-    next(iter(root.list(places.CHUNKS)), None)  # a root that does not answer is said, not an empty forest
+    next(iter(root.list(places.CHUNKS)), None)  # a root that does not answer must raise, not look like an empty forest
     first = list(walk_shard(root, 0, headers=False, trouble=explorer.trouble))
     share = min(1.0, chunks_max / max(1, len(first) * shards_count))
     shards = sampled(identity.shard_bits, share)
-    # Whole shards are too much where each has more than its part: then by the address, which is a hash.
+    # If a shard has more than its part of the sample, sample it by address, which is a hash.
     part = min(1.0, share * shards_count / len(shards))
     weight = shards_count / len(shards) / part
     is_whole = True
@@ -117,7 +117,7 @@ def explore(root: Root, identity: RootIdentity, chunks_max: int = CHUNKS_MAX, pe
 
 
 def _paced(per_s_max: float) -> Callable[[], bool]:
-    """To be called before each file: waits where that goes too fast; False once all of it takes too long."""
+    """Returns a function to call before each file: it waits to keep the pace; False once all of it takes too long."""
     began_s = time.monotonic()
     count = 0
 

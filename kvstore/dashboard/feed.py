@@ -1,7 +1,7 @@
-"""A feed: one source, read again and again by a thread of its own, and what it said last.
+"""A feed: one source, read regularly by its own thread, and its last value.
 
-Separate for each source, because each can hang: a root in a dead mount, an etcd that is frozen. Then that feed is late
-and says so, and the page shows the rest.
+Each source has its own feed, because each can hang: a root in a dead mount, a frozen etcd. That feed is then late and
+says so, and the page shows the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WANTED_S = 45.0
-"""A feed that is read on demand goes on for so long after somebody looked."""
+"""A feed on demand goes on for this long after the last look."""
 COST_MAX = 0.1
-"""Share of the time that reading on demand may take: what is read on demand is costly for the root."""
+"""Share of the time that reading on demand may take, because it is costly for the root."""
 CLOSE_S = 1.0
 
 
@@ -34,12 +34,12 @@ class Reading(Generic[T]):
 
     value: T | None
     age_s: float | None
-    """Since ``value`` was read; None where there is none yet."""
+    """Seconds since ``value`` was read; None if there is none yet."""
     error: str | None
 
 
 class Feed(Generic[T]):
-    """Reads a source every ``interval_s``; ``on_demand`` only while somebody looks, and seldom where it takes long.
+    """Reads a source every ``interval_s``; ``on_demand`` only while somebody looks, and seldom if it takes long.
 
     A reading that takes longer than ``late_s`` is reported as an error; it is not interrupted, because a call into a
     dead mount cannot be. ``told`` gets each value and the monotonic time at which it was read. Thread-safe.
@@ -77,7 +77,7 @@ class Feed(Generic[T]):
         self._loop.start()
 
     def look(self) -> Reading[T]:
-        """The last reading; never waits. Keeps a feed going that is read on demand."""
+        """Returns the last reading; never waits. Keeps a feed on demand going."""
         now_s = self._clock.monotonic_s()
         with self._changed:
             if self._on_demand and not self._is_wanted(now_s):

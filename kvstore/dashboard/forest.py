@@ -1,8 +1,7 @@
-"""The forest of prefixes: chunks and their parents, with runs of chunks that nobody forked drawn as one. Pure.
+"""The forest of prefixes: chunks and their parents, with unforked runs of chunks drawn as one. Pure.
 
-A *run* is a chunk and all that follow it until two continuations share a parent or the prompt ends; it stands for a
-stretch of text, such as a system prompt or one turn of a chat.  Tokens themselves are never looked at: they are the
-prompts.
+A *run* is a chunk and those that follow it, until two continuations share a parent or the prompt ends. It stands for a
+stretch of text, such as a system prompt or one turn of a chat. Tokens are never looked at: they are the prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from kvstore.namespace import NamespaceId
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One chunk as found. ``weight`` is how many chunks of the root it stands for, 0 for an ancestor of one that was
-    looked at only to know where that hangs.
-    """
+    """One chunk as found. ``weight`` is how many chunks of the root it stands for; 0 for a mere ancestor."""
 
     address: Address
     parent: Address
@@ -34,21 +31,21 @@ class Leaf:
 
 @dataclass(slots=True)
 class Sum:
-    """All chunks from one chunk on, itself included."""
+    """The sums over a chunk and all chunks that follow it."""
 
     chunks: float = 0.0
     size_bytes: float = 0.0
     depth_max: int = 1
-    """Chunks from this one to the end of the longest prompt."""
+    """Number of chunks from this one to the end of the longest prompt."""
     ends_count: int = 0
-    """Prompts that end somewhere below."""
+    """Number of prompts that end at or below it."""
     last_use_s: int = 0
     uses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run, by its first chunk. ``above`` is the run it continues, None for the first of a prompt."""
+    """A run, by its first chunk. ``above`` is the run that it continues; None for the first of a prompt."""
 
     id: Address
     above: Address | None
@@ -58,33 +55,34 @@ class Run:
     chunks: int
     size_bytes: int
     below: Sum
-    """With all that continues it."""
+    """Sums including all runs that continue it."""
     forks: int
-    """The number of runs that continue it."""
+    """Number of runs that continue it."""
     last_use_s: int
     uses: int
     is_rooted: bool
-    """True where it begins a prompt or its parent is on the root; else no match reaches it."""
+    """True if it begins a prompt or its parent is on the root; else no match reaches it."""
 
 
 @dataclass(slots=True)
 class Forest:
-    """The chunks of a census. ``share`` of the root was looked at; ``is_whole`` says whether that was all that was
-    wanted. Build it with ``grown``.
+    """The chunks of a census. Build it with ``grown``.
+
+    ``share`` is the part of the root that was looked at; ``is_whole`` says whether that was all that was wanted.
     """
 
     share: float
     is_whole: bool
     leaves: dict[Address, Leaf]
     blocks: dict[NamespaceId, tuple[float, float]] = field(default_factory=dict)
-    """Engine-hashed blocks, which have no parents: how many there are about, and their bytes."""
+    """Engine-hashed blocks, which have no parents: their approximate number and bytes."""
     unreadable_count: int = 0
     _children: dict[Address, list[Address]] = field(default_factory=dict)
     _sums: dict[Address, Sum] = field(default_factory=dict)
     _tops: dict[NamespaceId, list[Address]] = field(default_factory=dict)
 
     def grown(self) -> Forest:
-        """Links and sums what is in ``leaves``; once, before anything else is asked."""
+        """Links and sums ``leaves``; call it once, before anything else."""
         for address, leaf in self.leaves.items():
             if leaf.parent in self.leaves and leaf.parent != address:
                 self._children.setdefault(leaf.parent, []).append(address)
@@ -96,7 +94,7 @@ class Forest:
         return self
 
     def namespaces(self) -> Mapping[NamespaceId, Sum]:
-        """The sums of each namespace."""
+        """Returns the sums of each namespace."""
         found = {}
         for namespace, tops in self._tops.items():
             total = Sum(depth_max=0)
@@ -106,8 +104,10 @@ class Forest:
         return found
 
     def runs(self, namespace: NamespaceId | None, at: Address | None, runs_max: int, order: str) -> list[Run]:
-        """The ``runs_max`` heaviest runs of a namespace (None: of all), or the run at ``at`` and what continues it,
-        parents before children. ``order`` says what is heavy: "bytes" with all that continues it, "recent", "long".
+        """Returns the ``runs_max`` heaviest runs, parents before children, of a namespace (None: of all).
+
+        With ``at``, returns the run at that address and its continuations. ``order`` is the measure: "bytes" including
+        all continuations, "recent", or "long".
         """
         if at is not None:
             starts = [at] if at in self.leaves else []
@@ -129,7 +129,7 @@ class Forest:
         return found
 
     def way_to(self, at: Address) -> list[Run]:
-        """The runs from the beginning of the prompt to the one that ``at`` begins, without it; empty for an unknown."""
+        """Returns the runs from the start of the prompt to before the run at ``at``; empty if it is unknown."""
         way: list[Address] = []
         address: Address | None = self._parent(at)
         while address is not None:
@@ -149,7 +149,7 @@ class Forest:
         return leaf.parent if leaf is not None and leaf.parent in self.leaves and leaf.parent != address else None
 
     def _run(self, start: Address, above: Address | None) -> tuple[Run, list[Address]]:
-        """The run from ``start`` on, and the chunks that continue it."""
+        """Returns the run from ``start`` on, and the chunks that continue it."""
         first = self.leaves[start]
         chunks, size_bytes, last_use_s, uses = 1, first.size_bytes, first.last_use_s, first.uses
         at = start
@@ -174,7 +174,7 @@ class Forest:
         return run, list(after)
 
     def _add_up(self, top: Address) -> None:
-        """Sums of all chunks under ``top``; without recursion, as chains are thousands of chunks long."""
+        """Sums all chunks under ``top``; without recursion, since chains are thousands of chunks long."""
         order = [top]
         for address in order:
             order.extend(self._children.get(address, ()))
@@ -192,7 +192,7 @@ _WEIGHTS: dict[str, Callable[[Sum], tuple[float, ...]]] = {
     "recent": lambda each: (-each.last_use_s, -each.uses, -each.size_bytes),
     "long": lambda each: (-each.depth_max, -each.size_bytes),
 }
-"""The heaviest has the lowest: the smallest of a heap comes first."""
+"""The sort key: the heaviest run has the lowest, because a heap yields its smallest first."""
 ORDERS = tuple(_WEIGHTS)
 
 

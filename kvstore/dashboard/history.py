@@ -24,7 +24,7 @@ AMOUNTS: dict[str, tuple[str, ...]] = {
     "refused": ("calls_refused", "put_refused_full", "put_refused_uncounted", "behind_shed"),
     "damaged": ("miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"),
 }
-"""Rates, and the workers' counters whose growth per second each of them is."""
+"""Rates, and the workers' counters whose growth per second each of them sums."""
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "calls": ("calls_in_flight",),
@@ -33,11 +33,11 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "memory_size_bytes": ("memory_size_bytes",),
     "behind_bytes": ("behind_bytes",),
 }
-"""Levels, and the workers' gauges whose sum each of them is."""
+"""Levels, and the workers' gauges that each of them sums."""
 
 FINE_S, FINE_MAX = 2.0, 450
 COARSE_S, COARSE_MAX = 60.0, 1_440
-"""A quarter of an hour in steps of two seconds, a day in minutes."""
+"""Two ring sizes: a quarter of an hour in steps of two seconds, a day in minutes."""
 
 Counts = Mapping[str, int | float]
 
@@ -53,14 +53,16 @@ class Point:
 
 
 class Growth:
-    """By how much the counters of each worker grew since the last look."""
+    """The growth of each worker's counters since the last look."""
 
     def __init__(self) -> None:
         self._before: dict[str, Counts] = {}
 
     def since_last(self, now: Mapping[str, Counts]) -> dict[str, dict[str, float]]:
-        """Growth by worker and counter. A worker that is seen for the first time, or again after it did not answer, has
-        none: nobody knows over which time its counts grew. One that counts from 0 again was started anew.
+        """Returns the growth by worker and counter.
+
+        A worker that is seen for the first time, or again after it did not answer, has none: nobody knows over which
+        time its counters grew. A worker whose counters start from 0 again was restarted.
         """
         grown = {
             worker: {name: _growth(self._before[worker].get(name, 0), count) for name, count in counts.items()}
@@ -80,9 +82,9 @@ class History:
         self._pending: list[Point] = []
 
     def add(self, at_s: float, span_s: float, grown: Sequence[Counts], now: Sequence[Counts]) -> None:
-        """Adds what all workers did in the last ``span_s`` seconds, and how they stand."""
+        """Adds the work of all workers in the last ``span_s`` seconds, and their levels."""
         if self._fine and at_s <= self._fine[-1].at_s:
-            # The clock was set back. Who has the points up to the last one asks for later ones only.
+            # The clock was set back. A page that has the points so far asks for later ones only.
             at_s = self._fine[-1].at_s + span_s
         amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
         levels = tuple(_sum(now, names) for names in LEVELS.values())
@@ -94,7 +96,7 @@ class History:
             self._pending = []
 
     def rates(self, over_s: float) -> dict[str, float]:
-        """Amounts per second over about the last ``over_s`` seconds (at most the fine ring), by name; 0 without any."""
+        """Returns amounts per second by name, over the last ``over_s`` seconds (at most the fine ring); 0 if none."""
         points: list[Point] = []
         for point in reversed(self._fine):
             points.append(point)
@@ -118,7 +120,7 @@ class History:
 
 
 def _growth(before: float, now: float) -> float:
-    """The growth of one counter; one that is lower than before counts from 0 again."""
+    """Returns the growth of one counter; a lower value than before counts from 0 again."""
     return max(0.0, now - before if now >= before else now)
 
 
@@ -127,11 +129,11 @@ def _sum(counts: Sequence[Counts], names: Sequence[str]) -> float:
 
 
 def _merged(points: Sequence[Point]) -> Point:
-    """Several points in a row as one."""
+    """Merges several points in a row into one."""
     amounts = tuple(sum(column) for column in zip(*(point.amounts for point in points), strict=True))
     return Point(points[-1].at_s, sum(point.span_s for point in points), amounts, points[-1].levels)
 
 
 def _rounded(value: float) -> float:
-    """Four digits are more than a chart shows, and half the bytes."""
+    """Rounds to four digits: more than a chart shows, and half the bytes."""
     return float(f"{value:.4g}")

@@ -12,9 +12,9 @@ from kvstore.root.interface import Root, Space
 from kvstore.sources import RandomIds
 
 QUARANTINE_MAX = 10_000
-"""Files that are counted."""
+"""Limit on the files counted."""
 DAMAGED_MAX = 200
-"""Files that are named, the last used ones first."""
+"""Limit on the files named, the last used ones first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RootSeen:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """One file in quarantine. ``session`` set it aside; ``last_use_s`` is what its mtime says, roughly."""
+    """One file in quarantine. ``session`` put it there; ``last_use_s`` is roughly its mtime."""
 
     address: str
     session: str
@@ -38,7 +38,7 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The files that nodes set aside as damaged. ``is_whole`` is false where there are more than were counted."""
+    """The files that nodes quarantined as damaged. ``is_whole`` is false if there are more than were counted."""
 
     count: int
     size_bytes: int
@@ -47,7 +47,7 @@ class Quarantine:
 
 
 class RootSource:
-    """Looks at the root. ``open_root`` is called by the first look, because it may hang."""
+    """Looks at the root. The first look calls ``open_root``, because it may hang."""
 
     def __init__(self, open_root: Callable[[], Root], learn: Callable[[bytes], object]) -> None:
         self._open_root = open_root
@@ -56,12 +56,12 @@ class RootSource:
         self._identity: RootIdentity | None = None
 
     def seen(self) -> RootSeen:
-        """Identity and room. Raises RootMismatch where it is not a root, and the root's errors."""
+        """Returns identity and room. Raises RootMismatch if it is not a root, and the root's errors."""
         root, identity = self.opened()
         return RootSeen(root.url, identity, root.space())
 
     def quarantine(self) -> Quarantine:
-        """The files that were set aside. Raises the root's errors."""
+        """Returns the quarantined files. Raises the root's errors."""
         root, _ = self.opened()
         found: list[SetAside] = []
         count = size_bytes = 0
@@ -80,7 +80,7 @@ class RootSource:
         return Quarantine(count, size_bytes, count < QUARANTINE_MAX, tuple(found[:DAMAGED_MAX]))
 
     def opened(self) -> tuple[Root, RootIdentity]:
-        """The root itself, and what it is. Raises as ``seen``."""
+        """Returns the root and its identity. Raises as ``seen``."""
         if self._root is None:
             self._root = self._open_root()
         if self._identity is None:
@@ -89,6 +89,6 @@ class RootSource:
         return self._root, self._identity
 
     def close(self) -> None:
-        """Releases what the root holds. Idempotent."""
+        """Releases the root. Idempotent."""
         if self._root is not None:
             self._root.close()

@@ -16,7 +16,7 @@ from kvstore.tickets import Ticket
 Document = dict[str, Any]
 
 TEXT_MAX = 128
-"""Characters of a text that somebody chose and that may have thousands."""
+"""Length to which a text is cut: somebody chose it, and it may have thousands of characters."""
 
 
 def cluster(etcd: Cluster) -> Document:
@@ -37,7 +37,7 @@ def cluster(etcd: Cluster) -> Document:
 
 
 def space(root: RootSeen | None) -> Document | None:
-    """The room of the root; None where it is not known."""
+    """The room of the root; None if it is not known."""
     if root is None:
         return None
     return {
@@ -66,7 +66,7 @@ def namespace(each: Namespace, stored: Mapping[str, Mapping[str, int]]) -> Docum
 
 
 def name_of(id: NamespaceId, known: Mapping[NamespaceId, Namespace]) -> Document:
-    """The name of a namespace; its id alone where it is not known."""
+    """The name of a namespace; its id alone if the name is not known."""
     found = known.get(id)
     return {
         "id": id.hex(),
@@ -77,7 +77,7 @@ def name_of(id: NamespaceId, known: Mapping[NamespaceId, Namespace]) -> Document
 
 
 def below(below: Sum) -> Document:
-    """All that continues a prefix."""
+    """The chunks that continue a prefix, in sums."""
     return {
         "chunks": round(below.chunks),
         "bytes": round(below.size_bytes),
@@ -89,7 +89,7 @@ def below(below: Sum) -> Document:
 
 
 def blocks(forest: Forest, id: NamespaceId) -> Document:
-    """The blocks that engines hashed themselves."""
+    """The engine-hashed blocks of a namespace."""
     count, size_bytes = forest.blocks.get(id, (0.0, 0.0))
     return {"count": round(count), "bytes": round(size_bytes)}
 
@@ -118,7 +118,7 @@ def ticket(each: Ticket) -> Document:
 
 
 def pin(each: PinRecord, of: Namespace | None) -> Document:
-    """A pin; ``of`` is its namespace, where that is known."""
+    """A pin; ``of`` is its namespace, if that is known."""
     return {
         "id": each.id.hex(),
         "owner": each.owner,
@@ -133,5 +133,5 @@ def pin(each: PinRecord, of: Namespace | None) -> Document:
 
 
 def _short(text: str) -> str:
-    """A text without its middle, where it is long."""
+    """A long text without its middle."""
     return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 33]}…{text[-32:]}"

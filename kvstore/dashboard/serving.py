@@ -1,6 +1,6 @@
-"""Serves the application: the socket, TLS with certificates that are renewed, and bounds on what clients may take.
+"""Serves the application: the socket, TLS with renewed certificates, and limits on clients.
 
-uvicorn bounds the size of headers, but not how many connections there are nor how long a client may take over its
+uvicorn limits the size of headers, but neither the number of connections nor the time that a client takes over its
 headers: that is done here.
 """
 
@@ -20,22 +20,22 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.security.tls import Certificate, ServerTls, server_certificate
 
 CONNECTIONS_MAX = 256
-"""Beyond that the oldest that waits for its client makes room for the next."""
+"""Limit on connections; one more closes the oldest that waits for its client."""
 HEADERS_BYTES_MAX = 16 << 10
 FIRST_REQUEST_S = 10.0
-"""The time from a connection to its first whole request."""
+"""Time from a connection to its first whole request."""
 AT_REST_S = 30
-"""A connection that was answered and asks nothing more is closed after this time."""
+"""An idle connection is closed after this time."""
 CONNECTION_S = 120.0
-"""Then a connection ends after its request; the page opens another one."""
+"""A connection of this age ends after its request; the page opens another one."""
 ANSWER_S = 10.0
-"""The time from then on for a client to take the answer."""
+"""Time that a client then has to take the answer."""
 START_S = 10.0
 STOP_S = 3.0
 
 
 class Serving:
-    """Serves until closed. ``start`` binds; the port 0 is chosen by the system."""
+    """Serves until closed. ``start`` binds; port 0 is chosen by the system."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
         self._host = host
@@ -62,8 +62,10 @@ class Serving:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serves; returns the URL. Raises InvalidRequest if it cannot listen there or the certificate is not valid,
-        Unavailable if it is not ready in time.
+        """Serves; returns the URL.
+
+        Raises InvalidRequest if it cannot listen there or the certificate is not valid, Unavailable if it is not ready
+        in time.
         """
         if self._certificate is not None:
             context = self._certificate.context(server=True)
@@ -92,14 +94,14 @@ class Serving:
         return f"{'https' if self._certificate else 'http'}://{host}:{listener.getsockname()[1]}/"
 
     def close(self) -> None:
-        """Ends it, within some seconds. Idempotent."""
+        """Ends it within some seconds. Idempotent."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(STOP_S)
 
 
 def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSocket, str | None, ssl.SSLContext], None]:
-    """Gives each connection, as it begins, the certificate that the files hold then."""
+    """Gives each new connection the certificate that the files hold at that moment."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = certificate.context(server=True)
@@ -108,7 +110,7 @@ def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSock
 
 
 class _Bounded(H11Protocol):
-    """A connection that may not take for ever."""
+    """A connection with limits on its time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -121,18 +123,18 @@ class _Bounded(H11Protocol):
         self._timers = [
             self.loop.call_later(FIRST_REQUEST_S, self._check_began),
             self.loop.call_later(CONNECTION_S, self._end),
-            # Closing politely waits until all is sent, which a client that takes nothing puts off for ever.
+            # A polite close waits until all is sent, which a client that takes nothing delays for ever.
             self.loop.call_later(CONNECTION_S + ANSWER_S, transport.abort),
         ]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in self._timers:  # they would keep this, and what it holds, until they are due
+        for timer in self._timers:  # otherwise they would keep this connection alive until they are due
             timer.cancel()
         super().connection_lost(exc)
 
     @property
     def _waits_for_client(self) -> bool:
-        """True while it waits for its client: for a request, or until the client takes the answer."""
+        """True while it waits for its client: for a request, or for the client to take the answer."""
         return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
 
     def _check_began(self) -> None:

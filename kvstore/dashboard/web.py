@@ -1,9 +1,8 @@
-"""The pages and documents over HTTP, as an application: who may see what, and what a browser is told about safety.
+"""The pages and documents over HTTP, as an application: who may see them, and the safety headers for browsers.
 
-Read-only by construction: there is nothing but GET.  Where an access file is given, all documents need a bearer token
-in a header of its own; there are no cookies, so no other site can ask in a user's name.  Without one the page is for
-this host alone, and a name in ``Host`` that is not this host's is refused: else any web page could reach it by a name
-of its own that resolves to 127.0.0.1.
+Read-only by construction: there is only GET. With an access file, all documents need a bearer token in a header; there
+are no cookies, so no other site can ask in a user's name. Without one the page is for this host alone, and a ``Host``
+that is not this host's name is refused: otherwise any web page could reach it by a name that resolves to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
 log = logging.getLogger(__name__)
 
 SAFETY = {
-    # Nothing from anywhere else, no inline script or style, in no frame: a name that somebody chose stays text.
+    # Nothing from other sites, no inline script or style, no frames: a name that somebody chose stays text.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -48,12 +47,12 @@ class Door(Protocol):
     """Decides who may see the documents."""
 
     def admit(self, authorization: str | None, host: str) -> None:
-        """Returns for those who may see everything. Raises Unauthenticated or PermissionDenied for others."""
+        """Returns for a caller who may see everything. Raises Unauthenticated or PermissionDenied for others."""
         ...
 
 
 def application(documents: Documents, door: Door) -> Starlette:
-    """All of it as an ASGI application."""
+    """Returns everything as an ASGI application."""
     views: dict[str, Callable[[Mapping[str, str]], Document]] = {
         "overview": lambda query: documents.overview(),
         "history": lambda query: documents.history(query.get("step") == "coarse", _number(query, "after")),
@@ -105,7 +104,7 @@ def application(documents: Documents, door: Door) -> Starlette:
 
 
 class _Safety:
-    """Adds the headers of safety to every answer, errors included."""
+    """Adds the safety headers to every answer, errors included."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -123,7 +122,7 @@ class _Safety:
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
-    """The page's own files, all read at the start: what is not among them has no address."""
+    """Returns the page's own files, all read at the start: anything else has no address."""
     found = {}
     for file in (resources.files("kvstore.dashboard") / "static").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])

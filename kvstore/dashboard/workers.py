@@ -1,4 +1,4 @@
-"""The counters of each worker, asked over gRPC, all workers at once, and turned into growth and history."""
+"""The counters of each worker, read over gRPC from all workers at once, as growth and history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GONE = "it was killed, or its host is gone: etcd has no registration of it any m
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """One worker: its counts, or why there are none; ``grown`` is by how much its counters grew per second lately."""
+    """One worker: its counts, or the error why there are none; ``grown`` is the recent growth per second."""
 
     counts: Counts | None
     error: str | None
@@ -34,7 +34,7 @@ class WorkerSeen:
 
 
 class WorkersSource:
-    """Asks the workers. ``connect`` is called by the first read, and again where it failed."""
+    """Reads the workers' counters. ``connect`` is called by the first read, and again if it failed."""
 
     def __init__(self, connect: Callable[[], Store], clock: Clock) -> None:
         self._connect = connect
@@ -73,7 +73,7 @@ class WorkersSource:
         return WorkerSeen(answer, None, _per_second(grown.get(address, {}), span_s), restarts)
 
     def tickets(self) -> list[Ticket]:
-        """Long-running operations of all workers that answer, the newest first. Raises Unavailable where none does."""
+        """Returns long-running operations of all workers that answer, newest first. Raises Unavailable if none does."""
         return self._connected().control.tickets()
 
     def rates(self, over_s: float) -> dict[str, float]:

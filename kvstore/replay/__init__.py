@@ -1,7 +1,7 @@
-"""Replaying a trace of requests against a store, every byte compared with what the trace determines.
+"""Replay of a trace of requests against a store; every byte is compared with what the trace determines.
 
-``trace`` is what was asked, ``content`` the tokens and KV that follow from it, ``oracle`` the hits that it contains,
-``lane`` one caller working through requests, ``run`` several of them at once, ``report`` what came out.
+``trace`` has the requests, ``content`` the tokens and KV that follow from them, ``oracle`` the expected hits, ``lane``
+one caller working through requests, ``run`` several at once, ``report`` the result.
 """
 
 from kvstore.replay.callers import Plan

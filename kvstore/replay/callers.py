@@ -1,4 +1,4 @@
-"""The callers of a replay: how many there are, and those that are threads of one process."""
+"""The callers of a replay: their number, and the threads of one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PROCESSES_MAX = 256
 THREADS_MAX = 256
 
 OpenStore = Callable[[], Store]
-"""Opens the store; for several processes something that can be pickled, such as a partial of a module's function."""
+"""Opens the store; for several processes it must be picklable, such as a partial of a module's function."""
 Progress = Callable[[int], object]
-"""Called with how many requests were served since it was last called."""
+"""Called with the number of requests served since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Plan:
 
     @property
     def lanes(self) -> int:
-        """Callers at once."""
+        """Number of callers at once."""
         return self.processes * self.threads
 
 
 def run_threads(lane: Callable[[], Lane], requests: Sequence[Request], threads: int, progress: Progress) -> Tally:
-    """Serves ``requests`` by that many callers, each taking every n-th. Raises the first error of any of them."""
+    """Serves ``requests`` by this many callers, each taking every n-th. Raises the first error of any of them."""
     total, failures = Tally(), []
     lock, stop = threading.Lock(), threading.Event()
 

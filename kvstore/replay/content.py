@@ -1,8 +1,7 @@
-"""Tokens and KV of a trace: pure functions of its hash ids, so that what a store returns can be checked byte by byte.
+"""Tokens and KV of a trace: pure functions of its hash ids, so that a store's answers can be checked byte by byte.
 
-A block's tokens follow from its hash id alone, or prompts that share a prefix in the trace would share none here.
-Its KV follows from its id and all ids before it, as in a real model, so that a chunk served under another prefix
-shows.
+A block's tokens follow from its hash id alone, so that prompts that share a prefix in the trace share one here. Its KV
+follows from its id and all ids before it, as in a real model, so that a chunk served under another prefix shows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _POSITIONS = np.arange(BLOCK_TOKENS, dtype=np.uint64)[None, :]
 _VOCABULARY_SHIFT = np.uint64(64 - 17)
-"""17 bits are left: token ids from 0 to 131,071."""
+"""Leaves 17 bits: token ids from 0 to 131,071."""
 
 
 def replay_layout(bytes_per_token: int) -> Layout:
@@ -46,7 +45,7 @@ def replay_layout(bytes_per_token: int) -> Layout:
 
 
 class Content:
-    """The tokens and the KV of the ids of a trace in a replay; another ``seed``, others. Immutable, thread-safe."""
+    """The tokens and the KV of a trace's ids; they differ by ``seed``. Immutable, thread-safe."""
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
         self.layout = layout
@@ -58,11 +57,11 @@ class Content:
 
     @property
     def block_words(self) -> int:
-        """Words of 8 bytes in the KV of one block."""
+        """Number of 8-byte words in the KV of one block."""
         return SECTIONS * self._words
 
     def tokens(self, request: Request) -> TokenArray:
-        """All ``input_length`` tokens of a prompt, a part block included."""
+        """Returns all ``input_length`` tokens of a prompt, including a part block."""
         ids = np.array(request.hash_ids, dtype=np.uint64)[:, None]
         mixed = ids * np.uint64(BLOCK_TOKENS) + _POSITIONS
         mixed *= _GOLDEN
@@ -74,7 +73,7 @@ class Content:
         return mixed.astype(np.uint32).reshape(-1)[: request.input_length]
 
     def seeds(self, request: Request) -> Words:
-        """One pair of words per full block, of shape ``(full_blocks, 2)``, chained over the ids up to it."""
+        """Returns one pair of words per full block, of shape ``(full_blocks, 2)``, chained over the ids up to it."""
         state, packed = self._key, bytearray()
         for hash_id in request.hash_ids[: request.full_blocks]:
             state = blake2b(state + hash_id.to_bytes(8, "little"), digest_size=16, person=b"kvstore.replay").digest()
@@ -91,11 +90,11 @@ class Content:
         out += seeds[:, 1][None, :, None]
 
     def shaped(self, words: Words) -> KvBytes:
-        """Words of shape ``(4, n, words a section)`` as KV of shape ``(2, 2, n * 512, 1, head_dim)``, not copied."""
+        """Views words ``(4, n, words a section)`` as KV of shape ``(2, 2, n * 512, 1, head_dim)``, without a copy."""
         return words.view(np.int8).reshape(self.layout.shape(words.shape[1] * BLOCK_TOKENS))
 
     def wrong_bytes(self, seeds: Words, got: Words) -> int:
-        """The number of bytes in ``got``, shaped as in ``fill``, that differ from those of the seeds."""
+        """Returns the number of bytes in ``got``, shaped as in ``fill``, that differ from those of the seeds."""
         wrong = 0
         step = max(1, (1 << 20) // (8 * self.block_words))
         scratch = np.empty((SECTIONS, step, self._words), np.uint64)
@@ -109,14 +108,14 @@ class Content:
 
 
 class Scratch:
-    """Memory for the KV of one request at a time, kept between requests; for one thread."""
+    """Memory for the KV of one request at a time, reused between requests; for one thread."""
 
     def __init__(self, content: Content) -> None:
         self._block_words = content.block_words
         self._flat: Words = np.empty(0, np.uint64)
 
     def blocks(self, count: int) -> Words:
-        """Room for ``count`` blocks, of shape ``(4, count, words a section)``; its content is what was there before."""
+        """Returns room for ``count`` blocks, of shape ``(4, count, words a section)``, with arbitrary content."""
         size = count * self._block_words
         if size > len(self._flat):
             self._flat = np.empty(size + size // 4, np.uint64)

@@ -1,7 +1,7 @@
-"""Traces with the statistics of the published ones, from a seed, for when no trace is at hand.
+"""Traces with the statistics of the published ones, from a seed, for when no trace is available.
 
-People and agents talk in turns; each turn's prompt is all that was said before and something new, behind a shared
-system prompt.  How often a conversation goes on decides which part of all blocks was seen before.
+People and agents talk in turns. Each turn's prompt is the conversation so far and something new, behind a shared system
+prompt. How long conversations go on decides which share of all blocks is repeated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore.errors import InvalidRequest
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 
 LIVE_MAX = 64
-"""Conversations that go on at once."""
+"""Number of conversations at once."""
 BLOCKS_MAX = 250
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of traffic. ``turns`` is the mean number of requests of a conversation, lengths are medians in tokens."""
+    """A kind of traffic. ``turns`` is the mean number of requests of a conversation; lengths are medians in tokens."""
 
     turns: float
     system_prompts: int
@@ -42,7 +42,7 @@ KINDS = {
 
 
 class _Conversation:
-    """A conversation so far: the system prompt's blocks, full blocks since, and tokens in all."""
+    """A conversation so far: the system prompt's blocks, full blocks since, and the number of tokens."""
 
     def __init__(self, ids: list[int], tokens: int) -> None:
         self.ids = ids
@@ -50,7 +50,7 @@ class _Conversation:
 
 
 def generate(requests: int, *, seed: int = 0, kind: str = "conversation") -> list[Request]:
-    """``requests`` requests of one ``kind`` (conversation, agents). Equal arguments give equal traces.
+    """Returns ``requests`` requests of one ``kind`` (conversation, agents). Equal arguments give equal traces.
 
     Raises InvalidRequest for an unknown kind or no requests.
     """
@@ -80,7 +80,7 @@ def _requests(count: int, random: np.random.Generator, kind: Kind) -> Iterator[R
             if len(live) > LIVE_MAX:
                 live.pop(int(random.integers(len(live) - 1)))
         speaker.tokens = min(speaker.tokens + new, BLOCKS_MAX * BLOCK_TOKENS)
-        # Blocks that were full stay as they are; a part block is another block once it has grown.
+        # Full blocks stay; a part block becomes another block once it has grown.
         while len(speaker.ids) < speaker.tokens // BLOCK_TOKENS:
             speaker.ids.append(next(fresh))
         part = [next(fresh)] if speaker.tokens % BLOCK_TOKENS else []

@@ -1,4 +1,4 @@
-"""One caller of a replay: match, get what hit and compare every byte, put what missed; and the count of it all."""
+"""One caller of a replay: it matches, gets and compares the hits, puts the misses, and counts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DIFFERENCES_MAX = 10
 OVERLOADED_TRIES_MAX = 8
 OVERLOADED_PAUSE_S = 0.1
 POISON = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
-"""Memory is filled with this before a get, so that bytes which the store claims and never wrote count as wrong."""
+"""Fills memory before a get, so that bytes that the store claims and never wrote count as wrong."""
 
 
 class ReplayCache(Protocol):
-    """The calls of a replay; ``kvstore.client.Cache`` has them."""
+    """The calls that a replay makes; ``kvstore.client.Cache`` has them."""
 
     def match(self, tokens: TokenArray) -> int: ...
 
@@ -59,13 +59,13 @@ class Tally:
     differences: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Adds what another caller did."""
+        """Adds another caller's counts."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         del self.differences[DIFFERENCES_MAX:]
 
     def note(self, difference: str) -> None:
-        """Keeps a difference, while there is room."""
+        """Keeps a difference if there is room."""
         if len(self.differences) < DIFFERENCES_MAX:
             self.differences.append(difference)
 
@@ -74,7 +74,7 @@ class Lane:
     """Works through requests one after the other. For one thread."""
 
     def __init__(self, cache: ReplayCache, content: Content, expected: Mapping[int, int] | None) -> None:
-        """``expected`` are the hits of each request in blocks; None where other callers make them undefined."""
+        """``expected`` are the hits of each request in blocks; None if other callers make them undefined."""
         self.tally = Tally()
         self._cache = cache
         self._content = content
@@ -104,7 +104,7 @@ class Lane:
             self._write(request, tokens, seeds, got)
 
     def find(self, request: Request) -> None:
-        """Counts a request that lacks a full block in the store, after all requests were put."""
+        """Counts the request if a full block of it is not in the store; called after all requests were put."""
         matched = self._cache.match(self._content.tokens(request))
         if matched != request.full_blocks * BLOCK_TOKENS:
             self.tally.not_found += 1
@@ -122,7 +122,7 @@ class Lane:
             self.tally.note(f"request {request.number}: {matched} tokens matched, expected {expected}")
 
     def _read(self, request: Request, tokens: TokenArray, seeds: Words, matched: int) -> int:
-        """Reads and compares what matched; returns the tokens read."""
+        """Reads and compares the matched tokens; returns their number."""
         if not matched:
             return 0
         tally, content = self.tally, self._content
@@ -160,7 +160,7 @@ class Lane:
             tally.note(f"request {request.number}: {result.tokens_present} tokens present after a put of {len(full)}")
 
     def _patiently(self, call: Callable[[], PutResult]) -> PutResult:
-        """Backs off when the store says so, a bounded number of times."""
+        """Backs off when the store asks for it, a bounded number of times."""
         for attempt in range(OVERLOADED_TRIES_MAX):
             try:
                 return call()

@@ -1,6 +1,6 @@
-"""The hits that a trace contains when nothing is ever evicted: a trie over hash ids, and nothing of the store.
+"""The expected hits of a trace when nothing is ever evicted: a trie over hash ids, without the store.
 
-Independent of tokens, addresses and KV on purpose: it is what the store's answers are held against.
+Independent of tokens, addresses and KV on purpose: the store's answers are compared with it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from kvstore.replay.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The hits of requests that are served one after the other: full blocks, by the request's number."""
+    """The hits of requests served one after the other: full blocks, by the request's number."""
 
     hits: dict[int, int]
     chunks_unique: int
 
     @property
     def blocks(self) -> int:
-        """Full blocks that are hits, of all requests."""
+        """Number of full blocks that are hits, over all requests."""
         return sum(self.hits.values())
 
 
 def expect(requests: Iterable[Request]) -> Expectation:
-    """The hits of each request in order, an unbroken run of full blocks from the first on, and the chunks stored."""
+    """Returns the hits of each request, an unbroken run of full blocks from the first on, and the chunks stored."""
     nodes: dict[tuple[int, int], int] = {}
     hits: dict[int, int] = {}
     for request in requests:

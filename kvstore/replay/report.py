@@ -18,12 +18,12 @@ class Report:
     lanes: int
     chunks_unique: int
     tokens_expected: int | None
-    """Tokens that must match in all; None where callers at once make it undefined."""
+    """Number of tokens that must match; None if several callers make it undefined."""
     seconds: float
 
     @property
     def failures(self) -> list[str]:
-        """A line for each kind of failure; empty where the store passed."""
+        """Returns a line for each kind of failure; empty if the store passed."""
         tally = self.tally
         found = [
             (tally.wrong_bytes, f"{tally.wrong_bytes} wrong bytes in {tally.wrong_requests} requests"),
@@ -40,26 +40,26 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True where every byte was right and every hit as expected."""
+        """True if every byte was right and every hit as expected."""
         return not self.failures
 
     @property
     def hit_ratio(self) -> float:
-        """Tokens matched of all prompt tokens."""
+        """Share of all prompt tokens that matched."""
         return self.tally.tokens_matched / self.tally.tokens if self.tally.tokens else 0.0
 
     @property
     def put_mib_per_s(self) -> float:
-        """MiB put per second spent in put, the callers together."""
+        """MiB put per second spent in put, over all callers."""
         return _rate(self.tally.bytes_put, self.tally.put_s / self.lanes)
 
     @property
     def get_mib_per_s(self) -> float:
-        """MiB got per second spent in get, the callers together."""
+        """MiB got per second spent in get, over all callers."""
         return _rate(self.tally.bytes_got, self.tally.get_s / self.lanes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values, with stable keys."""
+        """Returns the report as plain JSON values, with stable keys."""
         return {
             "ok": self.ok,
             **{key: value for key, value in asdict(self.tally).items() if key != "differences"},

@@ -1,8 +1,7 @@
-"""A whole replay: its callers as threads, in this process or in several, and the verdict over what they saw.
+"""A whole replay: its callers as threads, in this process or in several, and the verdict.
 
-With one caller requests keep the order of the trace, and every hit is compared.  With several their order is
-undefined: then bytes are compared all the same, each chunk must have been written exactly once, and at the end every
-prompt must be there.
+With one caller requests keep the order of the trace, and every hit is compared. With several the order is undefined:
+bytes are still compared, each chunk must be written exactly once, and at the end every prompt must be stored.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def replay(
 ) -> Report:
     """Replays ``requests``; the namespace must hold none of them, so that expected hits are exact.
 
-    Raises InvalidRequest where it does, and what the store raised where it could not go on.
+    Raises InvalidRequest if it holds some, and the store's error if the store could not go on.
     """
     expected = expect(requests)
     content = Content(replay_layout(plan.bytes_per_token), plan.seed)

@@ -1,4 +1,4 @@
-"""Callers of a replay in processes of their own, each with its own store, as engines on one host are.
+"""Callers of a replay in separate processes, each with its own store, like engines on one host.
 
 They start together once all have opened their store, and die with this process.
 """
@@ -28,14 +28,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """``count`` more requests are done."""
+    """Message: ``count`` more requests are done."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """The store is open."""
+    """Message: the store is open."""
 
 
 _Message = _Served | _Ready | Tally | KVStoreError
@@ -72,7 +72,7 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
         for each in ours:
             each.close()
         for child in children:
-            # One that has told its tally only closes its store; any other has no reason to go on.
+            # A child that sent its tally only has to close its store; any other has no reason to go on.
             child.join(timeout=10.0 if sys.exc_info()[0] is None else 0.5)
             if child.is_alive():
                 child.kill()
@@ -82,7 +82,7 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
 
 
 def _start_together(children: list[Connection]) -> None:
-    """Waits until all have opened their store, and lets them go on. Raises what one of them raised."""
+    """Waits until all have opened their store, and starts them. Raises what one of them raised."""
     deadline_s = time.monotonic() + START_S
     for each in children:
         if not each.poll(max(0.0, deadline_s - time.monotonic())):
@@ -93,7 +93,7 @@ def _start_together(children: list[Connection]) -> None:
 
 
 def _collect(children: list[Connection], total: Tally, progress: Progress) -> None:
-    """Adds the tallies of all to ``total`` as they come. Raises what one of them raised."""
+    """Adds the tallies of all to ``total`` as they arrive. Raises what one of them raised."""
     running = list(children)
     while running:
         for each in _with_news(running):

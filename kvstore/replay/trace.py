@@ -32,11 +32,11 @@ class Request:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks of the prompt that are full; a part block at the end is never stored."""
+        """Number of full blocks of the prompt; a part block at the end is never stored."""
         return self.input_length // BLOCK_TOKENS
 
     def to_json(self) -> str:
-        """The request as one line of a trace."""
+        """Returns the request as one line of a trace."""
         return json.dumps(
             {
                 "timestamp": self.timestamp_ms,
@@ -48,10 +48,10 @@ class Request:
 
 
 def load_trace(path: str | Path, requests_max: int | None = None) -> list[Request]:
-    """The first ``requests_max`` requests of a trace (all where None).
+    """Loads the first ``requests_max`` requests of a trace (None: all).
 
-    Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, or an
-    empty file.
+    Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, or an empty
+    file.
     """
     most = REQUESTS_MAX if requests_max is None else requests_max
     found: list[Request] = []

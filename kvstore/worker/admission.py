@@ -1,4 +1,4 @@
-"""Who may come in: so many calls and bytes at once, and nobody once the worker drains."""
+"""Admission: a limit on calls and bytes at once, and no new calls once the worker drains."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class Gate:
 
     def __init__(self, calls_max: int) -> None:
         self.calls_max = calls_max
-        """May change at any time: what is inside stays."""
+        """Limit on calls at once. May change at any time: calls inside stay."""
         self._changed = threading.Condition()  # guards calls under way, and whether the worker drains
         self._inside = 0
         self._draining = False
 
     @property
     def inside_count(self) -> int:
-        """Calls inside now."""
+        """Number of calls inside now."""
         return self._inside
 
     @property
     def draining(self) -> bool:
-        """Whether it is closed for good."""
+        """True once it is closed for good."""
         return self._draining
 
     @contextmanager
     def passing(self, *, light: bool) -> Iterator[None]:
-        """Around one call; a light one is always let in. Raises Draining or Busy."""
+        """Lets one call in while it runs; a light one always. Raises Draining or Busy."""
         with self._changed:
             if not light:
                 if self._draining:
-                    raise Draining("the worker is draining and takes no new calls: turn to another one")
+                    raise Draining("the worker is draining and takes no new calls: use another worker")
                 if self._inside >= self.calls_max:
-                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or turn to another one")
+                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or use another worker")
                 self._inside += 1
         try:
             yield
@@ -49,12 +49,12 @@ class Gate:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets nobody in any more. Idempotent."""
+        """Lets no more calls in. Idempotent."""
         with self._changed:
             self._draining = True
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Whether all calls inside ended in time."""
+        """Waits for the calls inside; returns True if all ended in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._inside, timeout_s)
 
@@ -62,13 +62,13 @@ class Gate:
 class BytesInFlight:
     """A bound on the memory that calls in progress use for payload; thread-safe.
 
-    ``whose`` says whose the call is that this thread serves; None where tenants are not told apart. One of them gets at
-    most half: a single call may say that it needs all, and then send nothing.
+    ``whose`` returns the tenant of the call that this thread serves; None if tenants are not told apart. One tenant
+    gets at most half: a single call may claim all of it and then send nothing.
     """
 
     def __init__(self, bytes_max: int, whose: Callable[[], str | None] = lambda: None) -> None:
         self.bytes_max = bytes_max
-        """May change at any time: what is reserved stays."""
+        """Limit on these bytes. May change at any time: what is reserved stays."""
         self._whose = whose
         self._lock = threading.Lock()  # guards bytes in flight, by tenant
         self._by_tenant: Counter[str] = Counter()
@@ -76,10 +76,10 @@ class BytesInFlight:
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
-        """Around the use of so many bytes. Raises Busy where they are not free.
+        """Reserves bytes while they are used. Raises Busy if they are not free.
 
-        One call may use more than the limit if it is alone: a limit under a chunk must not make it unreachable. Of a
-        tenant, more than half if it is alone among its own; then it counts as half, or others were kept out.
+        A call may exceed the limit if it is alone: a limit below a chunk must not make the chunk unreachable. A
+        tenant's only call may exceed half; it then counts as half, or it would keep others out.
         """
         tenant = self._whose()
         with self._lock:
@@ -88,14 +88,14 @@ class BytesInFlight:
                 needed, count = count, min(count, most)
                 if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
                     raise Busy(
-                        f"this call needs {needed} bytes, and with those in flight of tenant {tenant!r} that is over "
-                        f"its share of {most}: back off, or turn to another worker"
+                        f"this call needs {needed} bytes, which with the calls of tenant {tenant!r} in "
+                        f"progress exceeds its share of {most} bytes: back off, or use another worker"
                     )
             if self.count and self.count + count > self.bytes_max:
-                # Not how many are: whoever may read one tenant could watch by that what the others do (rule X7).
+                # Do not say how many are free: a reader of one tenant could watch by it what the others do (rule X7).
                 raise Busy(
-                    f"this call needs {count} bytes, and with those in flight that is over the worker's limit of "
-                    f"{self.bytes_max}: back off, or turn to another worker"
+                    f"this call needs {count} bytes, which with the calls in progress exceeds the worker's "
+                    f"limit of {self.bytes_max} bytes: back off, or use another worker"
                 )
             self.count += count
             if tenant is not None:

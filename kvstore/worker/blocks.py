@@ -1,4 +1,4 @@
-"""MatchBlocks and GetBlocks: engine-hashed blocks, as many at once as fit into a window of memory."""
+"""MatchBlocks and GetBlocks: engine-hashed blocks, read as many at once as fit into a window of memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BlockStreams:
         self._limits = limits
 
     def match(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
-        """How many leading keys are there, and which of all where that is asked for."""
+        """Counts the leading keys in the store, and marks each key that is there if the request asks for that."""
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         self._prompts.settle_blocks(namespace, keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
@@ -40,7 +40,7 @@ class BlockStreams:
         return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
 
     def get(self, request: pb.GetBlocksRequest, context: Call) -> Iterator[bytes]:
-        """The encoded messages of one answer."""
+        """Yields the encoded messages of one answer."""
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         hold = self._prompts.block_hold(request.hold, namespace)
         sizes = unpack_sizes(request.sizes, len(keys))
@@ -61,7 +61,7 @@ class BlockStreams:
 
 
 def _groups(sizes: Sequence[int], window_bytes: int) -> Iterator[slice]:
-    """Neighbours that fit into a window together; a block that does not fit is alone."""
+    """Yields neighbours that fit into a window together; a larger block is alone."""
     start = used = 0
     for index, size in enumerate(sizes):
         if index > start and used + size > window_bytes:

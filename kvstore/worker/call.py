@@ -1,6 +1,6 @@
-"""One call as the worker's code sees it: what its client allows, and who that is and what it may do.
+"""One call as the worker's code sees it: its client's context, identity and permissions.
 
-Wraps gRPC's context, or that of the bulk protocol, so that whoever serves a call cannot lose sight of whose it is.
+Wraps the context of gRPC or of the bulk protocol, so that the code that serves a call always knows whose it is.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ BEARER = "bearer "
 
 
 class Call:
-    """A ``CallContext`` that was let in. Used by one thread at a time."""
+    """An admitted ``CallContext``. Used by one thread at a time."""
 
     def __init__(self, context: Any, visit: Visit) -> None:
         self._context = context
         self._visit = visit
 
-    # Who calls
+    # The caller
 
     @property
     def identity(self) -> str:
-        """The name of who calls: ``cert:NAME``, a token's subject, or ``anyone`` where nobody is asked."""
+        """The caller's name: ``cert:NAME``, a token's subject, or ``anyone`` without authentication."""
         return self._visit.identity.name
 
     @property
     def visit(self) -> Visit:
-        """Its place in the guard's book."""
+        """The call's entry in the guard's book."""
         return self._visit
 
     @property
     def sees_every(self) -> bool:
-        """Whether who calls may read every tenant."""
+        """True if the caller may read every tenant."""
         return self._visit.sees_every
 
     @property
     def presented(self) -> Presented:
-        """What its client shows."""
+        """The credentials that the client presented."""
         return presented_by(self._context)
 
     def may(self, role: Role, tenant: str) -> bool:
-        """Whether who calls has a role for a tenant; asks, and denies nothing."""
+        """True if the caller has a role for a tenant. Only asks; denies nothing."""
         return self._visit.identity.may(role, tenant)
 
     def may_see(self, tenant: str) -> bool:
-        """Whether what belongs to a tenant may be shown to who calls."""
+        """True if the caller may see what belongs to a tenant."""
         return self._visit.may_see(tenant)
 
     def allow(self, tenant: str, namespace_name: str = "", *, role: Role | None = None, metered: bool = True) -> None:
-        """The call is about this tenant. Raises PermissionDenied; Overloaded over the tenant's quota."""
+        """Authorises the call for a tenant. Raises PermissionDenied; Overloaded over the tenant's quota."""
         self._visit.allow(tenant, namespace_name, role=role, metered=metered)
 
     def allow_every(self) -> None:
-        """The call is about all tenants, or the worker itself. Raises PermissionDenied."""
+        """Authorises the call for all tenants, or for the worker itself. Raises PermissionDenied."""
         self._visit.allow_every()
 
-    # What its client allows: see ``CallContext``
+    # The client's context: see ``CallContext``
 
     def time_remaining(self) -> float | None:
-        """Seconds the client still waits; None where it did not say."""
+        """Seconds that the client still waits; None if it did not say."""
         left_s: float | None = self._context.time_remaining()
         return left_s
 
     def invocation_metadata(self) -> Any:
-        """What the client sent with the call."""
+        """The metadata that the client sent with the call."""
         return self._context.invocation_metadata()
 
     def is_active(self) -> bool:
-        """Whether the client is there."""
+        """True while the client is connected."""
         return bool(self._context.is_active())
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Calls back when the call ends; False where it has ended already. gRPC only."""
+        """Calls back when the call ends; False if it has already ended. gRPC only."""
         return bool(self._context.add_callback(callback))
 
     def cancel(self) -> bool:
@@ -91,7 +91,7 @@ class Call:
         return bool(self._context.cancel())
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with a refusal."""
+        """Sets the metadata that a refusal carries."""
         self._context.set_trailing_metadata(trailing_metadata)
 
     def abort(self, code: grpc.StatusCode, details: str) -> Any:
@@ -100,7 +100,7 @@ class Call:
 
 
 def presented_by(context: Any) -> Presented:
-    """What the client of a call shows. Of a certificate only what TLS has verified."""
+    """Returns the client's credentials; of a certificate only what TLS has verified."""
     if isinstance(context, BulkContext):
         return context.presented
     metadata = dict(context.invocation_metadata() or ())
@@ -116,11 +116,11 @@ def presented_by(context: Any) -> Presented:
 
 
 def request_of(context: Any) -> str | None:
-    """The id that the client gave the call, where nobody has looked at it yet."""
+    """Returns the id that the client gave the call, before anything else has read it."""
     said = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
     return str(said)[:REQUEST_ID_CHARS_MAX] if said is not None else None
 
 
 def peer_of(context: Any) -> str:
-    """Where a call comes from, as far as is known."""
+    """Returns the client's address, as far as it is known."""
     return context.path if isinstance(context, BulkContext) else str(context.peer())

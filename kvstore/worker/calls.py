@@ -1,4 +1,4 @@
-"""Around every call: lets it in, times it, and turns what it raises into a status. The rim of the worker."""
+"""The rim of the worker: admits each call, times it, and turns its exceptions into a status."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _MOVED = {WorkerCount.WIRE_BYTES_IN: "in", WorkerCount.WIRE_BYTES_OUT: "out"}
 
 
 class Ended(NamedTuple):
-    """What calls are counted by."""
+    """The key by which calls are counted."""
 
     method: str
     code: str
     path: str
-    """``grpc``, or of the bulk protocol ``unix`` or ``tcp``."""
+    """``grpc``, or for the bulk protocol ``unix`` or ``tcp``."""
 
 
 class Calls:
-    """What the worker did, call by call; thread-safe."""
+    """Counts and timings of the worker's calls; thread-safe."""
 
     def __init__(
         self, gate: Gate, ids: Ids, authenticator: Authenticator | None = None, audit: AuditLog | None = None
@@ -55,7 +55,7 @@ class Calls:
         self._latencies: Latencies[tuple[str, str]] = Latencies()
         self._bytes: dict[tuple[str, str], int] = {}
         self._serving = threading.local()
-        """Of each thread, the visit that it serves and by which way the call came."""
+        """For each thread, the visit that it serves and the path of the call."""
 
     def add(self, counter: WorkerCount, count: int = 1) -> None:
         """Adds to one of the worker's counters."""
@@ -71,7 +71,7 @@ class Calls:
             visit.moved(**{f"bytes_{direction}": count})
 
     def tenant(self) -> str | None:
-        """Whose the call is that this thread serves; None where nobody pays for it, as where nobody is asked."""
+        """The tenant of the call that this thread serves; None if no tenant pays for it."""
         visit: Visit | None = getattr(self._serving, "visit", None)
         return visit.pays if visit is not None else None
 
@@ -80,12 +80,12 @@ class Calls:
         return self._counts.snapshot()
 
     def ended(self) -> dict[Ended, int]:
-        """Calls that ended, by method, status code and path."""
+        """Ended calls by method, status code and path."""
         with self._lock:
             return dict(self._ended)
 
     def latencies(self) -> dict[tuple[str, str], Latency]:
-        """How long they took, by method and path."""
+        """Durations of calls by method and path."""
         return self._latencies.snapshot()
 
     def moved_bytes(self) -> dict[tuple[str, str], int]:
@@ -95,9 +95,9 @@ class Calls:
 
     @contextmanager
     def serving(self, name: str, context: CallContext, *, light: bool = False) -> Iterator[Call]:
-        """Around the work of one call, once it is let in. What it raises becomes the call's status.
+        """Admits one call and runs inside of it; an exception becomes the call's status.
 
-        Inside ``tracing.request_id()`` is the id that the client gave the call.
+        Inside, ``tracing.request_id()`` is the id that the client gave the call.
         """
         path = context.path if isinstance(context, BulkContext) else GRPC
         with tracing.served(f"kvstore.{name}", context.invocation_metadata() or (), path=path):
@@ -131,7 +131,7 @@ class Calls:
             self.add(WorkerCount.CALLS_CANCELLED)
             raise
         except Exception:
-            # Everything else is a defect of ours. Its traceback is for the log: it may hold paths and tokens.
+            # Anything else is a defect of ours. Its traceback goes to the log only: it may hold paths and tokens.
             code = grpc.StatusCode.INTERNAL
             incident = self._ids.fresh().hex()[:12]
             self.add(WorkerCount.CALLS_FAILED)
@@ -144,7 +144,7 @@ class Calls:
             self._observe(Ended(name, code.name, path), time.perf_counter() - began_s)
 
     def _admitted(self, name: str, context: CallContext) -> Visit:
-        """Lets a call in. Raises PermissionDenied."""
+        """Admits a call. Raises PermissionDenied."""
         if not self.guard.asks:
             return self.guard.admit(name, NOTHING)
         return self.guard.admit(name, presented_by(context), peer_of(context), tracing.request_id())
@@ -166,7 +166,7 @@ class Calls:
 
 
 def seconds_left(context: CallContext, most_s: float) -> float:
-    """What a step of the call may take: the worker's own limit, or most of what the client gave, to answer in time."""
+    """Returns the time for a step of the call: the worker's own limit, or most of the client's, to answer in time."""
     remaining_s = context.time_remaining()
     return most_s if remaining_s is None else max(0.001, min(most_s, 0.9 * remaining_s))
 

@@ -42,7 +42,7 @@ class CallContext(Protocol):
 
 
 class Refused(Exception):
-    """A request was answered with a status; carries it to whoever sends."""
+    """A request was answered with a status; carries it to the sender."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -57,30 +57,30 @@ class BulkContext:
     ) -> None:
         self._channel = channel
         self.presented = presented
-        """What the client showed when it asked for leave to connect."""
+        """The client's credentials from its request to connect."""
         self._metadata = metadata
         self._ends_s = time.monotonic() + timeout_s
         self._trailers: tuple[tuple[str, str], ...] = ()
 
     def time_remaining(self) -> float | None:
-        """Seconds the client still waits."""
+        """Seconds that the client still waits."""
         return max(0.0, self._ends_s - time.monotonic())
 
     @property
     def path(self) -> str:
-        """By which way it came."""
+        """The path that the request came on."""
         return "unix" if self._channel.is_unix else "tcp"
 
     def invocation_metadata(self) -> Metadata:
-        """What the client says of the call that this request belongs to."""
+        """Metadata of the call that this request belongs to."""
         return self._metadata
 
     def is_active(self) -> bool:
-        """Whether the client is there."""
+        """True while the client is connected."""
         return self._channel.alive
 
     def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str]]) -> None:
-        """What goes with a refusal."""
+        """Sets the metadata that a refusal carries."""
         self._trailers = tuple(trailing_metadata)
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:

@@ -1,7 +1,6 @@
-"""Makes Prometheus metrics of what a worker counts: the names and labels that its counters and gauges get.
+"""Makes Prometheus metrics of a worker's counters and gauges: their names and labels.
 
-A new counter or gauge is a line in kvstore/counts.py; METRICS.md lists them. ``stats()`` has them under flat
-names.
+A new counter or gauge is a line in kvstore/counts.py; METRICS.md lists them. ``stats()`` returns them under flat names.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvstore.worker.calls import GRPC, Ended
 from kvstore.worker.worker import Worker
 
 _ELSEWHERE = frozenset((WorkerCount.WIRE_BYTES_IN, WorkerCount.WIRE_BYTES_OUT, WorkerCount.QUOTA_REFUSED))
-"""Counters that metrics have as sums of others."""
+"""Counters that are sums of others in the metrics."""
 _GAUGES = {**NODE_GAUGES, **WORKER_GAUGES}
 # At 0 from the start on, or Prometheus would not see the first one as an increase, and a panel would say "No data".
 _NO_CALLS = {
@@ -34,14 +33,14 @@ _NO_STEPS = {(tier, operation): Latency() for tier in get_args(TierName) for ope
 
 
 class Exposition:
-    """Reads the worker's counts when it is asked: a collector for a registry."""
+    """A collector for a registry; reads the worker's counts on request."""
 
     def __init__(self, worker: Worker, version: str) -> None:
         self._worker = worker
         self._version = version
 
     def collect(self) -> Iterator[Any]:
-        """All metrics, as they stand now."""
+        """Yields all metrics with their current values."""
         service = self._worker.service
         yield InfoMetricFamily(
             "kvstore_build", "what runs here", {"version": self._version, "python": sys.version.split(maxsplit=1)[0]}
@@ -52,7 +51,9 @@ class Exposition:
                 yield CounterMetricFamily(f"kvstore_{name}", GROWING[name], value)
             else:
                 yield GaugeMetricFamily(f"kvstore_{name}", _GAUGES.get(name, name), value)
-        yield GaugeMetricFamily("kvstore_serving", "whether health says SERVING", float(self._worker.is_serving))
+        yield GaugeMetricFamily(
+            "kvstore_serving", "1 while the health service answers SERVING", float(self._worker.is_serving)
+        )
         yield from self._calls()
         yield from self._tiers()
 
@@ -81,7 +82,7 @@ class Exposition:
 
 
 def counters(counts: Mapping[str, int]) -> Iterator[Any]:
-    """Every counter of a node and a worker, from their flat names; those of a family become one metric."""
+    """Yields every counter of a node and a worker; the flat names of a family become one metric."""
     labelled: dict[Family, CounterMetricFamily] = {}
     for counter in (*NodeCount, *WorkerCount):
         family, count = counter.family, counts[counter.flat_name]

@@ -1,4 +1,4 @@
-"""Get: chunks are read and verified on the node's lanes while those before them are being sent."""
+"""Get: chunks are read and verified on the node's lanes while earlier ones are sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.worker.prompts import Prompts
 
 
 class GetStreams:
-    """Serves Get, in both orders."""
+    """Serves Get, by chunk and by layer."""
 
     def __init__(
         self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, limits: WorkerLimits
@@ -36,7 +36,7 @@ class GetStreams:
         self._limits = limits
 
     def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
-        """The encoded messages of one answer."""
+        """Yields the encoded messages of one answer."""
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
             raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
@@ -87,7 +87,7 @@ class GetStreams:
                     if first_miss >= 0:
                         break
             finally:
-                # Before the memory is given up: a lane may be reading into it for a client that is gone.
+                # Before the memory is freed: a lane may be reading into it for a client that is gone.
                 reading.withdraw()
                 node.used(hold, good)
 
@@ -100,7 +100,7 @@ class GetStreams:
             memories = [memoryview(bytearray(2 * plane_bytes)) for _ in range(2)]
 
             def memory(layer: int) -> LayerMemory:
-                # Two in turn: when a layer is begun, the one before the last was sent.
+                # Two in turn: when a layer begins, the one before the last has been sent.
                 both = memories[layer % 2]
                 return LayerMemory(both[:plane_bytes], both[plane_bytes:])
 
@@ -113,6 +113,6 @@ class GetStreams:
 
 
 def _split(memory: memoryview, section_bytes: int, chunk: int, count: int) -> list[memoryview]:
-    """``count`` sections of ``memory``, from that many chunks of ``count`` sections on."""
+    """Returns the ``count`` sections of chunk number ``chunk`` in ``memory``."""
     start = chunk * count * section_bytes
     return [memory[at : at + section_bytes] for at in range(start, start + count * section_bytes, section_bytes)]

@@ -1,6 +1,6 @@
-"""gRPC's handlers around what answers a call: messages come and go as bytes, let in, watched, and parsed inside.
+"""gRPC handlers: messages travel as bytes; a call is admitted, watched, and its message parsed inside.
 
-Apart from the services, which have one for each call, because an error in any of them is explained in the same way.
+Separate from the services, because an error in any call is answered alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Context = grpc.ServicerContext
 
 
 class Handlers:
-    """Makes them. ``limits`` gives those that hold for a call that begins now."""
+    """Makes handlers. ``limits`` returns the limits of a call that begins now."""
 
     def __init__(self, calls: Calls, watch: Watch, limits: Callable[[], WorkerLimits]) -> None:
         self._calls = calls
@@ -33,7 +33,7 @@ class Handlers:
     def unary(
         self, name: str, kind: type[Request], answer: Callable[[Request, Call], Message], *, light: bool = False
     ) -> Any:
-        """For a call with one message each way; a ``light`` one is let in also where the worker is full or drains."""
+        """Returns the handler of a call with one message each way; a ``light`` one is always admitted."""
 
         def serve(raw: bytes, context: Context) -> bytes:
             with self._calls.serving(name, context, light=light) as call:
@@ -43,7 +43,7 @@ class Handlers:
         return grpc.unary_unary_rpc_method_handler(serve)
 
     def many(self, name: str, kind: type[Request], answer: Callable[[Request, Call], Iterator[bytes]]) -> Any:
-        """For a call that is answered by a stream."""
+        """Returns the handler of a call that is answered by a stream."""
 
         def serve(raw: bytes, context: Context) -> Iterator[bytes]:
             with (
@@ -55,7 +55,7 @@ class Handlers:
         return grpc.unary_stream_rpc_method_handler(serve)
 
     def stream_in(self, name: str, answer: Callable[[Any, Call], bytes]) -> Any:
-        """For a call that sends a stream."""
+        """Returns the handler of a call that sends a stream."""
 
         def serve(messages: Iterator[bytes], context: Context) -> bytes:
             with (

@@ -1,6 +1,6 @@
-"""Holds of clients, by the id they were told. Bounded more tightly than a node's own: each keeps a prompt in memory.
+"""Holds of clients by id. Bounded more tightly than a node's own: each keeps a prompt in memory.
 
-Each is leased: a client that was killed renews nothing, and what it held is let go (gc/PROTOCOL.md, H4).
+Each hold is leased: a client that was killed renews nothing, so its holds end (gc/PROTOCOL.md, H4).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvstore.sources import Clock
 
 
 class ClientHolds:
-    """The live holds of all clients; thread-safe. ``release`` ends one in the node, ``renew`` its lease there.
+    """The live holds of all clients; thread-safe. ``release`` ends a hold in the node, ``renew`` its lease there.
 
-    Where ``tells_tenants`` one tenant has at most half of them: others need some too.
+    With ``tells_tenants`` one tenant has at most half of them: others need some too.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ClientHolds:
         tells_tenants: bool = False,
     ) -> None:
         self.holds_max = holds_max
-        """May change at any time, as the next one: what is held stays."""
+        """May change at any time, like ``tokens_max``: live holds stay."""
         self.tokens_max = tokens_max
         self._release = release
         self._renew = renew
@@ -47,9 +47,9 @@ class ClientHolds:
         return len(self._live)
 
     def add(self, hold: Hold) -> None:
-        """Leases a hold: it is kept until it is released, over, or not renewed.
+        """Leases a hold: keeps it until it is released, expires, or is not renewed.
 
-        Raises Overloaded where there are too many, and releases it.
+        Raises Overloaded if there are too many, and releases it.
         """
         size = len(hold.chain.tokens)
         with self._lock:
@@ -62,12 +62,12 @@ class ClientHolds:
         if not fits:
             self._release(hold)
             raise Overloaded(
-                f"with this one clients would hold too much here: {self.holds_max} prompts or {self.tokens_max} "
-                "tokens are the limit: release some, or back off"
+                f"clients may hold at most {self.holds_max} prompts and {self.tokens_max} tokens here: "
+                "release some, or back off"
             )
 
     def find(self, hold_id: bytes) -> Hold:
-        """The live hold with this id, renewed. Raises HoldBroken where it has ended."""
+        """Returns the live hold with this id, renewed. Raises HoldBroken if it has ended."""
         hold = self._live.get(hold_id)
         if hold is None or not self._renew(hold):
             raise HoldBroken(
@@ -76,16 +76,16 @@ class ClientHolds:
         return hold
 
     def renew(self, hold_id: bytes) -> bool:
-        """Renews the lease of a hold; False where it has ended."""
+        """Renews the lease of a hold; False if it has ended."""
         hold = self._live.get(hold_id)
         return hold is not None and self._renew(hold)
 
     def peek(self, hold_id: bytes) -> Hold | None:
-        """The hold with this id, be it over or not; None where it was released."""
+        """Returns the hold with this id, even if it has expired; None if it was released."""
         return self._live.get(hold_id)
 
     def release(self, hold_id: bytes) -> bool:
-        """Ends a hold; False where it had ended already."""
+        """Ends a hold; False if it had already ended."""
         with self._lock:
             hold = self._live.pop(hold_id, None)
             if hold is not None:
@@ -95,7 +95,7 @@ class ClientHolds:
         return hold is not None
 
     def expire(self) -> None:
-        """Ends the holds that are past their time."""
+        """Ends expired holds."""
         now_s = self._clock.monotonic_s()
         for hold_id in [hold.id for hold in list(self._live.values()) if hold.ends_s <= now_s]:
             self.release(hold_id)
@@ -109,7 +109,7 @@ class ClientHolds:
             del self._holds_of[tenant], self._tokens_of[tenant]
 
     def _is_over_half(self, tenant: str, tokens: int) -> bool:
-        """Whether one more is too much for a tenant; its only one never is."""
+        """True if one more hold is too much for a tenant; its only one never is."""
         held = self._holds_of[tenant]
         is_over = held >= self.holds_max // 2 or self._tokens_of[tenant] + tokens > self.tokens_max // 2
         return held > 0 and is_over

@@ -1,4 +1,4 @@
-"""Serves a worker's metrics over HTTP. Its registry is its own: the process may have metrics of somebody else.
+"""Serves a worker's metrics over HTTP, from its own registry: the process may have metrics of other code.
 
 A new counter or gauge is a line in kvstore/counts.py; exposition.py makes metrics of them; METRICS.md lists them.
 """
@@ -24,7 +24,7 @@ class MetricsServer:
         self._server = server
         self._thread = thread
         self.address = address
-        """Where it listens, as ``host:port``."""
+        """Its address, as ``host:port``."""
 
     def close(self) -> None:
         """Stops serving. Idempotent."""
@@ -36,7 +36,7 @@ class MetricsServer:
 def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsServer:
     """Serves a worker's metrics at ``host:port``; port 0 is chosen by the system.
 
-    Raises InvalidRequest where it cannot listen there, ModuleNotFoundError where the ``server`` extra is missing.
+    Raises InvalidRequest if it cannot listen there, ModuleNotFoundError if the ``server`` extra is missing.
     """
     try:
         import prometheus_client
@@ -59,7 +59,7 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
 
 
 def _with_health(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
-    """Answers ``/healthz`` with what the health service says, for probes that cannot speak gRPC with mutual TLS."""
+    """Answers ``/healthz`` as the health service does, for probes that cannot speak gRPC with mutual TLS."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != "/healthz":

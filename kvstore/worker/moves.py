@@ -1,4 +1,4 @@
-"""Move: prefetches, moves and releases of clients, with a message whenever more is done."""
+"""Move: prefetches, moves and releases of clients, with a message after each progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvstore.worker.call import Call
 from kvstore.worker.prompts import Prompts
 
 LOOK_S = 1.0
-"""How often it is looked whether the worker drains: it must not wait for what clients only wish for."""
+"""Interval at which a move looks whether the worker drains: a drain must not wait for prefetches."""
 PROGRESS_S = 0.1
-"""Between two messages at least."""
+"""Minimum time between two messages."""
 
 ACTS = {pb.ACT_PREFETCH: Act.PREFETCH, pb.ACT_MOVE: Act.MOVE, pb.ACT_RELEASE: Act.RELEASE}
 LEVELS = {
@@ -36,7 +36,7 @@ class MoveStreams:
         self._gate = gate
 
     def move(self, request: pb.MoveRequest, context: Call) -> Iterator[bytes]:
-        """The encoded messages of one answer. Ends what it began, however the call ends."""
+        """Yields the encoded messages of one answer. Ends the move, however the call ends."""
         act, level = ACTS.get(request.act), LEVELS.get(request.tier)
         if act is None:
             raise InvalidRequest(f"act is {request.act}: expected ACT_PREFETCH (1), ACT_MOVE (2) or ACT_RELEASE (3)")
@@ -58,7 +58,7 @@ class MoveStreams:
                     sent = chunks
                     move.wait(PROGRESS_S)
             if not move.done:
-                raise Draining("the worker is draining: turn to another one")
+                raise Draining("the worker is draining: use another worker")
             if move.error is not None:
                 raise move.error
             yield pb.MoveResponse(chunks=move.chunks, tokens=move.chunks * size).SerializeToString()

@@ -1,6 +1,6 @@
-"""The calls about pins, each checked against the tenant whose chunks are pinned, and against that tenant's quota.
+"""The calls about pins, each checked against the permission and the quota of the pinned tenant.
 
-Apart from the other calls, because a pin is named by its id alone: whose it is has to be looked up.
+Separate from the other calls, because a pin is named by its id alone: its tenant must be looked up.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class PinCalls:
         return pb.UnpinResponse(found=self._member.unpin(request.id))
 
     def list(self, _: pb.ListPinsRequest, call: Call) -> Iterator[bytes]:
-        """All live pins that the caller may see."""
+        """Yields all live pins that the caller may see."""
         for pin in self._member.pins():
             if call.may_see(pin.tenant):
                 yield pb.ListPinsResponse(pin=pin_message(pin)).SerializeToString()
 
     def count_refs(self, request: pb.CountRefsRequest, call: Call) -> pb.CountRefsResponse:
-        """How many live pins cover all full chunks of a prompt."""
+        """Counts the live pins that cover all full chunks of a prompt."""
         chain = self._prompts.chain(request.namespace, request.tokens, call)
         return pb.CountRefsResponse(refs=self._member.refcount(chain))
 

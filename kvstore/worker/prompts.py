@@ -1,4 +1,4 @@
-"""From what a request says to what the node knows: namespaces by digest, chains, holds."""
+"""Translates requests into the node's terms: namespaces by digest, chains, holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTLE_S = 2.0
 
 
 class Prompts:
-    """Finds what requests are about."""
+    """Looks up the namespace, chain or hold of a request."""
 
     def __init__(self, member: Member, holds: ClientHolds, behind: PutsBehind) -> None:
         self._member = member
@@ -33,7 +33,7 @@ class Prompts:
         self._behind = behind
 
     def namespace(self, digest: bytes, call: Call) -> Namespace:
-        """The namespace with this digest, which ``call`` is allowed to be about: there is no other way to one.
+        """Returns the namespace with this digest, authorised for ``call``: there is no other way to one.
 
         Raises UnknownNamespace, InvalidRequest, PermissionDenied, Overloaded, or what the root raised.
         """
@@ -50,7 +50,7 @@ class Prompts:
         return namespace
 
     def chain(self, digest: bytes, packed_tokens: bytes, call: Call, chunks_max: int = 0) -> Chain:
-        """The full chunks of a prompt, the first ``chunks_max`` of them unless that is 0."""
+        """Returns the full chunks of a prompt, at most ``chunks_max`` unless that is 0."""
         namespace = self.namespace(digest, call)
         tokens = unpack_tokens(packed_tokens)
         if chunks_max:
@@ -60,7 +60,7 @@ class Prompts:
         return chain
 
     def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:
-        """The full chunks of a prompt of which those from ``start.first`` on come. Raises as ``chain`` does."""
+        """Returns the full chunks of a prompt whose chunks from ``start.first`` are put. Raises as ``chain`` does."""
         chain = self.chain(start.namespace, start.tokens, call)
         if start.first > len(chain):
             raise InvalidRequest(
@@ -69,14 +69,14 @@ class Prompts:
         return chain
 
     def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
-        """The blocks of a request. Raises as ``namespace`` does."""
+        """Returns the blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
         return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
-        """The hold to read blocks of ``namespace`` under; None where the request names none.
+        """Returns the hold to read blocks of ``namespace`` under; None if the request names none.
 
-        Raises HoldBroken where it has ended, InvalidRequest where it is one of another namespace.
+        Raises HoldBroken if it has ended, InvalidRequest if it belongs to another namespace.
         """
         if not hold_id:
             return None
@@ -92,15 +92,16 @@ class Prompts:
             self._behind.settle(block_addresses(namespace, keys), SETTLE_S)
 
     def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:
-        """The full chunks of a prompt that another worker asks for: nobody else is asked for its namespace, and nobody
-        waits for puts (rule P2). Raises UnknownNamespace, InvalidRequest.
+        """Returns the full chunks of a prompt that another worker asks for, from what this node knows.
+
+        It asks nobody for the namespace and waits for no puts (rule P2). Raises UnknownNamespace, InvalidRequest.
         """
         if request.hold:
             raise InvalidRequest("memory_only with a hold: expected a prompt")
         namespace = self._member.known_namespace(request.namespace)
         if namespace is None:
-            raise UnknownNamespace(f"namespace {request.namespace.hex()} was not used here: a miss")
-        # The tenant pays where its client asked; a peer only brings what that one is already paying for.
+            raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here: a miss")
+        # The tenant pays at the worker that its client asked; a peer only brings what is already paid for.
         call.allow(namespace.tenant, namespace.name, metered=not call.sees_every)
         tokens = unpack_tokens(request.tokens)
         if request.chunks_max:
@@ -109,13 +110,13 @@ class Prompts:
 
     @contextmanager
     def held(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[Hold, int]]:
-        """The hold to read under, and how many leading chunks: the client's own, or one for the time of this call."""
+        """Yields the hold to read under, and its number of leading chunks: the client's own, or one for this call."""
         if request.hold:
             if request.namespace or request.tokens:
                 raise InvalidRequest("a Get has both a hold and a prompt: expected one of them")
             hold = self._holds.find(request.hold)
             call.allow(hold.chain.namespace.tenant, hold.chain.namespace.name)
-            self._member.node.holds.check(hold)  # by every way: also what memory has is not read under a lost session
+            self._member.node.holds.check(hold)  # on every path: even memory is not read under a lost session
             yield hold, min(hold.count, request.chunks_max or hold.count)
             return
         node = self._member.node

@@ -1,7 +1,7 @@
-"""Puts that were acknowledged when their bytes had come, and are written behind.
+"""Puts acknowledged on receipt and written behind.
 
-Whoever asks this worker for one of their chunks waits until it is written, so a client reads what it wrote.  A chunk
-that cannot be written is lost, counted, and a miss: what a cache may do, and what the client asked for.
+A read of one of their chunks waits at this worker until it is written, so clients read their own writes. A chunk that
+cannot be written is lost, counted, and a miss: the write mode that the client asked for allows that.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class PutsBehind:
         return self._pending.total()
 
     def submit(self, addresses: Sequence[Address], write: Callable[[], None], acknowledged: threading.Event) -> None:
-        """Has ``write`` store the chunks of these addresses, soon; it also lets go of their memory.
+        """Queues ``write``, which stores the chunks of these addresses and frees their memory.
 
-        It begins when ``acknowledged`` is set, or a little later: a thread that writes would make the one that
-        acknowledges wait for the interpreter, up to 5 ms.
+        It begins once ``acknowledged`` is set, or a little later: otherwise the writing thread would make the
+        acknowledging one wait for the GIL, up to 5 ms.
         """
         with self._changed:
             self._pending.update(addresses)
@@ -57,19 +57,19 @@ class PutsBehind:
             raise
 
     def settle(self, addresses: Sequence[Address], timeout_s: float) -> None:
-        """Returns once none of these chunks is on its way, or the time is over."""
+        """Returns once none of these chunks is being written behind, or time is up."""
         if not self._pending:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._pending.keys().isdisjoint(addresses), timeout_s)
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Whether everything was written in time."""
+        """Waits until everything is written; returns True if that was in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Writes what is there, for at most ``timeout_s``; what is left is lost. Idempotent."""
+        """Writes what is queued for at most ``timeout_s``; the rest is lost. Idempotent."""
         ends_s = time.monotonic() + timeout_s
         if not self.wait_empty(timeout_s):
             log.warning("worker.behind_lost chunks=%d", self.chunks_count)

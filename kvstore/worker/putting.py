@@ -24,7 +24,7 @@ from kvstore.worker.prompts import Prompts
 from kvstore.writes import RUNS_IN_MEMORY
 
 RUN_BYTES = 4 << 20
-"""A run is written once it has so many bytes: at most that and one chunk."""
+"""A run is written once it has this many bytes, so it has at most that and one chunk."""
 
 Chunk = list[memoryview]
 """The sections of one chunk; a block has one section."""
@@ -62,7 +62,7 @@ class PutStreams:
         frames: Iterator[Frame],
         context: Call,
     ) -> Written:
-        """Writes chunks as they come, from index ``first`` on."""
+        """Writes chunks as they arrive, from index ``first`` on."""
 
         def deadline() -> Deadline:
             return Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
@@ -76,7 +76,7 @@ class PutStreams:
                     for index, run in self._runs(wanted, first, opening, frames):
                         write.add(_sections(wanted, index, run), index, len(run), deadline())
             except BaseException:
-                # Gone, wrong or damaged: what came whole and verified until here may be published, nothing else.
+                # The client is gone, or sent wrong or damaged bytes: only what was verified before may be published.
                 write.abandon()
                 raise
             return write.finish(deadline())

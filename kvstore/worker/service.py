@@ -42,13 +42,13 @@ Context = grpc.ServicerContext
 Gauges = Callable[[], Mapping[str, float]]
 
 RENEWALS_MAX = 65_536
-"""Holds that one call renews."""
+"""Holds that one call renews at most."""
 BEHIND_S = 10.0
-"""How long a worker that stops writes on what it has acknowledged."""
+"""How long a stopping worker goes on writing what it has acknowledged."""
 
 
 class Service:
-    """Serves one member. Messages come and go as bytes and are parsed inside, where an error can be explained."""
+    """Serves one member. Messages travel as bytes and are parsed inside, where an error can be explained."""
 
     def __init__(
         self, member: Member, limits: WorkerLimits, clock: Clock, security: ServerSecurity | None = None
@@ -78,7 +78,7 @@ class Service:
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
         self.room = Space(None, None)
-        """Of the root, as it last said."""
+        """Room on the root, as last reported by it."""
         self.prompts = Prompts(member, self.holds, self.behind)
         self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
@@ -89,26 +89,26 @@ class Service:
 
     @property
     def limits(self) -> WorkerLimits:
-        """What it allows its clients now."""
+        """The current limits for clients."""
         return self._limits
 
     def add_gauges(self, gauges: Gauges) -> None:
-        """Those of whatever else the worker serves."""
+        """Adds the gauges of another part of the worker."""
         self._more_gauges.append(gauges)
 
     def adjust(self, limits: WorkerLimits) -> None:
-        """Takes over those of ``limits`` that may change at run time; what is under way goes on as it was."""
+        """Takes over the limits that may change at run time; work in progress keeps its old ones."""
         self._limits = limits
         self.gate.calls_max = limits.calls_max
         self.in_flight.bytes_max = limits.bytes_in_flight_max
         self.holds.holds_max, self.holds.tokens_max = limits.holds_max, limits.hold_tokens_max
 
     def counters(self) -> dict[str, int]:
-        """What only grows: the node's counters and the worker's."""
+        """Counters of the node and of the worker."""
         return {**self._node.counters.snapshot(), **self.calls.counters()}
 
     def gauges(self) -> dict[str, float]:
-        """How things stand now."""
+        """Gauges: the current state."""
         counted = self._node.counters.snapshot()
         room = {"root_free_bytes": self.room.free_bytes, "root_total_bytes": self.room.total_bytes}
         return {
@@ -127,11 +127,11 @@ class Service:
 
     @property
     def tiers(self) -> TierTimings:
-        """How long the node's tiers take."""
+        """Timings of the node's tiers."""
         return self._node.counters.tiers
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, for a server."""
+        """Returns all calls, for a server."""
         unary, many, stream_in = self.handlers.unary, self.handlers.many, self.handlers.stream_in
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -159,7 +159,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """Ends the watch over streams, and what is written behind; idempotent."""
+        """Ends the watch over streams, and writing behind; idempotent."""
         self.watch.close()
         self.behind.close(BEHIND_S)
 
@@ -239,14 +239,14 @@ class Service:
 
     def _clear(self, request: pb.ClearRequest, call: Call) -> Message:
         namespace = self.prompts.namespace(request.namespace, call)
-        self.behind.wait_empty(BEHIND_S)  # or what is written behind would come after it
+        self.behind.wait_empty(BEHIND_S)  # or puts that are written behind would come after it
         cleared = self._member.clear(namespace)
         return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed)
 
     def _stats(self, _: pb.StatsRequest, call: Call) -> Message:
         if call.sees_every:
             return pb.StatsResponse(counters=self.counters(), gauges=self.gauges())
-        # The counts of the worker say what other tenants do: who may not see those gets its own (rule X7).
+        # The worker's counts reveal other tenants: a caller that may not see those gets its own (rule X7).
         used = self.calls.guard.usage(call.visit.identity).values()
         counters = {
             "calls": sum(each.calls for each in used),
@@ -263,7 +263,7 @@ class Service:
         if self.bulk is None:
             return pb.OpenBulkResponse()
         grant, memory = self.bulk.grant(call.presented), self.bulk_requests.memory
-        # Memory and files hold what all tenants have (rule X8).
+        # Memory and files hold chunks of all tenants (rule X8).
         shares = call.sees_every
         return pb.OpenBulkResponse(
             unix_path=self.bulk.unix_path,

@@ -21,12 +21,12 @@ HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
 WATCHES_MAX = STRANGERS_MAX // 2
-"""Watches among them, which last: there is room left for who only asks."""
+"""Maximum of health watches, which last: single checks must still find room."""
 _MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore[server]'"
 
 
 class Health:
-    """What the health service says of the worker. Raises ModuleNotFoundError where the extra is missing."""
+    """The worker's answer of the health service. Raises ModuleNotFoundError if the extra is missing."""
 
     def __init__(self) -> None:
         self._health = _imported("grpc_health.v1.health")
@@ -36,7 +36,7 @@ class Health:
         self.set(False)
 
     def set(self, serving: bool) -> None:
-        """Says SERVING or NOT_SERVING, of the worker as a whole and of the store's service."""
+        """Sets SERVING or NOT_SERVING, for the worker as a whole and for the store's service."""
         self.is_serving = serving
         for service in ("", SERVICE):
             self._servicer.set(service, self._statuses.SERVING if serving else self._statuses.NOT_SERVING)
@@ -52,8 +52,9 @@ class Health:
 
 
 class _KnownServices:
-    """The health servicer, watched for the services that there are: it remembers for ever each name that anybody
-    watched, and strangers may send names of megabytes.
+    """A health servicer that only watches existing services.
+
+    The original remembers for ever each name that anybody watched, and strangers may send names of megabytes.
     """
 
     def __init__(self, servicer: Any, statuses: Any) -> None:
@@ -61,11 +62,11 @@ class _KnownServices:
         self._statuses = statuses
 
     def __getattr__(self, name: str) -> Any:
-        """Its other calls, which remember nothing; some versions have more of them."""
+        """Passes on the other calls, which remember nothing; some versions have more of them."""
         return getattr(self._servicer, name)
 
     def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Of a service that there is not, one answer and no more: there will never be one of that name."""
+        """Answers once for an unknown service: there will never be one of that name."""
         if request.service not in ("", SERVICE):
             return iter([self._statuses(status=self._statuses.SERVICE_UNKNOWN)])
         watched: Iterator[Any] = self._servicer.Watch(request, context)
@@ -80,10 +81,10 @@ def _imported(name: str) -> Any:
 
 
 class Door:
-    """Asks who calls, of calls that are not served by us, or not yet.
+    """Authenticates callers of services that are not ours, or before ours begin.
 
-    The health service is open to all (rule X4), but to strangers only a few at once: each call keeps a thread, and a
-    watch of it for as long as it likes.
+    The health service is open to all (rule X4), but only to a few strangers at once: each call keeps a thread, and a
+    watch keeps it for as long as it likes.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -92,7 +93,7 @@ class Door:
         self._watching = threading.BoundedSemaphore(WATCHES_MAX)
 
     def knock(self, method: str, context: grpc.ServicerContext) -> None:
-        """Returns where the caller may come in, to be asked what for inside; aborts the call otherwise."""
+        """Returns if the caller may come in, to be authorised inside; aborts the call otherwise."""
         service, _, name = method.removeprefix("/").rpartition("/")
         if self._guard.is_open:
             return
@@ -101,7 +102,8 @@ class Door:
             return
         try:
             if service in (SERVICE, CONTROL):
-                # What it may do is asked where that is known; that it is somebody, before anybody waits for it.
+                # Authorisation follows where the tenant is known; authentication comes before anybody waits for the
+                # caller.
                 method = name if service == SERVICE else f"Control.{name}"
                 self._guard.identify(method, presented_by(context), peer_of(context), request_of(context))
             else:
@@ -115,9 +117,9 @@ class Door:
             return
         strangers = self._watching if name == "Watch" else self._asking
         if not strangers.acquire(blocking=False):
-            _abort(context, Busy("too many others who show no token ask how this worker is: back off"))
+            _abort(context, Busy("too many health checks without a token are in progress: back off, or show a token"))
         if not context.add_callback(strangers.release):
-            strangers.release()  # it has ended already
+            strangers.release()  # the call has already ended
 
 
 def _abort(context: grpc.ServicerContext, error: KVStoreError) -> NoReturn:
@@ -131,9 +133,9 @@ class Patience(grpc.ServerInterceptor):
     """Bounds how long a peer may keep a thread without sending what it announced.
 
     gRPC waits in a thread of the pool for the message of a call that has only one, before any handler is asked, and for
-    as long as the peer keeps its connection.  So such calls are taken as streams, whose one message is waited for under
-    watch; and streams of reflection, on which a peer need never send anything, end after a time.  ``door`` is where a
-    peer is asked who it is, before anybody waits for it.
+    as long as the peer keeps its connection. So such calls are taken as streams, whose one message is waited for under
+    watch. Streams of reflection, on which a peer need never send anything, end after a time. ``door`` authenticates a
+    peer before anybody waits for it.
     """
 
     def __init__(self, watch: Watch, most_s: float, door: Door) -> None:
@@ -158,7 +160,7 @@ class Patience(grpc.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(
                 partial(self._bounded, handler.stream_stream, details.method), *serializers
             )
-        return handler  # ours, which watch over themselves
+        return handler  # our own handlers watch their streams themselves
 
     def _one_to_one(
         self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext

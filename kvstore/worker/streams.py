@@ -25,9 +25,10 @@ def watched(watch: Watch, context: grpc.ServicerContext, limits: WorkerLimits, c
 
 
 def arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[Frame]:
-    """The frames of a client, the first with ``start``. Only waiting for the client counts as idle, not our own work.
+    """Yields the frames of a client, the first with ``start``.
 
-    Raises InvalidRequest where the first has no ``start``, or another has one; Unavailable where the watch ended it.
+    Waiting for the client counts as idle, our own work does not. Raises InvalidRequest if the first has no ``start`` or
+    another has one; Unavailable if the watch ended it.
     """
     is_first = True
     for message in messages:
@@ -51,7 +52,7 @@ def arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[Frame]:
 
 
 def leaving(frames: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
-    """Frames for a client. Only waiting for the client counts as idle."""
+    """Yields frames for a client. Waiting for the client counts as idle, our own work does not."""
     stream.busy()
     for frame in frames:
         stream.moved()

@@ -1,5 +1,6 @@
-"""The threads that serve calls. Daemons of our own: the standard executor joins its threads when the interpreter ends,
-and so would wait for a call that waits for a dead mount.
+"""The threads that serve calls: daemons, so that the interpreter can end.
+
+The standard executor joins its threads at exit, and so would wait for a call that waits for a dead mount.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Task = tuple["Future[Any]", Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """At most ``threads_max`` threads, made when they are needed."""
+    """At most ``threads_max`` threads, started on demand."""
 
     def __init__(self, threads_max: int, name: str) -> None:
         self._threads_max = threads_max
@@ -37,15 +38,15 @@ class DaemonThreads(Executor):
             elif len(self._threads) < self._threads_max:
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                thread.start()  # raises RuntimeError where the system has no more
+                thread.start()  # raises RuntimeError if the system has no more
                 self._threads.append(thread)
             else:
-                self._idle -= 1  # it waits in the queue; whoever is free next is not idle then
+                self._idle -= 1  # it waits in the queue; the next free thread is then not idle
             self._queue.put((future, lambda: fn(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
-        """Ends the threads; waits at most ``timeout_s`` for those that work. Tasks in the queue are still done."""
+        """Ends the threads; waits at most ``timeout_s`` for busy ones. Tasks in the queue are still done."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -66,6 +67,6 @@ class DaemonThreads(Executor):
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001  # belongs to whoever waits for the future
                     future.set_exception(error)
-            del task, future, work  # an idle thread keeps nobody's message in memory
+            del task, future, work  # an idle thread must not keep a message in memory
             with self._lock:
                 self._idle += 1

@@ -1,4 +1,4 @@
-"""The worker: one node of the cluster as a gRPC server. Starts, says how it is, drains, stops."""
+"""The worker: one node of the cluster as a gRPC server. It starts, reports its health, drains, stops."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ log = logging.getLogger(__name__)
 
 DEREGISTER_S = 2.0
 REGISTER_S = 2.0
-"""How long a start waits to be listed; without an answer from etcd it serves, and is listed when there is one."""
+"""How long a start waits to be listed in etcd; without an answer it serves, and is listed later."""
 LAST_ANSWERS_S = 5.0
 ROOM_PERIOD_S = 10.0
 ROOM_S = 1.0
-"""How long the root may take to say what room it has."""
+"""How long the root may take to report its room."""
 
 
 class Worker:
-    """Serves ``member``, which stays the caller's: close it after ``stop``.
+    """Serves ``member``, which the caller closes after ``stop``.
 
-    ``listen`` is ``host:port``, ``[v6]:port`` or ``unix:path``; port 0 is chosen by the system.  ``advertise`` is how
-    clients reach it, where that differs: it is what discovery tells them.  ``version`` is for whoever lists workers.
-    It also takes bulk connections (kvstore/wire/bulk/BULK.md), unless ``bulk_port`` is None: on that port of the same
-    host (0: chosen by the system), and on a unix socket in a folder of its own where temporary files go, which clients
-    on this host must see under the same path.  ``on_drain`` ends the program that this worker is in,
-    when a client of the control service asks for that.
+    ``listen`` is ``host:port``, ``[v6]:port`` or ``unix:path``; port 0 is chosen by the system. ``advertise`` is the
+    address for clients, if it differs: discovery returns it. ``version`` is shown in lists of workers. The worker also
+    takes bulk connections (kvstore/wire/bulk/BULK.md) unless ``bulk_port`` is None: on that port of the same host (0:
+    chosen by the system), and on a unix socket in its own folder among the temporary files, which clients on this host
+    must see under the same path. ``on_drain`` ends the program that this worker is in when a client of the control
+    service asks for it.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Worker:
         clock = SystemClock()
         self._security = security or ServerSecurity()
         self.address = ""
-        """Where it listens, once started."""
+        """The bound address, once started."""
         self.advertised = advertise or ""
-        """What discovery tells clients, once started."""
+        """The address that discovery returns, once started."""
         self.service = Service(member, self.limits, clock, self._security)
         self.control = ControlService(
             member,
@@ -98,7 +98,7 @@ class Worker:
     def start(self) -> str:
         """Listens, serves, and registers in the cluster; returns the bound address.
 
-        Raises InvalidRequest where it cannot listen there, ModuleNotFoundError where the ``server`` extra is missing.
+        Raises InvalidRequest if it cannot listen there, ModuleNotFoundError if the ``server`` extra is missing.
         """
         assert self._server is None, "a worker is started once"
         host, colon, port = self._listen.rpartition(":")
@@ -110,7 +110,7 @@ class Worker:
         self._health = Health()
         threads = DaemonThreads(self.limits.threads_max, "kvstore-call")
         server = grpc.server(
-            cast(futures.ThreadPoolExecutor, threads),  # the stubs say so; gRPC only submits to it
+            cast(futures.ThreadPoolExecutor, threads),  # the stubs require this type; gRPC only submits to it
             handlers=[self.service.handler(), self.control.handler()],
             interceptors=[
                 Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard)),
@@ -143,13 +143,13 @@ class Worker:
         self._health.set(True)
         self._loop.start()
         self._member.presence.attach(self._register)
-        self._settled.wait(REGISTER_S)  # whoever is told that it is ready looks it up
+        self._settled.wait(REGISTER_S)  # a client that is told of this worker looks it up
         return self.address
 
     def drain(self, timeout_s: float) -> bool:
-        """Stops in good order: no new calls, those accepted end, and then ``stop``. Whether all ended in time.
+        """Stops in good order: refuses new calls, waits for accepted ones, then ``stop``. True if all ended in time.
 
-        Clients are told first (health, discovery), so that few calls come in only to be refused.
+        Clients are told first (health, discovery), so that few calls are refused.
         """
         self._leaving = True
         self._settled.set()
@@ -161,7 +161,7 @@ class Worker:
         ended = self.service.gate.wait_empty(timeout_s)
         if not ended:
             log.warning("worker.drain_cut calls=%d", self.service.gate.inside_count)
-        # What is left is the sending of last answers; a call that did not end in time is cancelled after that.
+        # Only last answers are left to send; a call that did not end in time is cancelled after that.
         self.stop(LAST_ANSWERS_S if ended else 0.0)
         return ended
 
@@ -188,7 +188,7 @@ class Worker:
 
     @property
     def is_serving(self) -> bool:
-        """What health says."""
+        """True if the health service answers SERVING."""
         return self._health is not None and self._health.is_serving
 
     def _turn(self) -> None:
@@ -198,7 +198,7 @@ class Worker:
             self._look_after()
 
     def _look_after(self) -> None:
-        """Says so while the root hangs, so that clients turn to workers whose mount is alive; ends old holds."""
+        """Reports NOT_SERVING while the root hangs, so that clients use other workers; ends expired holds."""
         assert self._health is not None
         self.service.holds.expire()
         self._member.expire()
@@ -209,7 +209,7 @@ class Worker:
             self._health.set(serving)
 
     def _look_at_room(self) -> None:
-        """Now and then: how much room the root has, for metrics. While it does not answer the last answer stays."""
+        """Reads the root's room now and then, for metrics. Without an answer the last value stays."""
         now_s = time.monotonic()
         if now_s >= self._room_at_s:
             self._room_at_s = now_s + ROOM_PERIOD_S
@@ -256,7 +256,7 @@ class Worker:
 
 
 def _is_answering(path: str) -> bool:
-    """Whether somebody listens on a unix socket: gRPC would take the path away from them without a word."""
+    """True if somebody listens on a unix socket: gRPC would silently take the path away from them."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

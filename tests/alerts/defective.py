@@ -1,4 +1,4 @@
-"""``kvstore`` with a defect: whatever is about a prompt fails. ``python -m tests.alerts.defective worker ...``."""
+"""``kvstore`` with a defect: every call about a prompt fails. ``python -m tests.alerts.defective worker ...``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus with the shipped rules, so impatient that a test can wait for them; and what it says."""
+"""A real Prometheus with the shipped rules, sped up so that a test can wait for them, and its alerts."""
 
 from __future__ import annotations
 

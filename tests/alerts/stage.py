@@ -1,4 +1,4 @@
-"""What the conditions are caused on: programs of ours, and file systems that a test can hang and fill."""
+"""The stage on which alert conditions are caused: our own programs, and file systems that a test can hang and fill."""
 
 from __future__ import annotations
 

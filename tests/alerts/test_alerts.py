@@ -1,7 +1,7 @@
-"""Every alert is seen to fire by its condition: real workers, collector and etcd, watched by a real Prometheus.
+"""Every alert fires under its condition: real workers, collector and etcd, watched by a real Prometheus.
 
 The conditions are caused one after the other on one stage, in the order of this file, because a stage for each would
-take an hour. Each test waits for its own alerts; the last one finds those that were forgotten.
+take an hour. Each test waits for its own alerts; the last one finds alerts that no test covers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that run benchmarks for real say little about the store and cost much: `make bench-test` has them."""
+"""Skips tests that run real benchmarks: they say little about the store and cost much. `make bench-test` runs them."""
 
 from __future__ import annotations
 

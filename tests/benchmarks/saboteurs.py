@@ -1,4 +1,4 @@
-"""Contenders that do wrong, for the child process: each is files, but for one thing."""
+"""Contenders with one defect each, for the child process: each is the plain-file contender except for one thing."""
 
 from __future__ import annotations
 

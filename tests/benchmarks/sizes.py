@@ -1,4 +1,4 @@
-"""Sizes so small that a benchmark ends at once; its figures mean nothing, its checks do."""
+"""Sizes so small that a benchmark ends at once: its figures mean nothing, its checks do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard against slower paths: it passes what is as fast, and fails what has lost a third."""
+"""The guard against slower paths: it passes an equal path, and fails one that has lost a third."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulated engine: what it computes, loads and keeps; and that it notices what the store gets wrong."""
+"""The emulated engine: what it computes, loads and keeps; and that it notices the store's errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker moves is different in every round, and compared to the last byte."""
+"""The load of a worker is different in every round, and compared to the last byte."""
 
 from __future__ import annotations
 

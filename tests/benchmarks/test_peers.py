@@ -1,4 +1,4 @@
-"""The comparison with peers: what it measures is verified, and who fails is listed with the reason."""
+"""The comparison with peers: measurements are verified, and a contender that fails is listed with the reason."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 
 import benchmarks.__main__ as command
 from benchmarks import machine, plots, report
@@ -66,16 +68,24 @@ def test_without_figures_there_is_no_page(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("x", ["workers", "path"])
 def test_a_plot_is_well_formed_and_shows_every_value(x: str, log_y: bool) -> None:
     plot = Plot(x, ("write", "read"), None if x == "path" else "path", "GiB/s", log_x=True, log_y=log_y)
-    picture = ElementTree.fromstring(plots.svg(replace(TABLE, plot=plot)))
+    table = replace(TABLE, plot=plot)
+    picture = ElementTree.fromstring(plots.svg(table))
     names = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "Speeds & sizes" in names and "GiB/s" in names
+    assert "Speeds & sizes" in names and "GiB/s" in names and x in names
+    (axes,) = plots.drawn(table).axes
     if x == "path":
-        shapes = [each for each in picture.iter("{http://www.w3.org/2000/svg}rect") if each.get("x")]
-        assert len(shapes) == 3 + 2  # values, and the legend
+        values = [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)]
     else:
-        assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) == 3
-    places = [float(each.get("cy", 0)) for each in picture.iter("{http://www.w3.org/2000/svg}circle")]
-    assert all(0 <= place <= plots.HEIGHT for place in places)
+        values = [float(y) for line in axes.lines for y in np.asarray(line.get_ydata())]
+    assert sorted(values) == sorted(y for line in plots.lines_of(table, plot) for _, y in line.points)
+    low, high = axes.get_ylim()
+    assert len(values) == 3 and all(low <= value <= high for value in values)
+    assert (axes.get_yscale() == "log") == log_y
+
+
+def test_a_picture_changes_only_with_its_figures() -> None:
+    table = replace(TABLE, plot=Plot("workers", ("write", "read"), "path", "GiB/s"))
+    assert plots.svg(table) == plots.svg(table)
 
 
 def test_the_command_prints_json_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""The replay through tiers: what its table says is what happened, and nodes run what finds the most."""
+"""The replay through tiers: its table shows what happened, and the node's defaults find the most."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def singles(count: int) -> Replay:
 
 
 def counted(replay: Replay, setup: Setup, prompts: Sequence[Sequence[int]]) -> Counts:
-    """What prompts, a second apart, do at one node."""
+    """Counts tokens by tier for prompts that arrive a second apart at one node."""
     node = SimulatedNode(setup, places_of(replay), [DEFAULT] * len(replay.blocks), set())
     for now_s, prompt in enumerate(prompts):
         node.request(float(now_s), prompt)

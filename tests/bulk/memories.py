@@ -97,7 +97,7 @@ def lose(served: Served, chain: Chain, start: int, stop: int) -> None:
 
 
 def referenced_bytes(served: Served) -> int:
-    """What of the memory somebody refers to."""
+    """Returns the bytes of memory that somebody refers to."""
     return int(memory_of(served).stats()["memory_referenced_bytes"])
 
 
@@ -114,7 +114,7 @@ def leases_end(served: Served) -> None:
 
 
 def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]:
-    """What the kernel says of a process's mappings of a file: sums of Rss, Pss and the shared and private parts."""
+    """Returns the kernel's figures of a process's mappings of a file: sums of Rss, Pss, shared and private parts."""
     sums: dict[str, int] = {}
     ours = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Engine-hashed blocks go the same ways as prompts, and the results are the same whichever way that is."""
+"""Engine-hashed blocks use the same paths as prompts, with the same results on each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(buffers: list[Bytes], blocks: list[Bytes]) -> bool:
 
 
 def counted(store: Store, what: str) -> dict[str, int]:
-    """How often each way was taken."""
+    """Counts how often each path was taken."""
     stats = store.stats()
     return {way: int(stats[f"client_{what}_{way}"]) for way in WAYS if stats[f"client_{what}_{way}"]}
 

@@ -1,4 +1,4 @@
-"""Whatever breaks while engine-hashed blocks are on their way costs misses, never wrong bytes, and leaves nothing."""
+"""A failure while engine-hashed blocks are in transit costs misses, never wrong bytes, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_h1_what_a_sweep_condemned_counts_as_absent(hot: Served, way: str) -> No
 
 
 def condemn(served: Served, victims: list[Address]) -> None:
-    """As a collector's sweeps of their shards."""
+    """Condemns the blocks, as a collector's sweeps of their shards do."""
     node = served.member.node
     keys, bits, revision = Keys(node.identity.root), node.identity.shard_bits, node.gc_view.revision + 1
     said = [(keys.gc_seq, Seq(bytes(15) + b"1", NO_NONCE).to_json())]
@@ -341,7 +341,7 @@ def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypat
 
 @BOTH
 def test_a_put_behind_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path, way: str) -> None:
-    """What was acknowledged is not shed: what memory has no room for goes to the root."""
+    """An acknowledged put is never shed: chunks that memory has no room for go to the root."""
     keys, blocks = keys_of(4, 300), blocks_of(4, 300, SIZES)
     with serving_memory(tmp_root, 16 << 20) as hot, connected(hot, bulk=way, write="behind") as store:
         cache = store.namespace("m", MEDIUM).blocks

@@ -129,7 +129,7 @@ def test_what_was_not_asked_for_is_not_given(served: Served, mode: Mode, span: t
     with greeted(served, "shared") as channel:
         channel.send(Kind.GET_BLOCKS, 1, [get_request(served, mode)])
         channel.send(Kind.WANT, 1, [encode_span(*span)])
-        assert "wanted" in refusal_of(channel)
+        assert "were asked for" in refusal_of(channel)
 
 
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
@@ -304,7 +304,7 @@ def image_of(namespace: Namespace, at: int) -> bytes:
 
 @pytest.mark.parametrize("case", ["another", "twice", "unknown", "short", "long", "payload", "header", "ends"])
 def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
-    """What came before it is; nothing is written into the other buffers."""
+    """The images before it are hits; nothing is written into the other buffers."""
     namespace = Namespace("m", MEDIUM)
     images = [image_of(namespace, at) for at in range(2)]
     second = bytearray(images[1])

@@ -1,4 +1,4 @@
-"""What a connection may use stays within its bounds, and comes back where a step fails that hardly ever does."""
+"""The resources of a connection stay within their limits, and are freed even if a rarely failing step fails."""
 
 from __future__ import annotations
 

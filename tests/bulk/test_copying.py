@@ -1,4 +1,4 @@
-"""Rows of bytes are copied whole, whatever their number, size and place, and nothing beside them."""
+"""Rows of bytes are copied whole, whatever their number, size and place, and nothing beside them changes."""
 
 from __future__ import annotations
 

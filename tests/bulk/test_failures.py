@@ -1,4 +1,4 @@
-"""Whatever breaks on the way is a miss or an error in bounded time, and leaves nothing behind."""
+"""A failure on a bulk connection is a miss or an error in bounded time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one(monkeypa
         with raw_channel(served) as channel:
             unknown: Any = channel.unary_unary("/kvstore.v1.KVStore/Unknown")
             asked._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
-            with pytest.raises(NoBulkPath, match="older version"), asked.link(WAIT_S):
+            with pytest.raises(NoBulkPath, match="does not know the bulk protocol"), asked.link(WAIT_S):
                 raise AssertionError("a connection was had")
 
 

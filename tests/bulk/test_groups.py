@@ -1,4 +1,4 @@
-"""Small chunks of a stream come several at a time: what ends the stream in between is found where it is."""
+"""Small chunks of a stream arrive several at a time; an end of the stream between them is found at its place."""
 
 from __future__ import annotations
 

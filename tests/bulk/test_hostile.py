@@ -101,7 +101,7 @@ def test_a_grant_is_good_for_one_connection_and_a_short_time(served: Served, way
 
 
 def dialled_late(served: Served, way: str, answer: pb.OpenBulkResponse) -> bytes:
-    """What a connection is told that waits longer than its grant lives before it greets."""
+    """Greets with a grant that has expired; returns the answer."""
     with dialled(served, way) as sock:
         sock.settimeout(WAIT_S)
         sock.recv(1)  # closed for its silence
@@ -277,7 +277,7 @@ def test_files_that_are_not_held_are_not_handed_over(served: Served, span: tuple
         channel.receive_frame(Kind.START)
         channel.send(Kind.WANT, 1, [encode_span(*span)])
         _, payload = channel.receive_frame(Kind.REFUSED)
-        assert "wanted" in pb.BulkRefusal.FromString(payload).message
+        assert "were asked for" in pb.BulkRefusal.FromString(payload).message
 
 
 def test_files_are_handed_over_for_reading_only(served: Served) -> None:
@@ -298,7 +298,7 @@ def test_files_are_handed_over_for_reading_only(served: Served) -> None:
 
 
 def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> None:
-    """What is hashed and what is written may differ then: a chunk that everybody finds damaged, and a miss."""
+    """The hashed and the written bytes may then differ: a damaged chunk, which is a miss for everybody."""
     tokens, _ = tokens_and_kv(4, seed=5)
     size_bytes = 4 * MEDIUM.chunk_bytes
     with raw_stub(served) as stub:

@@ -1,4 +1,4 @@
-"""Layers over a bulk connection: right or not there, whatever happens in the middle."""
+"""Layers over a bulk connection: right or missing, whatever fails in the middle."""
 
 from __future__ import annotations
 

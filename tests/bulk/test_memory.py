@@ -1,4 +1,4 @@
-"""Clients that map a worker's memory: gets and views without a byte on the way, and leases that nothing can lose."""
+"""Clients that map a worker's memory: gets and views move no bytes, and leases cannot be lost."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_what_only_memory_has_and_cannot_be_leased_is_sent(
 
 
 def test_views_of_a_worker_without_memory_are_mapped_files(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be; the others are copies."""
+    """Views are mapped up to the limit; further ones are copies."""
     monkeypatch.setattr("kvstore.client.remote_hold.VIEWED_FILES_MAX", 100)
     with serving(tmp_root) as served, connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)

@@ -68,7 +68,7 @@ def test_a_lease_ends_with_the_clients_end_and_with_nothing_else(served: Served)
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
         channel.send(Kind.WANT, 1, [encode_span(0, COUNT + 1)])
-        assert "wanted" in refusal_of(channel)
+        assert "were asked for" in refusal_of(channel)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
     assert referenced_bytes(served) > 0
     os.close(end)
@@ -167,7 +167,7 @@ def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Se
     message = pb.GetRequest(namespace=bytes(32), tokens=packed(TOKENS), memory_only=True).SerializeToString()
     with greeted(served, "tcp") as channel:
         channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
-        assert "not used here" in refusal_of(channel)
+        assert "not known here" in refusal_of(channel)
 
 
 def _last_section(index: int) -> bytes:

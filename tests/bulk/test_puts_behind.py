@@ -1,4 +1,4 @@
-"""Puts that are written behind: acknowledged first, and written even where that takes too long."""
+"""Puts that are written behind: acknowledged first, and written even if that takes too long."""
 
 from __future__ import annotations
 

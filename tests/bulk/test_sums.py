@@ -1,4 +1,4 @@
-"""What comes over a bulk connection is compared with its checksums, wherever a bit turned, and with its limits."""
+"""Bytes over a bulk connection are compared with their checksums, whichever bit is flipped, and with its limits."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_runs_come_in_order_and_in_their_bounds() -> None:
     with runs_of((0, 2)) as runs:
         assert next(runs).count == 2
     for span in ((1, 1), (0, 0), (0, COUNT + 1), (COUNT, 1)):
-        with runs_of(span) as runs, pytest.raises(LinkBroken, match="expected 0 and following"):
+        with runs_of(span) as runs, pytest.raises(LinkBroken, match="expected chunks from 0 on"):
             next(runs)
 
 
 @pytest.mark.parametrize("more_bytes", [1, 8, -8])
 def test_a_run_has_the_length_that_it_says(more_bytes: int) -> None:
-    with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="that is not, or too large a run"):
+    with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="not their size, or too large a run"):
         next(runs)
 
 

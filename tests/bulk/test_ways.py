@@ -1,4 +1,4 @@
-"""Whichever way the bytes of chunks go, the results are the same."""
+"""The results are the same on every path of chunk bytes."""
 
 from __future__ import annotations
 

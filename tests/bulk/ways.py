@@ -90,7 +90,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def open_files_of(pid: int) -> list[str]:
-    """What a process has open: memory, sockets, files; without what belongs to its interpreter."""
+    """Returns the open files of a process: memory, sockets, files; without those of its interpreter."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:

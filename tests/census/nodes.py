@@ -1,6 +1,6 @@
-"""Nodes of two roll-outs over one root and one etcd's worth of metadata, all in this process.
+"""Nodes of two roll-outs on one root and one metadata store, all in this process.
 
-Apart from the tests, which say what must be left.
+Separate from the tests, which say what must be left.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RolledOut:
         return self.cache.match(tokens(number, chunks)) // SIZE
 
     def serves(self, number: int, wrote: RolledOut, chunks: int = 4) -> int:
-        """How many leading chunks a get finds, all of them as ``wrote`` wrote them."""
+        """Returns the number of leading chunks that a get finds, all as ``wrote`` wrote them."""
         count, kv = self.cache.get(tokens(number, chunks))
         assert kv.tobytes() == np.ascontiguousarray(wrote.kv(number, chunks)[:, :, :count]).tobytes(), "another's bytes"
         return count // SIZE

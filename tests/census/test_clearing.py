@@ -1,4 +1,4 @@
-"""What a bad roll-out wrote is gone from everywhere after one clear, and what others wrote is still there (rule P6)."""
+"""One clear deletes the chunks of a bad roll-out everywhere, and nothing else (rule P6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer is on record before its chunks, whatever becomes of its session; without a record they are stored too."""
+"""A writer is recorded before its chunks, whatever happens to its session; chunks without a record are stored too."""
 
 from __future__ import annotations
 

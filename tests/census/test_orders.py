@@ -1,4 +1,4 @@
-"""How an order to clear reaches every node, and what no copy of what it names gets past."""
+"""The order to clear reaches every node, and no copy of a selected chunk escapes it."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
 def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
     nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where etcd did not answer for a minute: nodes may have read again what was deleted a moment later."""
+    """If etcd did not answer for a minute, nodes may have read a chunk again after it was deleted."""
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()

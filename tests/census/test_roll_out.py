@@ -1,6 +1,6 @@
-"""A bad roll-out among real workers, over one root and one etcd, under load: one command takes back what it wrote.
+"""A bad roll-out among real workers, over one root and one etcd, under load: one command deletes its chunks.
 
-The rules in small are in ``test_clearing.py``; here are processes, peers, local disks, put-behind queues, the commands.
+``test_clearing.py`` tests each rule alone; here are processes, peers, local disks, queues of puts behind, commands.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = 16
 
 
 def command(*arguments: str) -> Any:
-    """What a command that ends well prints with --json."""
+    """Returns the --json output of a command that succeeds."""
     done = CliRunner().invoke(app, [*arguments, "--json"], prog_name="kvstore")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -54,7 +54,7 @@ def tokens(number: int) -> npt.NDArray[np.int64]:
 
 
 def kv(number: int, label: str) -> npt.NDArray[np.float16]:
-    """What an engine of that roll-out makes of a prompt."""
+    """Returns the KV that an engine of that roll-out computes for a prompt."""
     chance = np.random.default_rng([number, len(label)])
     shape = (LAYOUT.layers, 2, CHUNKS * SIZE, LAYOUT.kv_heads, LAYOUT.head_dim)
     made: npt.NDArray[np.float16] = chance.standard_normal(shape).astype(np.float16)

@@ -1,4 +1,4 @@
-"""What a selection means, and what an order to clear covers."""
+"""The meaning of a selection, and the chunks that an order to clear covers."""
 
 from __future__ import annotations
 

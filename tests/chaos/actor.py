@@ -1,11 +1,11 @@
 """A node of the chaos tests, as a process: ``python -m tests.chaos.actor``. Puts, gets, holds and pins, and checks.
 
-Every promise that the store makes to it goes to its journal, and is checked all the time with every byte.  It ends with
-3 at the first promise that is broken, unless told that the root has the weak guarantee: then only wrong bytes end it.
+It writes every promise of the store to its journal, and checks every promise and byte all the time. It exits with 3 at
+the first broken promise, unless told that the root has the weak guarantee: then only wrong bytes end it.
 
-What is promised: while the session that a hold was born in lives, and the hold has not ended, what was read under it
-once can be read again; and what a pin was acknowledged for can be read until it is released or its lease ends.  Bytes
-are right always.
+The promises: while the session lives in which a hold began, and the hold has not ended, what was once read under it can
+be read again. The chunks of an acknowledged pin can be read until it is released or its lease ends. Bytes are always
+right.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pinned:
 
 
 class Actor:
-    """What one node does, chosen by ``chance``."""
+    """The actions of one node, chosen by ``chance``."""
 
     def __init__(self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool) -> None:
         self._member = member
@@ -206,7 +206,7 @@ class Actor:
             self._broken("held chunk missing", held.number, count, hold=hold.id.hex(), proven=held.proven)
 
     def _read_hold(self, hold: Hold, number: int) -> tuple[int, bool]:
-        """How many leading chunks can be read, and whether fewer than held for reasons of our own. Raises Violated."""
+        """Returns how many leading chunks can be read, and whether a shortfall is our own. Raises Violated."""
         before = self._own_misses()
         if self._chance.random() < 0.2:
             views = self._node.view(hold)

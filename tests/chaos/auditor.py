@@ -1,6 +1,6 @@
-"""A process that looks at every pin in force all the time, as its owner may be dead: ``python -m tests.chaos.auditor``.
+"""A process that checks every pin in force all the time, even if its owner is dead: ``python -m tests.chaos.auditor``.
 
-Ends with 3 at the first one that is broken, unless told that the root has the weak guarantee.
+Exits with 3 at the first broken one, unless told that the root has the weak guarantee.
 """
 
 from __future__ import annotations

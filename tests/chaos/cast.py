@@ -1,6 +1,6 @@
 """The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root on one or two mounts.
 
-Each can be stopped, killed and started again at any time; what they promised and did is in ``folder``.
+Each can be stopped, killed and started again at any time; their promises and actions are in ``folder``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Cast:
         return [(name, fact) for name, fact in Journals(self.folder).new() if fact["fact"] in kinds]
 
     def counts(self) -> Counter[str]:
-        """What nodes and the auditor counted, all together."""
+        """Sums the counters of nodes and auditor."""
         last = dict(self.facts(COUNTS))
         total: Counter[str] = Counter()
         for fact in last.values():
@@ -163,7 +163,7 @@ class Cast:
         return total
 
     def rounds(self) -> Counter[str]:
-        """What the collectors said of their rounds, summed up."""
+        """Sums the collectors' reports on their rounds."""
         total: Counter[str] = Counter()
         for path in self.folder.glob("*.out"):
             for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""How many bytes the chunks on a root take, looked at again and again."""
+"""Measures repeatedly how many bytes the chunks on a root take."""
 
 from __future__ import annotations
 

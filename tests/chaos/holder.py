@@ -1,6 +1,6 @@
-"""A node that holds one prompt for as long as it can, and says how that goes: ``python -m tests.chaos.holder``.
+"""A node that holds one prompt for as long as it can, and reports on it: ``python -m tests.chaos.holder``.
 
-First it stores as many prompts as it is told to, of which it holds number 0.
+First it stores the given number of prompts; it holds number 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a process promised, one JSON object a line, in a file that outlives it.
+"""The promises of a process, one JSON object a line, in a file that outlives it.
 
-A promise is written once it is made, and its end before anything that may end it: so whoever finds a promise broken
-after reading the whole journal knows that it was in force.
+A promise is written once it is made, and its end before anything that may end it. So if a promise is broken after the
+whole journal was read, it was in force.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Journals:
         self._read: dict[Path, int] = {}
 
     def new(self) -> Iterator[tuple[str, Fact]]:
-        """What was written since the last call, with the name of the journal."""
+        """Returns the entries written since the last call, with the name of the journal."""
         for path in sorted(self._folder.glob("*.journal")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

@@ -1,6 +1,6 @@
-"""The pins that are in force, by the journals of whoever took them, and whether their chunks are on the root.
+"""The pins in force, by their owners' journals, and whether their chunks are on the root.
 
-A pin outlives its process, so somebody else has to look.
+A pin outlives its process, so another one has to look.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LivePin:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What is wrong with one chunk of a pin."""
+    """A fault of one chunk of a pin."""
 
     pin: LivePin
     index: int
@@ -46,7 +46,7 @@ class LivePins:
         self._live: dict[str, LivePin] = {}
 
     def in_force(self) -> list[LivePin]:
-        """Those acknowledged, not being released, and not ended."""
+        """Returns the acknowledged pins that are neither being released nor ended."""
         for _, fact in self._journals.new():
             if fact["fact"] == "pinned":
                 self._live[fact["id"]] = LivePin(fact["id"], fact["number"], fact["chunks"], fact["until_s"])

@@ -39,7 +39,7 @@ CALM_S = 3.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run, in numbers."""
+    """The outcome of a run, in numbers."""
 
     attacks: Counter[str]
     counts: Counter[str]
@@ -133,7 +133,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
 
 
 def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
-    """What collectors do in minutes or a day, at once: nobody is left who could still be using it."""
+    """Removes at once what collectors remove in minutes or a day: nobody is left who could still be using it."""
     timings = Timings()
     orphans = Orphans(Site(root, identity, meta, _Later(2 * timings.quarantine_age_s), timings=timings))
     for _ in range(2):  # an empty folder must have been empty in the round before

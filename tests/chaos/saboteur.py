@@ -1,4 +1,4 @@
-"""What is done to the cast, chosen from a seed: killed, stopped for a while, started again; etcd as well."""
+"""Attacks on the cast, chosen from a seed: processes and etcd are killed, stopped for a while, started again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A root that is filled all the time while others free room beside it: it stays below its limit, and is emptied again.
 
-What is promised (gc/PROTOCOL.md, section 6): used bytes are at most the limit and one put of each writer, however late
-reports, words and signs are, while a collector lives and has listed the root once.  A round that begins over the high
-watermark takes what was there down to the low one.
+The promise (gc/PROTOCOL.md, section 6): while a collector lives and has listed the root once, used bytes are at most
+the limit and one put of each writer, however late reports and signs are. A round that begins over the high watermark
+brings the root down to the low one.
 """
 
 from __future__ import annotations

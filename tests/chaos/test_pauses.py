@@ -1,4 +1,4 @@
-"""Somebody stands still for longer than anybody waits, and goes on afterwards: a node, etcd, a collector."""
+"""A node, etcd or a collector stands still for longer than anybody waits, and goes on afterwards."""
 
 from __future__ import annotations
 

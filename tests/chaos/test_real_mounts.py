@@ -1,7 +1,7 @@
 """The chaos run on real distributed file systems with nodes and collectors on two mounts: ``pytest -m real_fs``.
 
-On those that give only the weak guarantee a held or pinned chunk may be missing for a while, and is counted; at the end
-all pins must be readable again, and no byte may be wrong ever.
+With the weak guarantee a held or pinned chunk may be missing for a while, and is counted; at the end all pins must be
+readable again, and no byte may ever be wrong.
 """
 
 from __future__ import annotations

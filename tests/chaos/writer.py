@@ -1,4 +1,4 @@
-"""A process that stores new prompts, so many bytes a second: ``python -m tests.chaos.writer``. Backs off if told to."""
+"""A process that stores new prompts at a given rate: ``python -m tests.chaos.writer``. Backs off if told to."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Running:
         return self.child.wait(PATIENCE_S)
 
     def rest(self) -> str:
-        """What it printed after its first line; only once it has ended."""
+        """Returns its output after the first line; only once it has ended."""
         assert self.child.stdout is not None
         return self.child.stdout.read()
 

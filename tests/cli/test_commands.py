@@ -76,8 +76,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("ls", "--connect", ","), "which store? give --root URL"),
-        (("ls", "--json"), "which store? give --root URL"),
+        (("ls", "--connect", ","), "no store is given: give --root URL"),
+        (("ls", "--json"), "no store is given: give --root URL"),
         (("ls", "--root", "/missing/folder"), "/missing/folder does not exist"),
         (("ls", "--root", "/x", "--connect", "h:1"), "two ways to the same store"),
         (("ls", "--workers", "--root", "ROOT"), "give --etcd ENDPOINTS"),
@@ -86,7 +86,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("match", "theirs", "1,2", "--root", "ROOT"), "is of tenant 'alice': give --tenant"),
         (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is not a number"),
         (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
-        (("match", "model", "--root", "ROOT"), "which tokens?"),
+        (("match", "model", "--root", "ROOT"), "no tokens are given"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
         (("pin", "model", "1,2", "--root", "ROOT"), "pins live in etcd"),
         (("unpin", "a/b", "--root", "ROOT"), "pins live in etcd"),

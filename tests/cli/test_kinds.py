@@ -75,7 +75,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def given(*arguments: str, env: dict[str, str] | None = None) -> Access:
-    """What the shared options make of arguments."""
+    """Returns the values of the shared options for these arguments."""
     seen: list[Access] = []
 
     @click.command(cls=Command)

@@ -49,10 +49,10 @@ def test_a_prompt_is_prefetched_moved_and_released(run: Run) -> None:
     ("arguments", "said"),
     [
         (("prefetch", "m", "1,2", "--root", "/x"), "give --connect HOST:PORT or --etcd"),
-        (("prefetch", "m", "1,2"), "which store?"),
+        (("prefetch", "m", "1,2"), "no store is given"),
         (("prefetch", "m", "1,2", "--tier", "disk", "--connect", "WORKER"), "no local disk; start it with --disk"),
         (("release", "nobody", "1,2", "--connect", "WORKER"), "there is no namespace 'nobody'"),
-        (("move", "m", "--tier", "root", "--connect", "WORKER"), "which tokens?"),
+        (("move", "m", "--tier", "root", "--connect", "WORKER"), "no tokens are given"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], said: str) -> None:

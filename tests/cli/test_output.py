@@ -1,4 +1,4 @@
-"""What tables print of text that others chose."""
+"""Tables that show text chosen by others."""
 
 from __future__ import annotations
 

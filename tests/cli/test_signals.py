@@ -1,4 +1,4 @@
-"""Signals against work that has to be undone: whenever they come, what was entered is left."""
+"""Signals during work that must be undone: whenever they come, everything entered is left."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ for number in range(1000):
 
 
 def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:
-    """As after SIGCONT: the handler runs in the main thread, which would sleep on."""
+    """After SIGCONT, for one: the handler runs in the main thread, which would otherwise sleep on."""
     script = """
 import os, signal, threading, time
 from kvstore.cli.signals import Stopper

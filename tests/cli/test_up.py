@@ -1,4 +1,4 @@
-"""``kvstore up`` and ``kvstore worker`` as real programs: what they say, how they end, what they leave."""
+"""``kvstore up`` and ``kvstore worker`` as real programs: what they print, how they end, what they leave."""
 
 from __future__ import annotations
 

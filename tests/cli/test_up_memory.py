@@ -1,4 +1,4 @@
-"""``kvstore up --memory --disk``: what memory acknowledged is on the root when it has ended, and nothing is left."""
+"""``kvstore up --memory --disk``: acknowledged chunks are on the root when it has ended, and nothing is left behind."""
 
 from __future__ import annotations
 

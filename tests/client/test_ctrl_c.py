@@ -1,4 +1,4 @@
-"""Ctrl-C at every step of what a caller's thread waits on: no lock stays locked, and what comes next goes through."""
+"""Ctrl-C at every step that a caller's thread waits on: no lock stays locked, and the next call goes through."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_flag() -> None:
 
 
 def test_memory_that_a_callers_own_thread_writes_into() -> None:
-    """As where it helps the lanes: it takes its memory back by itself, whatever of its step was cut short."""
+    """The caller's thread helps the lanes here: it takes its memory back itself, wherever its step was interrupted."""
 
     def writes() -> None:
         borrowed = Borrowed()

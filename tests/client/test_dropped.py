@@ -1,4 +1,4 @@
-"""Stores that nobody closed: they warn, and what they started ends, whoever drops them and whenever that is."""
+"""Stores that nobody closed: they warn, and their threads end, whoever drops them and whenever that is."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ print(codes)
 
 
 def exit_code(child: int) -> int | None:
-    """How a child ended; None where it did not, and was killed."""
+    """Returns a child's exit code; None if it did not end, and was killed."""
     limit_s = time.monotonic() + WAIT_S
     while time.monotonic() < limit_s:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -67,7 +67,7 @@ def exit_code(child: int) -> int | None:
 
 
 def forked(work: Callable[[], int]) -> int | None:
-    """What ``work`` returned in a forked child; 99 where it raised."""
+    """Returns the result of ``work`` in a forked child; 99 if it raised."""
     child = os.fork()
     if not child:
         try:
@@ -78,7 +78,7 @@ def forked(work: Callable[[], int]) -> int | None:
 
 
 def refused_count(calls: list[Callable[[], object]]) -> int:
-    """How many of the calls said what to do in a child."""
+    """Counts the calls whose error says what to do in a child."""
     refused = 0
     for call in calls:
         try:

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that says what was wrong, what was expected, and what to do; and harms nobody else."""
+"""Bad input gets a clear error that says what was wrong, what was expected and what to do; and harms nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One contract for all ports: what a cache promises holds over a node in this process and over each way to a worker."""
+"""One contract for all ports: a cache's promises hold over a node in this process and over each path to a worker."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def test_a_chunk_lost_under_a_layer_by_layer_read(cache: Cache, root: FaultyRoot
 
 
 def test_a_chunk_that_vanished_is_put_again(cache: Cache, root: FaultyRoot) -> None:
-    """What a worker remembers as present may be gone; a put that trusts it must notice, and close the hole."""
+    """A worker may remember a vanished chunk as present; a put that trusts it must notice, and close the hole."""
     cache.put(TOKENS, KV)
     assert cache.match(TOKENS) == 8 * SIZE
     root.set_rules([Rule("stat", Lost(), is_chunk, nth=3, times=1)])

@@ -1,4 +1,4 @@
-"""Workers found through the cluster's metadata: the list follows who comes and goes, and survives its own absence."""
+"""Workers found through the cluster's metadata: the list follows arrivals and departures, and outlives an outage."""
 
 from __future__ import annotations
 

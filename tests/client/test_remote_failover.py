@@ -131,7 +131,7 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
 def test_a_worker_that_takes_no_bulk_connections_any_more_hands_over(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that drains does for a moment: it still answers over gRPC."""
+    """A draining worker does so for a moment: it takes no bulk connections, and still answers over gRPC."""
     with connected(*pair) as store:
         cache = store.namespace("m", SMALL)
 
@@ -390,7 +390,7 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
     [
         ((), {}, "give one of the two"),
         (("127.0.0.1:7070",), {"etcd": "127.0.0.1:2379"}, "give one of the two"),
-        (("127.0.0.1:7070",), {"root": "ab" * 16}, "needs etcd"),
+        (("127.0.0.1:7070",), {"root": "ab" * 16}, "give etcd="),
         (("127.0.0.1",), {}, "expected host:port"),
         (("http://127.0.0.1:7070",), {}, "expected host:port"),
         (("::1:7070",), {}, "expected host:port"),

@@ -1,7 +1,7 @@
-"""Looks whether every pin in force is listed, and can be read to the last byte: ``python -m tests.cluster.auditor``.
+"""Checks that every pin in force is listed and readable to the last byte: ``python -m tests.cluster.auditor``.
 
-Through one worker, on one host. What it says is one JSON object. A miss is tried again, for as long as it is told: at
-a time of trouble reads may miss, but what is pinned has to be there.
+It asks one worker, on one host, and prints one JSON object. A miss is tried again for a given time: reads may miss
+during trouble, but pinned chunks must still exist.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AGAIN_S = 0.25
 
 @dataclass(slots=True)
 class Audit:
-    """What was found. ``late`` pins could be read only when they were tried again."""
+    """The findings. ``late`` pins could be read only when they were tried again."""
 
     pins: int = 0
     tokens: int = 0
@@ -39,7 +39,7 @@ class Audit:
 
 
 class LivePins:
-    """Those that the engines were promised and have not given back."""
+    """The pins that the engines were promised and have not released."""
 
     def __init__(self, folder: Path) -> None:
         self._journals = Journals(folder)

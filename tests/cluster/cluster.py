@@ -1,7 +1,7 @@
 """The cluster: three hosts on one switch, each with an etcd member, a part of the file system, a worker and a cron job.
 
-A host's boot starts what systemd would start, each restarted whenever it ends; whatever a scenario does to a host, this
-is all that ever brings it back. The rack is a machine of its own: the switch, the disks, and the file system's master.
+A host's boot starts what systemd would start, each restarted whenever it ends. Nothing else ever repairs a host,
+whatever a scenario does to it. The rack is a separate machine: the switch, the disks, and the file system's master.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Cluster:
         )
 
     def etcd_options(self, host: Host) -> list[str]:
-        """How a command on this host reaches etcd."""
+        """Returns the options by which a command on this host reaches etcd."""
         papers = host.papers
         return [
             "--etcd",
@@ -241,7 +241,7 @@ class Cluster:
         ]
 
     def ready_count(self, host: Host) -> int:
-        """How often its worker has said that it serves."""
+        """Counts how often its worker has reported that it serves."""
         out = host.machine.logs / f"{WORKER}.out"
         return out.read_text().count("ready grpc=") if out.exists() else 0
 

@@ -1,7 +1,7 @@
 """A cron job that runs on all hosts by turns: ``python -m tests.cluster.cron PLACE HOSTS EVERY_S COMMAND...``.
 
-Each host runs it. A round begins every so many seconds, on the host whose turn it is by the clock; nobody takes the
-turn of a host that is away, and a round that takes longer meets the next one: collectors have to bear with that.
+Each host runs it. A round begins every so many seconds, on the host whose turn it is by the clock. Nobody takes the
+turn of a host that is away, and a long round overlaps the next: collectors must cope with both.
 """
 
 from __future__ import annotations

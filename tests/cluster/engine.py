@@ -1,7 +1,7 @@
 """An engine: serves requests of the trace without end, compares every byte, pins: ``python -m tests.cluster.engine``.
 
-Its journal has a line for each request: what it found, what it could store, what went wrong. Nothing stops it but
-SIGTERM: an error of the store is what it counts, a wrong byte is for the scenario to see.
+Its journal has a line for each request: its hits, its puts, its errors. Only SIGTERM ends it: errors of the store are
+counted, and wrong bytes are for the scenario to see.
 """
 
 from __future__ import annotations

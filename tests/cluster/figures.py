@@ -1,4 +1,4 @@
-"""What the engines' journals say of a stretch of time: how many requests, hits, errors, and when all was well again."""
+"""Figures from the engines' journals for a stretch of time: requests, hits, errors, and when all was well again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Diary:
             self._facts.setdefault(journal, []).append(fact)
 
     def between(self, since_s: float, until_s: float) -> Figures:
-        """What ended between two times."""
+        """Returns the figures of the requests that ended between two times."""
         self.read()
         facts = [each for host in self._facts.values() for each in host if since_s <= each["at_s"] < until_s]
         served = [each for each in facts if each["fact"] == SERVED]
@@ -83,7 +83,7 @@ class Diary:
         return streak[0]["at_s"] if len(streak) >= STREAK else None
 
     def pinned_by(self, host: str, since_s: float, until_s: float) -> int:
-        """How many pins of a host's engine were accepted."""
+        """Counts the accepted pins of a host's engine."""
         self.read()
         return sum(each["fact"] == PINNED and since_s <= each["at_s"] < until_s for each in self._facts.get(host, []))
 

@@ -1,8 +1,8 @@
-"""Process 1 of a machine: starts what it is told to on standard input, restarts what ends, and takes all with it.
+"""Process 1 of a machine: starts programs as told on standard input, restarts those that end, and takes all with it.
 
-A program of its own, without imports from the project, because it runs inside the namespaces. When standard input ends
-it ends, whoever closed it: then the kernel kills all processes of the machine, and with them go its mounts, its network
-and its shared memory. So nothing can be left behind, not even by a test run that was killed.
+It is a separate program without imports from the project, because it runs inside the namespaces. It ends when standard
+input ends, whoever closed it: then the kernel kills all processes of the machine, and its mounts, network and shared
+memory go with them. So nothing can be left behind, not even by a test run that was killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the engines of the cluster ask for: a trace, its KV, and how a store is reached. The same in every process.
+"""The load of the cluster's engines: a trace, its KV, and the way to a store. The same in every process.
 
-Everything follows from the trace's file, so that whoever reads a chunk can verify each byte of it.
+Everything follows from the trace's file, so that any reader of a chunk can verify each byte of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMITS = ClientLimits(match_s=2.0, read_s=5.0, write_s=10.0)
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How a process reaches the store: through the workers that etcd lists, or through one alone."""
+    """The way from a process to the store: through the workers that etcd lists, or through one alone."""
 
     etcd: str
     papers: Papers
@@ -58,5 +58,5 @@ def reach_options(parser: argparse.ArgumentParser) -> None:
 
 
 def reach_of(given: argparse.Namespace) -> Reach:
-    """What was given."""
+    """Returns the given way to the store."""
     return Reach(given.etcd, Papers(given.ca, given.cert, given.key), given.worker)

@@ -126,7 +126,7 @@ class Machine:
         return self._wait(name, wait_s)
 
     def starts_count(self, name: str) -> int:
-        """How often a service was started since the boot."""
+        """Counts how often a service was started since the boot."""
         return int(self._tell("look", name)["starts"])
 
     def run(
@@ -149,7 +149,7 @@ class Machine:
         return ended
 
     def must(self, argv: Sequence[str], wait_s: float = COMMAND_S, environment: Mapping[str, str] | None = None) -> str:
-        """As ``run``, for a command that has to succeed; what it printed."""
+        """Runs a command that has to succeed; returns its output."""
         ended = self.run(argv, wait_s, environment)
         assert ended.code == 0, f"{self.name}: {' '.join(argv)}: {ended.code}: {ended.log or ended.out}"
         return ended.out

@@ -58,7 +58,7 @@ class EtcdMember:
         self._machine.start(ETCD, [find_etcd(), *(f"--{flag}={value}" for flag, value in flags.items())])
 
     def status(self, wait_s: float = 5.0) -> dict[str, Any] | None:
-        """What it says of itself; None where it does not answer."""
+        """Returns the member's status; None if it does not answer."""
         papers = self._papers
         etcdctl = find_etcd().removesuffix("etcd") + "etcdctl"
         found = self._machine.run(

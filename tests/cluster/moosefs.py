@@ -23,7 +23,7 @@ MOUNT_S = 20.0
 
 
 def missing_programs() -> list[str]:
-    """What would have to be installed."""
+    """Returns the programs that would have to be installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
@@ -59,7 +59,7 @@ class MooseMaster:
 
 
 class MooseHost:
-    """What a host adds: room for chunks on ``disk``, and the mount. ``settings`` is the folder of its configuration."""
+    """A host's part: room for chunks on ``disk``, and the mount. ``settings`` is the folder of its configuration."""
 
     def __init__(self, machine: Machine, disk: Path, settings: Path, address: str, master: str) -> None:
         self._machine = machine

@@ -1,7 +1,7 @@
-"""The engines' life on the cluster, and one scene of it after the other: what happened, what it cost, how it ended.
+"""The engines' life on the cluster in scenes: for each, what happened, what it cost, and how it ended.
 
-A scene ends well when every engine is served as before without anybody doing anything, every accepted pin is listed and
-readable from every host, and no byte was wrong.
+A scene ends well when every engine is served as before without help, every accepted pin is listed and readable from
+every host, and no byte was wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Scene:
         self.healed_s = time.monotonic()
 
     def row(self) -> list[str]:
-        """As in the table."""
+        """Returns the scene as a row of the table."""
         figures = self.figures
         assert figures is not None
         recovered = " ".join(f"{seconds:.1f}" for seconds in self.recovered_s.values())
@@ -116,7 +116,7 @@ class Story:
 
     @contextmanager
     def scene(self, title: str) -> Iterator[Scene]:
-        """What is done in it is the scene; its end waits until all is well, and looks closely."""
+        """Runs a scene, which is the body of the context; its end waits until all is well, and checks closely."""
         now_s = time.monotonic()
         scene = Scene(title, now_s, now_s)
         rounds = self._collected()
@@ -183,7 +183,7 @@ class Story:
 
 
 def requests_up_to(size_bytes: int) -> list[Request]:
-    """As many requests as have so many bytes of KV: of the trace that the environment names, or of a generated one."""
+    """Returns requests up to a number of bytes of KV: of the trace in the environment, or of a generated one."""
     path = os.environ.get(TRACE)
     requests = load_trace(path, REQUESTS_MAX) if path else generate(REQUESTS_MAX, seed=3, kind="agents")
 
@@ -194,7 +194,7 @@ def requests_up_to(size_bytes: int) -> list[Request]:
 
 
 def rounds_of(path: Path) -> list[dict[str, Any]]:
-    """What collectors said on a host, one object a round; one that was killed may have said half of it."""
+    """Returns the collectors' rounds on a host, one object each; a killed collector may have written half of one."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -41,7 +41,7 @@ def asking(tokens: int, layers: int) -> KVList:
 
 
 def bytes_in(kv_list: KVList) -> Bytes:
-    """What the tensors of a list point at; shape (tokens, layers, 2, tensor_nbytes)."""
+    """Returns the bytes that the tensors of a list point at; shape (tokens, layers, 2, tensor_nbytes)."""
     return np.array([[[array_over(each) for each in pair] for pair in row] for row in kv_list])
 
 

@@ -1,4 +1,4 @@
-"""What connectors open by ``connect`` moves the blocks of engines past gRPC. No engine is needed here."""
+"""Connectors that use ``connect`` move the engines' blocks outside gRPC. No engine is needed here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def of_vllm(address: str) -> Iterator[BlockCache]:
-    """As the vLLM connector opens it, on its workers and in its scheduler."""
+    """Opens a store as the vLLM connector does, on its workers and in its scheduler."""
     link = Link(Settings.of({"connect": address}), [Namespace.of("m", OPAQUE_LAYOUT)])
     try:
         caches = link.caches()
@@ -34,7 +34,7 @@ def of_vllm(address: str) -> Iterator[BlockCache]:
 
 @contextmanager
 def of_sglang_and_lmcache(address: str) -> Iterator[BlockCache]:
-    """As those two open it."""
+    """Opens a store as those two connectors do."""
     with StoreSettings.of({"connect": address}, "here").open() as store:
         yield store.namespace("m", OPAQUE_LAYOUT).blocks
 

@@ -1,4 +1,4 @@
-"""What LMCache's and SGLang's settings may say, and the fingerprint of the model that they name."""
+"""Settings of LMCache and SGLang, and the fingerprint of the model that they name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What Vineyard's tests of garbage collection check (local_file_storage_gc_test, kv_cache_radix_tree_test), by the
-collector that there is here: ``kvstore-gc``, once, beside caches that go on working.
+"""Vineyard's tests of garbage collection (local_file_storage_gc_test, kv_cache_radix_tree_test) with ``kvstore-gc``.
 
-Time passes by setting back when chunks were last used: the shortest ttl that a chunk keeps is five minutes.
+The collector runs once, beside caches that go on working. Time passes by setting back the chunks' last use: the
+shortest ttl that a chunk keeps is five minutes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def files(root: Path) -> list[Path]:
 
 
 def pass_time(root: Path, minutes: int) -> None:
-    """As if nobody had used any chunk for so much longer."""
+    """Sets the last use of every chunk back by this long."""
     for file in files(root):
         ns = file.stat().st_mtime_ns - minutes * 60 * 10**9
         os.utime(file, ns=(ns, ns))

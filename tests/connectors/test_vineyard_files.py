@@ -1,4 +1,4 @@
-"""KVCache over files (FileCacheConfig): what Vineyard's file mode returns, where that is no defect."""
+"""KVCache over files (FileCacheConfig): the results of Vineyard's file mode, except its defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVCache over files: wrong calls, damage, other geometry, a full disk, long prompts, threads, and the end of it."""
+"""KVCache over files: wrong calls, damage, other geometry, a full disk, long prompts, threads, and closing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVCache with a VineyardCacheConfig in memory: what its capacity and its interval mean."""
+"""KVCache with a VineyardCacheConfig in memory: the meaning of its capacity and its interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Vineyard's own tests check (modules/llm-cache/tests), re-created on the calls that its users have.
+"""Vineyard's own tests (modules/llm-cache/tests), written again on the calls that its users have.
 
 Its garbage collection is in test_vineyard_collection.py. Left out: memory figures of its blobs, serialised radix trees.
 """

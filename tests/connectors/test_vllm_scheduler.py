@@ -1,6 +1,6 @@
-"""The scheduler's half of the vLLM connector, with requests and block tables as vLLM hands them over.
+"""The scheduler's half of the vLLM connector, with requests and block tables as vLLM passes them.
 
-No vLLM is needed here: of it, only the two empty base classes of the messages, and its version.
+No vLLM is needed here, only the two empty base classes of the messages, and its version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 @dataclass
 class Request:
-    """What the connector reads of a request of vLLM."""
+    """The part of a vLLM request that the connector reads."""
 
     request_id: str
     num_tokens: int

@@ -1,4 +1,4 @@
-"""The modules of vLLM that the connector imports, without vLLM: base classes, empty, where a test needs no more."""
+"""Stand-ins for the vLLM modules that the connector imports: empty base classes, for tests that need no more."""
 
 from __future__ import annotations
 

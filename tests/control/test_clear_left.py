@@ -1,4 +1,4 @@
-"""A clear at a worker that left something says so by its exit code, as one that opened the root itself does."""
+"""A clear at a worker that left something behind has the exit code of one that opened the root itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolledOut, RolledOu
 
 
 def silence(node: RolledOut) -> None:
-    """As one that hangs, or is of a version that knows no orders."""
+    """Makes a node ignore orders, like one that hangs."""
     follower = node.member._follower
     assert follower is not None
     follower.close(1.0)

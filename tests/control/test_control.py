@@ -171,7 +171,7 @@ def test_drain_tells_the_program_and_answers_before() -> None:
 
 def test_a_worker_in_a_program_that_does_not_end_for_it_refuses_to_drain() -> None:
     with serving() as served, steering(served) as control, raw_channel(served):
-        with pytest.raises(InvalidRequest, match="end that program"):
+        with pytest.raises(InvalidRequest, match="stop the program"):
             control.drain()
         assert served.worker.is_serving
 

@@ -146,12 +146,12 @@ def test_a_ticket_past_its_deadline_fails() -> None:
             acting.put(1, 4)
             cache = store.namespace("m", acting.cache.layout)
             ended = store.control.move(cache, [acting.prompts.tokens(1, 4)], "root", deadline=0.3).wait(WAIT_S)
-            assert ended.state is State.FAILED and "not done in time" in ended.message
+            assert ended.state is State.FAILED and "the deadline passed" in ended.message
 
 
 def test_a_ticket_that_nobody_has_is_not_found() -> None:
     with serving() as served, steering(served) as control, raw_control(served) as stub:
-        with pytest.raises(NoTicket, match="kvstore tickets lists them"):
+        with pytest.raises(NoTicket, match="list tickets with kvstore tickets"):
             control.ticket("0123456789abcdef")
         for call in (
             lambda: list(stub.WatchTicket(pb.WatchTicketRequest(id="no"), timeout=WAIT_S)),

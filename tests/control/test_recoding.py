@@ -1,4 +1,4 @@
-"""Compress, decompress and re-encrypt as tickets of a real worker: the same bytes afterwards, of those meant alone."""
+"""Compress, decompress and re-encrypt as tickets of a real worker: the same bytes afterwards, only selected chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets without a worker: which state follows which, how many are kept, and that what runs ends when asked."""
+"""Tickets without a worker: the order of states, how many are kept, and that a running one ends when cancelled."""
 
 from __future__ import annotations
 
@@ -115,17 +115,17 @@ def test_prompts_that_tickets_keep_are_bounded_and_one_tenant_leaves_half_to_oth
 
     apart = Book(tickets_max=10, tenant_tickets_max=5, tokens_max=100)
     apart.add(moving("a", "acme", 40))
-    with pytest.raises(Overloaded, match="40 tokens, at most 50"):
+    with pytest.raises(Overloaded, match="40 tokens, and the limit is 50"):
         apart.add(moving("b", "acme", 11))
     apart.add(moving("b", "globex", 50))
-    with pytest.raises(Overloaded, match="90 tokens, at most 100"):
+    with pytest.raises(Overloaded, match="90 tokens, and the limit is 100"):
         apart.add(moving("c", "initech", 11))
     apart.add(ticket("clear", "acme"))
     apart.move("a", State.CANCELLED)
     apart.add(moving("c", "initech", 11))
     alike = Book(tokens_max=100)
     alike.add(moving("a", "acme", 100))
-    with pytest.raises(Overloaded, match="100 tokens, at most 100"):
+    with pytest.raises(Overloaded, match="100 tokens, and the limit is 100"):
         alike.add(moving("b", "globex", 1))
 
 
@@ -204,7 +204,7 @@ def test_what_is_not_done_by_its_deadline_fails() -> None:
 
     with running() as runner:
         found = ended(runner, begin(runner, work, deadline_s=0.05))
-    assert found.state is State.FAILED and "not done in time" in found.message
+    assert found.state is State.FAILED and "the deadline passed" in found.message
 
 
 @pytest.mark.parametrize(

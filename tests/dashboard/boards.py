@@ -1,4 +1,4 @@
-"""Boards over a real store in memory, for tests: what the dashboard shows of it, as its documents."""
+"""Boards over a real store in memory, for tests: the documents that the dashboard makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: what it shows, what it complains of, and pictures of it."""
+"""A headless Chromium for tests: its page, its console, and screenshots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNNAMED = (Path(__file__).parent / "unnamed.js").read_text()
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How the page is looked at."""
+    """A way to look at the page: window size and theme."""
 
     name: str
     width: int
@@ -74,7 +74,7 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """What a script returns."""
+        """Returns the result of a script."""
         return self.driver.execute_script(script, *arguments)
 
     def one(self, selector: str) -> Any:
@@ -83,7 +83,7 @@ class Page:
 
     @property
     def text(self) -> str:
-        """What the page says, as far as it can be seen."""
+        """Returns the visible text of the page."""
         return str(self.run("return document.body.innerText"))
 
     def until(self, holds: Callable[[], object], what: str) -> None:
@@ -105,7 +105,7 @@ class Page:
             ActionChains(self.driver).send_keys(key).perform()
 
     def complaints(self) -> list[str]:
-        """What the browser's console says since the last time that is no mere advice."""
+        """Returns the messages of the browser's console since the last call, without mere advice."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def picture(self, mode: Mode, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Load on a cluster for the dashboard to show: chats over shared prompts, pins, and names that mean harm."""
+"""Load on a cluster for the dashboard to show: chats over shared prompts, pins, and hostile names."""
 
 from __future__ import annotations
 

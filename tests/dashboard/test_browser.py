@@ -83,7 +83,7 @@ def live(module_root: Path) -> Iterator[Live]:
 
 
 def _history(store: Store, root: Path) -> None:
-    """What makes the views worth a look: damage that was found, chunks of different ages, an act that is over."""
+    """Makes content for the views: damage that was found, chunks of different ages, an ended operation."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not store.stats()["miss_damaged"]:
         assert time.monotonic() < deadline_s, "nobody came across the damage"

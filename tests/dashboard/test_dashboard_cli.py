@@ -21,7 +21,7 @@ HERE = ("dashboard", "--root", "/nowhere", "--etcd", "127.0.0.1:1")
     ("arguments", "said"),
     [
         (("dashboard", "--root", "/nowhere"), "--etcd ENDPOINTS"),
-        ((*HERE, "--listen", "0.0.0.0:0"), "or say --insecure"),
+        ((*HERE, "--listen", "0.0.0.0:0"), "or --insecure"),
         ((*HERE, "--listen", "10.0.0.7:8080", "--https-cert", "c", "--https-key", "k"), "--access"),
         ((*HERE, "--https-cert", "c"), "go together"),
         ((*HERE, "--https-cert", "/no/cert", "--https-key", "/no/key"), "/no/"),

@@ -1,4 +1,4 @@
-"""Documents over a real store: what is there is shown, what fails is said, the rest goes on."""
+"""Documents over a real store: they show what exists and what failed, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_damage_is_counted_and_named(board: Shown) -> None:
     assert [file["address"] for file in found["files"]] == [address]
     assert found["quarantine"]["count"] == 1 and _damaged(found) == 1
     attention = until(board.documents.overview, lambda found: found["quarantine"])["attention"]
-    assert any("set aside" in item["text"] for item in attention)
+    assert any("in quarantine" in item["text"] for item in attention)
 
 
 def _only_etcd_fails(sources: Document) -> bool:

@@ -1,4 +1,4 @@
-"""Looking at a root for its prefixes: all of a small one, a sample of a large one that hangs together."""
+"""A look at a root for its prefixes: all of a small root, a connected sample of a large one."""
 
 from __future__ import annotations
 

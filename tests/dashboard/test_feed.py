@@ -1,4 +1,4 @@
-"""Feeds: a source that fails or hangs is said, and what it said before stays."""
+"""Feeds: a source that fails or hangs is reported, and its last value stays."""
 
 from __future__ import annotations
 

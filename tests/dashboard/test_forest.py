@@ -1,4 +1,4 @@
-"""The forest of prefixes: every chunk in one run, sums that add up, ways that lead back."""
+"""The forest of prefixes: every chunk in one run, sums that add up, paths that lead back."""
 
 from __future__ import annotations
 

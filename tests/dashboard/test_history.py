@@ -1,4 +1,4 @@
-"""History: what counts grew by, in rings that do not grow."""
+"""History: the growth of counters, in rings of fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard over real HTTP: what it refuses, what it tells browsers, and that clients cannot tie it up."""
+"""The dashboard over real HTTP: what it refuses, its safety headers, and that clients cannot tie it up."""
 
 from __future__ import annotations
 

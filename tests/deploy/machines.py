@@ -1,7 +1,7 @@
 """Machines for the guide: whole Debian systems with systemd, a network namespace and a shell each, on one host.
 
-Apart from the test because this is plumbing: debootstrap makes one tree, overlayfs gives each machine its own view of
-it, systemd-nspawn boots them, and a bridge in a namespace of its own joins them.  Needs root.
+Separate from the test because this is plumbing: debootstrap makes one tree, overlayfs gives each machine its own view
+of it, systemd-nspawn boots them, and a bridge in its own namespace joins them. Needs root.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What deploy/ comes to: objects as kustomize and Helm render them, and every command line in them.
+"""The output of deploy/: objects as kustomize and Helm render them, and every command line in them.
 
-Helm is the helm command where there is one, else its own code as a Python library (.ci/deploy.sh installs it).
+Helm is the helm command if there is one, else its code as a Python library (.ci/deploy.sh installs it).
 """
 
 from __future__ import annotations

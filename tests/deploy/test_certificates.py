@@ -1,4 +1,4 @@
-"""certificates.sh: what it issues is good for what it says, for nothing else, and can be renewed in place."""
+"""certificates.sh: its certificates serve their stated purpose and no other, and can be renewed in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image's recipe, as far as it can be judged without building it: what it copies exists, nothing runs as root."""
+"""The image's recipe, as far as it can be checked without building it: copied files exist, nothing runs as root."""
 
 from __future__ import annotations
 

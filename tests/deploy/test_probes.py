@@ -1,4 +1,4 @@
-"""What kubelet asks a worker: /healthz says what the gRPC health service says, /metrics that the process lives."""
+"""The probes of kubelet: /healthz answers as the gRPC health service does, /metrics while the process lives."""
 
 from __future__ import annotations
 

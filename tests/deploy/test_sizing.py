@@ -1,4 +1,4 @@
-"""SIZING.md and its program: the formulas rest on what the code does, and the page shows what the program says."""
+"""SIZING.md and its program: the formulas agree with the code, and the page shows the program's output."""
 
 from __future__ import annotations
 

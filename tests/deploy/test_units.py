@@ -31,7 +31,7 @@ def settings(unit: Path) -> list[tuple[str, str]]:
 
 
 def variables() -> dict[str, str]:
-    """What the example environment files set."""
+    """Returns the variables that the example environment files set."""
     lines = [line for file in SYSTEMD.glob("*.env") for line in file.read_text().splitlines()]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 

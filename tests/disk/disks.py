@@ -1,4 +1,4 @@
-"""A local disk tier for tests, with a clock of its own and a root that can fail."""
+"""A local disk tier for tests, with its own clock and a root that can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local disk tier as it starts and ends: the files that it takes in again, and the folders that it refuses."""
+"""The local disk tier at its start and end: files that it takes in again, and folders that it refuses."""
 
 from __future__ import annotations
 

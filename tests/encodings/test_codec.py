@@ -1,4 +1,4 @@
-"""Encoded files as bytes: what goes in comes out, and nothing else ever does."""
+"""Encoded files as bytes: they decode to what was encoded, and to nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encoded(file: ChunkFile, wish: Wish, salt: bytes) -> bytearray:
 
 
 def decoded(file: ChunkFile, content: bytes | bytearray, key: Key | None) -> bytes:
-    """As a reader does it, which expects the chunk of ``file``. Raises Damaged."""
+    """Decodes as a reader does that expects the chunk of ``file``. Raises Damaged."""
     header = decode_header(content, file.expected)
     if header.file_bytes != len(content):
         raise Damaged(Damage.SIZE)
@@ -80,7 +80,7 @@ def _sealed_anew(content: bytearray) -> bytearray:
 
 
 def _summed_anew(content: bytearray, header: Header, inner: int) -> bytearray:
-    """The same with the checksums of the sections as they are stored now."""
+    """Returns the file with new checksums for its stored sections."""
     table, offset = 160 + inner, header.header_bytes
     for index, stored in enumerate(header.stored):
         content[table + 16 * index : table + 16 * index + 8] = checksum(

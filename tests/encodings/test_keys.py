@@ -1,4 +1,4 @@
-"""The key file: what is refused, what is taken over while a node runs, and that no secret is ever shown."""
+"""The key file: what is refused, what a running node reloads, and that no secret is ever shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted and compressed chunks through a node: every way reads what was put, and no file shows any of it."""
+"""Encrypted and compressed chunks through a node: every read returns what was put, and no file shows any of it."""
 
 from __future__ import annotations
 

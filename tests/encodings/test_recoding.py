@@ -1,4 +1,4 @@
-"""Rule W5: a chunk is replaced by itself, encoded otherwise; nobody finds its name empty, or other bytes there."""
+"""Rule W5: a chunk is replaced by itself in another encoding; its name is never empty and never has other bytes."""
 
 from __future__ import annotations
 

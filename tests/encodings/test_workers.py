@@ -1,4 +1,4 @@
-"""Encoded chunks through a worker: each way gives the bytes, and no descriptor of such a file ever leaves it."""
+"""Encoded chunks through a worker: each path gives the bytes, and no descriptor of such a file ever leaves it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files written by version 1 are read for ever, and are what FORMAT.md says, byte by byte.
+"""Files of version 1 are read for ever, and match FORMAT.md byte by byte.
 
-The decoder here is written from FORMAT.md alone: where it and ``header.py`` disagree, one of them broke the format.
+The decoder here is written from FORMAT.md alone: if it and ``header.py`` disagree, one of them broke the format.
 """
 
 from __future__ import annotations

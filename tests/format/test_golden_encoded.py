@@ -1,6 +1,6 @@
-"""Files written by version 2 are read for ever, and are what FORMAT.md (4.5) says, byte by byte.
+"""Files of version 2 are read for ever, and match FORMAT.md (4.5) byte by byte.
 
-The decoder here is written from FORMAT.md alone: where it and ``kvstore/encodings`` disagree, one of them broke the
+The decoder here is written from FORMAT.md alone: if it and ``kvstore/encodings`` disagree, one of them broke the
 format.
 """
 

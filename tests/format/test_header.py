@@ -1,4 +1,4 @@
-"""The header's codec: what is written is read back, and every damage is noticed as damage."""
+"""The header's codec: it reads back what it wrote, and notices every damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with a root is found, named, and put right without harming anybody."""
+"""Each fault of a root is found, named, and repaired without harm to anybody."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def loose(count: int, *, seed: int = 0, age_s: int | None = None, size_bytes: in
 
 
 def entries(chunks: Iterable[Chunk], shard: int) -> list[Entry]:
-    """What a listing of that shard shows."""
+    """Returns the entries that a listing of that shard shows."""
     return [chunk.entry for chunk in chunks if chunk.shard == shard]
 
 

@@ -121,11 +121,11 @@ class Cluster:
         return places.chunk(address, SPACE.id, self.identity.shard_bits)
 
     def present(self, chain: Chain) -> int:
-        """How many of its chunks are on the root."""
+        """Counts its chunks on the root."""
         return sum(self.root.stat(self.name(address)) is not None for address in chain.addresses)
 
     def leftovers(self) -> list[str]:
-        """What sweeps have left in ``trash/`` and ``plans/``, and in etcd."""
+        """Returns the leftovers of sweeps in ``trash/``, ``plans/`` and etcd."""
         keys = [kv.key for kv in self.store.list(f"/kv/{self.identity.root.hex()}/gc/condemned/").items]
         folders = (places.TRASH, places.PLANS)
         return keys + [f"{folder}/{entry.name}" for folder in folders for entry in self.root.list(folder)]

@@ -43,7 +43,7 @@ class Place:
         return Rounds(site, config, watermarks or Watermarks(config.max_bytes, config.high), shards=shards)
 
     def age(self, chain: Chain, age_s: float = LONG_S) -> None:
-        """As if nobody had used it for so long."""
+        """Sets the last use back by this long."""
         for depth, address in enumerate(chain.addresses):
             stamp_s = int(SystemClock().now_s() - age_s) // 60 * 60 + 1
             assert self.cluster.root.touch(self.cluster.name(address), stamp_s * NS_PER_S - 3000 * depth)

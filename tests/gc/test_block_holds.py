@@ -1,4 +1,4 @@
-"""Holds of engine-hashed blocks: what a look-up found is there until it is released, whatever a sweep takes."""
+"""Holds of engine-hashed blocks: a block found by a look-up stays until it is released, whatever a sweep takes."""
 
 from __future__ import annotations
 

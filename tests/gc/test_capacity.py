@@ -1,4 +1,4 @@
-"""How full a root is between surveys, when that makes a round urgent, and the sign for nodes."""
+"""The level of a root between surveys, when it makes a round urgent, and the sign for nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator may ask for in a policy file, and what follows for the namespaces there are."""
+"""The options of a policy file, and the goals that follow for the known namespaces."""
 
 from __future__ import annotations
 

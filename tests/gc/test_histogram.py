@@ -1,4 +1,4 @@
-"""Histograms of ranks: whatever is said of whole bins is exact, however they were made and added."""
+"""Histograms of ranks: statements about whole bins are exact, however the histograms were made and added."""
 
 from __future__ import annotations
 

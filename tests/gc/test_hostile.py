@@ -1,4 +1,4 @@
-"""What a hostile world does to sweeps: bad files, foreign things, a mount that goes away, a full disk, odd keys.
+"""Sweeps in a hostile world: bad files, foreign files, a mount that goes away, a full disk, odd keys.
 
 Separate from the protocol's own rules, because each of these once stopped all sweeps, or let one take too much.
 """

@@ -1,4 +1,4 @@
-"""What is removed because nobody will come back for it, what stays, and the races in between."""
+"""Orphans: which files are removed, which stay, and the races in between."""
 
 from __future__ import annotations
 

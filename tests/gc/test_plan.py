@@ -1,4 +1,4 @@
-"""What goes and what stays: watermarks, quotas, time to live, pins, and children before their parents."""
+"""Plans: watermarks, quotas, time to live, pins, and children before their parents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank of a chunk: what goes first, what never goes before its children, and what a ttl means."""
+"""The rank of a chunk: what goes first, what never goes before its children, and the meaning of a ttl."""
 
 from __future__ import annotations
 

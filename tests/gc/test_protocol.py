@@ -1,4 +1,4 @@
-"""The rules of the protocol, one by one, on real nodes and collectors: what each protects from."""
+"""The rules of the protocol, one by one, on real nodes and collectors: the harm that each prevents."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
 
 
 def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -> None:
-    """What lies in the folder of a session that ended belongs to puts that began in it: a collector may clear it."""
+    """Files in the folder of an ended session belong to puts that began in it: a collector may clear it."""
     meta = FaultyMeta(MemoryMeta(c.store))
     node, chain = c.node(meta=meta), prompt(1, 8)
     session = node.presence.current()
@@ -353,7 +353,7 @@ class Died(Exception):
 
 
 def die(_: float) -> None:
-    """What a pause does in a collector that dies in it."""
+    """Ends a collector that pauses: a ``pause`` that raises Died."""
     raise Died
 
 

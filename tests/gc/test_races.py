@@ -1,6 +1,6 @@
-"""Rules against one race each, at the very moment: what somebody else does between two calls of a collector or node.
+"""Rules against one race each, at the exact moment: what others do between two calls of a collector or node.
 
-The simulation (tests/sim) meets these races rarely or, where another rule hides the loss, never.
+The simulation (tests/sim) meets these races rarely or, if another rule hides the loss, never.
 """
 
 from __future__ import annotations

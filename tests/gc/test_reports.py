@@ -1,4 +1,4 @@
-"""What a collector reads of reports, what it says to nodes, and what it tells other collectors."""
+"""Reports: what a collector reads in them, tells nodes, and tells other collectors."""
 
 from __future__ import annotations
 

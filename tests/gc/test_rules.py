@@ -1,4 +1,4 @@
-"""Rules of the protocol that only a certain order of steps shows: each order is made, none is waited for."""
+"""Rules of the protocol that only a certain order of steps shows: each order is forced, none is waited for."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_g4_a_pin_put_until_the_grace_is_over_is_spared(c: Cluster) -> None:
     hold, pins = node.node.hold(chain), list[object]()
 
     def meanwhile(_: float) -> None:
-        """What ``pin`` does once its hold is there: so it is put after everything was condemned."""
+        """Puts the pin and releases its hold, as ``pin`` does, after everything was condemned."""
         if not pins:
             pins.append(node._pins.pin("me", chain.addresses, 60, hold.tokens, SPACE.digest))
             node.node.release(hold)

@@ -1,4 +1,4 @@
-"""A survey: exact whatever lies there, small however much does, and the sum of what collectors saw apart."""
+"""A survey: exact for any content, small for any number of chunks, and the sum of separate surveys."""
 
 from __future__ import annotations
 

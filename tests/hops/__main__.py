@@ -1,4 +1,4 @@
-"""``python -m tests.hops``: the table as it would be now; ``--write`` lowers it, ``--files WAY CALL`` lists files."""
+"""``python -m tests.hops``: prints the table as it is now; ``--write`` lowers it, ``--files WAY CALL`` lists files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls whose hops are counted, and the ways to a store on which they are made."""
+"""The calls whose hops are counted, and the paths to a store on which they are made."""
 
 from __future__ import annotations
 

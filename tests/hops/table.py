@@ -10,7 +10,7 @@ TABLE = Path(__file__).with_name("table.json")
 
 
 class Hops(NamedTuple):
-    """How far a call goes."""
+    """The number of files and functions that a call enters."""
 
     files: int
     functions: int

@@ -22,7 +22,7 @@ TRIES = 3
 
 
 def judged(found: set[Function], row: Hops) -> str:
-    """What is wrong with a call; empty where nothing is."""
+    """Describes what is wrong with a call; empty if nothing is."""
     hops = Hops(len(files_of(found)), len(found))
     if hops.files > row.files or hops.functions > row.functions:
         entered = "\n    ".join(files_of(found))

@@ -1,4 +1,4 @@
-"""What tests of inventories share: room without pieces, places of chunks, and entries that are there."""
+"""Shared by the tests of inventories: room without pieces, places of chunks, and existing entries."""
 
 from __future__ import annotations
 

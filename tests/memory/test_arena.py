@@ -1,4 +1,4 @@
-"""The arena (A1, A2): whoever gets its descriptor can read it and nothing else, and outlives the one who wrote it."""
+"""The arena (A1, A2): a holder of its descriptor can only read it, and keeps it alive after its writer's end."""
 
 from __future__ import annotations
 

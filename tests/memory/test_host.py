@@ -1,4 +1,4 @@
-"""How much memory there is: the host's, or the least that a cgroup of this process is limited to."""
+"""The memory of this host, or the lowest limit of a cgroup of this process."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Model:
         )
 
     def evictable(self) -> set[Entry]:
-        """What may go, one after the other: not what is kept, nor the ancestors of that."""
+        """Returns what may be evicted, in order: not kept entries, nor their ancestors."""
         there = self.there()
         kept = {entry.address for entry in there.values() if self.is_kept(entry)}
         for address in list(kept):

@@ -1,4 +1,4 @@
-"""Policies: what goes first, each against the rule that it states; and what is worth bringing in."""
+"""Policies: the order of eviction, each against its stated rule; and what is worth bringing in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The radix tree against a plain dictionary: what a match finds, in whatever order chunks come and go."""
+"""The radix tree against a plain dictionary: its matches, in whatever order chunks come and go."""
 
 from __future__ import annotations
 

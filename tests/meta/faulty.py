@@ -37,7 +37,7 @@ TIMEOUT_S = 5.0
 
 
 class Fault(Enum):
-    """What happens to a call."""
+    """The fault of a call."""
 
     NOT_SENT = "unavailable before it was sent"
     REPLY_LOST = "takes effect, then unavailable"

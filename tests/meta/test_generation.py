@@ -1,4 +1,4 @@
-"""Do etcd and the root belong together (rule C6)? Fresh, agreed and foreign ones, racing nodes, dying nodes."""
+"""The agreement of etcd and root (rule C6): fresh, agreed and foreign ones, racing nodes, dying nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every metadata store does alike: one suite for memory, a faulty store without faults, and a real etcd."""
+"""The contract of all metadata stores: one suite for memory, a faulty store without faults, and a real etcd."""
 
 from __future__ import annotations
 

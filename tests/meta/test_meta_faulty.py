@@ -1,4 +1,4 @@
-"""The injected faults do what they say."""
+"""The injected faults behave as declared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What etcd says of sweeps: records that survive damage by refusing it, and filters that never miss a victim."""
+"""The records of sweeps in etcd: damaged ones are refused, and filters never miss a victim."""
 
 from __future__ import annotations
 

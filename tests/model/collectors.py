@@ -34,7 +34,7 @@ GRACE_SKIPPED = -1
 
 
 def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What each run may do next."""
+    """Returns the possible next steps of each run."""
     for i, run in enumerate(s.runs):
         if run.pc == NEW:
             yield from _start(s, i, k, dropped)
@@ -192,7 +192,7 @@ def _any_pin(s: State) -> bool:
 
 
 def _announced(s: State, dropped: Dropped) -> list[int]:
-    """What the sessions in etcd have announced."""
+    """Returns the announcements of the sessions in etcd."""
     if "view_before_session" in dropped:
         return [n.announced for n in s.nodes if n.status == UP]
     return [n.announced for n in s.nodes if n.status in LIVE]

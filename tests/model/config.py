@@ -1,4 +1,4 @@
-"""How large a world is, and what happens in it: the bounds of one exhaustive search."""
+"""The size of a world and its possible events: the bounds of one exhaustive search."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ class Config:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """How a trace names addresses."""
+        """Returns the names of addresses in a trace."""
         return ("",) if self.shards == 1 else tuple("AB"[: self.shards])

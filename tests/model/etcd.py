@@ -42,7 +42,7 @@ def listed(condemned: tuple[Condemned | None, ...]) -> tuple[int, ...]:
 
 
 def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What etcd does by itself."""
+    """Returns the steps that etcd takes by itself."""
     if s.snapshot == NOT_TAKEN and k.rollback:
         yield "SNAPSHOT", _take(s)
     elif type(s.snapshot) is Snapshot:

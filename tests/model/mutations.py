@@ -1,4 +1,4 @@
-"""Each rule left out, or done wrongly: the search must find what it was for."""
+"""Mutations: each leaves out one rule, or breaks it; the search must find the harm that the rule prevents."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """As given on the command line."""
+        """The name on the command line."""
         return f"{self.config}/{self.dropped}"
 
     @property
     def rules(self) -> Dropped:
-        """What is left out; some need a second one, which would catch it."""
+        """The rules left out; some need a second one, which would otherwise catch it."""
         return frozenset(self.dropped.split("+"))
 
 

@@ -1,6 +1,6 @@
 """Sessions and views: how a node comes, follows the watch, announces, and dies (V1 to V3, A1 to A3, C4).
 
-What a node does for requests is in ``requests.py`` and ``pins.py``.
+A node's work for requests is in ``requests.py`` and ``pins.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.model.world import dead_node
 
 
 def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What each node may do next."""
+    """Returns the possible next steps of each node."""
     for i, n in enumerate(s.nodes):
         if i and n == s.nodes[i - 1] and s.snapshot == NO_ROLLBACK:
             continue  # it can do nothing that the one before it cannot

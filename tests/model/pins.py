@@ -10,7 +10,7 @@ from tests.model.state import NOT_HELD, SEEN_EARLY, Node, State, put
 
 
 def steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What a serving node may do with its pin."""
+    """Returns the steps that a serving node may take with its pin."""
 
     def becomes(node: Node) -> State:
         return s._replace(nodes=put(s.nodes, i, node))

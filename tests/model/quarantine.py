@@ -1,6 +1,6 @@
-"""Damaged files: set aside by rename, looked at there, put back where the wrong one was taken (W3).
+"""Damaged files: set aside by rename, checked there, put back if the wrong one was taken (W3).
 
-Whoever does it needs no session, and may stop after any step; a collector's round then puts whole ones back.
+This needs no session and may stop after any step; a collector's round then puts whole files back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAW_DAMAGE, TAKEN, WHOLE, LINKED, DROPPING, ENDED = range(1, 7)
 
 
 def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What everybody who mends may do next; the last ``k.restorers`` of them are collectors."""
+    """Returns the possible next steps of all repairers; the last ``k.restorers`` of them are collectors."""
     for i, mender in enumerate(s.menders):
         if mender.pc == NEW and i < k.menders:
             if s.files[0] in s.damaged:

@@ -31,7 +31,7 @@ def begin(run: Run, pinned: bool, at: int = 0) -> Run:
 
 
 def steps(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What a run may do to its current sweep."""
+    """Returns the steps that a run may take on its current sweep."""
     if run.pc == RENAME:
         yield _delete(s, i, run, k, dropped) if k.objects else _rename(s, i, run, dropped)
     elif run.pc == DRAIN:

@@ -1,4 +1,4 @@
-"""What requests make a node do: hold before the look (H1, H2), read under the hold, remember what was seen (H3)."""
+"""A node's work for requests: hold before the look (H1, H2), read under the hold, remember what was seen (H3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.model.state import (
 
 
 def steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """What a serving node may do for each address."""
+    """Returns the steps that a serving node may take for each address."""
     for address, tag in enumerate(k.tags):
         if k.holds:
             yield from _hold(s, i, n, address, tag, k, dropped)

@@ -22,7 +22,7 @@ Parents = dict[State, State | None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to. ``invariant`` is None where all hold; ``trace`` leads to the state where one does not."""
+    """The result of a search. ``invariant`` is None if all hold; ``trace`` leads to the state in which one does not."""
 
     reached: Parents
     invariant: str | None

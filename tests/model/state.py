@@ -67,7 +67,7 @@ class Condemned(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a watch on ``gc/`` tells: the revision, and which addresses are condemned after it."""
+    """An event of a watch on ``gc/``: its revision, and the addresses condemned after it."""
 
     rev: int
     condemned: tuple[int, ...]

@@ -21,7 +21,7 @@ from tests.mutants.table import all_mutants
 
 
 def chosen(mutants: Sequence[Mutant], patterns: Sequence[str]) -> list[Mutant]:
-    """Those whose name fits a pattern, or has it within; all without any."""
+    """Returns the mutants whose name fits a pattern or contains it; all if there are no patterns."""
     return [
         each
         for each in mutants
@@ -36,7 +36,7 @@ def uncovered(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def outdated(mutants: Sequence[Mutant]) -> list[str]:
-    """What does not fit the code any more: functions and texts that are gone, tests that have no file."""
+    """Returns what no longer fits the code: functions and texts that are gone, tests that have no file."""
     found = []
     for each in mutants:
         for module in sorted({*each.planter.modules}):
@@ -57,7 +57,7 @@ def _file_of(module: str) -> Path:
 
 
 def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
-    """What fails although nothing is planted: then no mutant proves anything. Each set of tests runs once."""
+    """Returns the tests that fail without a mutant: with those no mutant proves anything. Each set runs once."""
     sets: dict[tuple[str, bool], set[str]] = {}
     for each in mutants:
         if "-k" in each.tests:

@@ -57,7 +57,7 @@ class Libraries:
         return built
 
     def _object(self, source: Path) -> Path:
-        """What every library has of a source without a blind check."""
+        """Compiles a source without a blind check, which every library shares."""
         if source.name not in self._objects:
             made = self._folder / f"{source.stem}.plain.o"
             _compile([*FLAGS, "-c", "-o", str(made), str(source)])
@@ -66,7 +66,7 @@ class Libraries:
 
 
 def built_library() -> Path:
-    """What the runner has built for this process. Raises Unplantable."""
+    """Returns the library that the runner has built for this process. Raises Unplantable."""
     path = os.environ.get(LIBRARY_VARIABLE, "")
     if not path:
         raise Unplantable(f"{LIBRARY_VARIABLE} is not set: run it by python -m tests.mutants")

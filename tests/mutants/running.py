@@ -1,4 +1,4 @@
-"""Runs the tests of one mutant in a pytest process of their own, and says what came of it."""
+"""Runs the tests of one mutant in a separate pytest process, and judges the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED = 1
 
 
 class Verdict(enum.Enum):
-    """What came of a mutant."""
+    """The outcome of a mutant."""
 
     CAUGHT = "caught"
     HUNG = "caught, did not end"
@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a run of pytest left: its exit code (None: it was stopped), its notes and its output."""
+    """The results of a pytest run: its exit code (None: it was stopped), its notes and its output."""
 
     code: int | None
     notes: list[dict[str, object]]
@@ -122,7 +122,7 @@ def run_mutant(mutant: Mutant, libraries: Libraries) -> Outcome:
 
 
 def judged(mutant: Mutant, ran: Ran) -> tuple[Verdict, str]:
-    """What a run says of a mutant, and why."""
+    """Returns the verdict of a run on a mutant, and the reason."""
     unplantable, planted, failed = (ran.noted(what) for what in ("unplantable", "planted", "failed"))
     if unplantable:
         return Verdict.UNPLANTED, unplantable[0]

@@ -1,4 +1,4 @@
-"""The runner itself: what counts as caught, and that a mutant which does not fit the code is said to be that."""
+"""The runner itself: what counts as caught, and that a mutant which does not fit the code is reported as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XXH3-64 of our own is that of python-xxhash, in every form, at every length, and whichever way bytes arrive."""
+"""Our own XXH3-64 equals python-xxhash's, in every form, at every length, and in whatever pieces bytes arrive."""
 
 from __future__ import annotations
 

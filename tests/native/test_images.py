@@ -1,4 +1,4 @@
-"""Images by native code: it looks at nothing it was not given, and what changes while it is taken is not taken."""
+"""Images by native code: it reads nothing outside its input, and rejects what changes while it is read."""
 
 from __future__ import annotations
 

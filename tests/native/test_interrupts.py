@@ -1,4 +1,4 @@
-"""Ctrl-C in a call gives the memory back as a deadline does: nobody writes to it, or stores what it has later."""
+"""Ctrl-C in a call gives the memory back as a deadline does: nobody writes to it or stores its content later."""
 
 from __future__ import annotations
 

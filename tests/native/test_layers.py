@@ -1,4 +1,4 @@
-"""Layers by native code: the same as by Python, with few files open, and nothing is written once it was given up."""
+"""Layers by native code: equal to Python's, with few open files, and no write after they were given up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[LayerRun]:
-    """Those that were made."""
+    """Collects the layer runs that the test makes."""
     made: list[LayerRun] = []
     real = LayerRun.__init__
 

@@ -1,6 +1,6 @@
-"""What ``library.py`` tells ctypes is what ``native.h`` says: ctypes itself never notices a wrong type.
+"""The declarations in ``library.py`` match ``native.h``: ctypes itself never notices a wrong type.
 
-The compiler holds the header against the functions; this holds Python against the header.
+The compiler checks the header against the functions; this checks Python against the header.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def header() -> str:
 
 
 def declared() -> dict[str, tuple[str, list[str]]]:
-    """What Python may call: each function's result and the types of its arguments, as C has them."""
+    """Returns each function's result and argument types as C declares them, for those that Python may call."""
     code = HEADER.read_text()
     start, end = code.index("/* Functions that Python"), code.index("/* Functions that only")
     code = re.sub(r"/\*.*?\*/", "", code[start:end], flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""What one native call takes on is bounded: files open at once, files synced; and memory that it may read into."""
+"""The limits of one native call: files open at once, files synced, and memory that it may read into."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ WAIT_S = 150.0
 
 
 def used(path: Path, setting: str) -> str:
-    """What a process with ``KVSTORE_NATIVE`` set says after it stored and read something."""
+    """Returns the report of a process with ``KVSTORE_NATIVE`` set after it stored and read something."""
     search = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "KVSTORE_NATIVE": setting, "PYTHONPATH": search}
     command = [sys.executable, "-c", USE, str(path)]

@@ -1,4 +1,4 @@
-"""Views mapped by native code: many at once, none keeps a descriptor, and all are unmapped when they are let go of."""
+"""Views mapped by native code: many at once, none keeps a descriptor, and all are unmapped when they are dropped."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ten_at_most() -> Iterator[None]:
 
 
 def mapped_count() -> int:
-    """As native code counts them, in the whole process."""
+    """Returns native code's count of mappings in the whole process."""
     return int(native.library.kv_map_at_most(-1))
 
 
@@ -85,7 +85,7 @@ def test_more_than_may_be_mapped_are_copies(tmp_root: Path, ten_at_most: None) -
 
 
 def test_a_garbage_collection_in_the_middle_of_a_view_lets_go_of_others(tmp_root: Path) -> None:
-    """Of views in a cycle, by whichever thread: what it waited for would be held by the one that it interrupts."""
+    """Views in a cycle are freed in any thread: a lock taken there could be held by the thread it interrupts."""
     with opened(tmp_root, native=True) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
         before = gc.get_threshold()
@@ -103,7 +103,7 @@ def test_a_garbage_collection_in_the_middle_of_a_view_lets_go_of_others(tmp_root
 
 
 class Broken(Exception):
-    """What a signal's handler raises."""
+    """The exception of a signal's handler."""
 
 
 def test_a_signal_while_views_are_let_go_of_leaks_none(tmp_root: Path) -> None:

@@ -1,6 +1,6 @@
-"""Each check of native code by itself: what it must refuse, whoever would find it out afterwards.
+"""Each check of native code by itself: what it must refuse, even if another check would find it later.
 
-Nobody looks again at what native code takes for right. So what it says is asked here, not what a node makes of it.
+Nobody checks again what native code accepts. So these tests ask native code itself, not a node.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path) -
 
 
 def test_a_put_that_could_not_be_written_leaves_nothing(tmp_root: Path) -> None:
-    """As on a full disk: a file that is cut short is never published."""
+    """A full disk does this, for one: a truncated file is never published."""
     tokens = np.arange(SMALL.chunk_tokens)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_root, native=True) as store:

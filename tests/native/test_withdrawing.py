@@ -1,4 +1,4 @@
-"""A native read never writes into memory that was taken back, leaves no file open, and may end in any moment."""
+"""A native read never writes into memory that was taken back, leaves no file open, and may end at any moment."""
 
 from __future__ import annotations
 

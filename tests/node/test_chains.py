@@ -1,4 +1,4 @@
-"""Chains of recent prompts: what is taken from one is what the definition says, and the memory has its bounds."""
+"""Chains of recent prompts: a part taken from one equals its definition, and the memory has its limits."""
 
 from __future__ import annotations
 

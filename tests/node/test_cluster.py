@@ -1,4 +1,4 @@
-"""Nodes in a cluster, with a real etcd: what goes there, what never does, and what happens while it does not answer."""
+"""Nodes in a cluster, with a real etcd: what is stored there, what never is, and what happens while it is silent."""
 
 from __future__ import annotations
 

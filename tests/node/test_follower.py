@@ -1,6 +1,6 @@
-"""The follower: what a node does with one session, and what it must leave to the next one.
+"""The follower: a node's work with one session, and what it must leave to the next one.
 
-Separate from the view, which only applies what it is given: here is who gives it, and when somebody may not any more.
+Separate from the view, which only applies what it is given: these tests are about who gives it, and until when.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a node announces, believes and lets go of: one rule of gc/PROTOCOL.md each, without threads or waiting."""
+"""A node's announcements, beliefs and releases: one rule of gc/PROTOCOL.md each, without threads or waiting."""
 
 from __future__ import annotations
 

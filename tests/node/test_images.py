@@ -1,4 +1,4 @@
-"""Images: what is made is the chunk's file, what is taken is verified (I1), and native code and Python agree."""
+"""Images: a made one is the chunk's file, a taken one is verified (I1), and native code and Python agree."""
 
 from __future__ import annotations
 

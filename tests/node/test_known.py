@@ -1,4 +1,4 @@
-"""What a node remembers, against a plain dictionary: one by one, many at once, and in a table that is full."""
+"""A node's memory of chunks, against a plain dictionary: one by one, many at once, and in a full table."""
 
 from __future__ import annotations
 

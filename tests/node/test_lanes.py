@@ -1,4 +1,4 @@
-"""A lane that moves on is not taken for one that hangs, however long all of its work takes."""
+"""A lane that makes progress is not taken for one that hangs, however long all its work takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call was given is let go of when it returns: no cycle of ours keeps the caller's arrays alive."""
+"""The arguments of a call are freed when it returns: no cycle of ours keeps the caller's arrays alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory tier, by rule: what is in it is right, bounded, kept while it is used, and dropped when it is wrong."""
+"""The memory tier, rule by rule: its chunks are right, bounded, kept while in use, and dropped when damaged."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def _refuses(cache: Cache) -> bool:
 
 @pytest.mark.slow
 def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp_root: Path, tmp_path: Path) -> None:
-    """As gc/RUNBOOK.md has it, with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
+    """Follows gc/RUNBOOK.md with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
     root, folder, snapshot = str(tmp_root), tmp_path / "etcd", tmp_path / "snapshot.db"
     peer_port = free_port()
 
@@ -354,7 +354,7 @@ def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp
 
 @pytest.mark.slow
 def test_c6_a_copy_of_a_root_becomes_a_root_of_its_own(tmp_root: Path, tmp_path: Path) -> None:
-    """As gc/RUNBOOK.md has it: another id in FORMAT, then adoption."""
+    """Follows gc/RUNBOOK.md: another id in FORMAT, then adoption."""
     with running_etcd(tmp_path / "etcd") as etcd:
         first, copy = tmp_root / "first", tmp_root / "copy"
         with kvstore.open(str(first), etcd=etcd.endpoints) as store:

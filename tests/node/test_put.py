@@ -1,4 +1,4 @@
-"""What a put promises: parents first, first writer wins, holes are not built upon, nobody's work is undone."""
+"""The promises of a put: parents first, first writer wins, holes are not built upon, nobody's work is undone."""
 
 from __future__ import annotations
 

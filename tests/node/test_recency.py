@@ -1,4 +1,4 @@
-"""Recency without etcd and without atime: what mtimes say after readers and writers used a chain."""
+"""Recency without etcd and without atime: the mtimes after readers and writers used a chain."""
 
 from __future__ import annotations
 

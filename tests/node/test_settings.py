@@ -1,4 +1,4 @@
-"""What a node is told of its tiers: everything that makes no sense is refused before anything is opened."""
+"""The settings of a node's tiers: everything that makes no sense is refused before anything is opened."""
 
 from __future__ import annotations
 

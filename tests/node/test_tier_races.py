@@ -1,4 +1,4 @@
-"""Tiers while others use them: reads beside changes, and what is left of a call that was broken off."""
+"""Tiers while others use them: reads beside changes, and the remains of an interrupted call."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C, where a test wants it."""
+    """Stands for Ctrl-C, at the place that a test chooses."""
 
 
 class Interrupting(SystemClock):

@@ -1,4 +1,4 @@
-"""What a node reports of the room that it takes, and when it stops by itself (gc/PROTOCOL.md, section 6)."""
+"""A node's reports of the room that it takes, and when it stops by itself (gc/PROTOCOL.md, section 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python verifies every byte of a chunk, also of one that is larger than what it reads at once."""
+"""Python verifies every byte of a chunk, even of one larger than what it reads at once."""
 
 from __future__ import annotations
 

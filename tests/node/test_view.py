@@ -1,4 +1,4 @@
-"""A node's view: what one watch says, in order, and what it does to what the node remembers."""
+"""A node's view: it applies one watch in order, and changes what the node remembers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A write, run by run: whose memory a run is, what each mode leaves where, and what the answer says."""
+"""A write, run by run: who owns the memory of a run, what each mode leaves where, and the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store and its cache for each test, on a root of its own."""
+"""A store and its cache for each test, on its own root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other processes of these tests do; each function runs in a process of its own, and prints what it saw."""
+"""The other processes of these tests; each function runs in a separate process, and prints what it saw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder store: small chunks whose bytes their tokens determine, and where their files are."""
+"""The prompts of this folder's tests: small chunks whose bytes their tokens determine, and where their files are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Defects of LMCache's file backends (0.5.6), each with a test that shows this store free of it.
 
-Numbered as found; of 4 the missing cap on a shared directory, and of 5 the leases of a cluster, belong to garbage
-collection. Here is what its work rests on: stamps, and holds that are never served wrong bytes.
+Numbered as found. Of 4 the missing cap on a shared directory, and of 5 the leases of a cluster, belong to garbage
+collection. These tests show what it rests on: stamps, and holds that are never served wrong bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defects of Vineyard's file mode (0.24.2) in what it takes for a hit, 1 to 4, and the tests that show us free."""
+"""Defects 1 to 4 of Vineyard's file mode (0.24.2), wrong hits, and the tests that show this store free of them."""
 
 from __future__ import annotations
 

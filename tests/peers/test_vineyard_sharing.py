@@ -1,7 +1,6 @@
-"""Defects of Vineyard (0.24.2) where several share a root, a disk or a process, 5 to 9: the tests that show us free.
+"""Defects 5 to 9 of Vineyard (0.24.2) with a shared root, disk or process, and the tests that show us free of them.
 
-7 (expiry by access time, no bound on size) is about garbage collection, and here only as far as the recency stamps go
-that it works from.
+7 (expiry by access time, no bound on size) is about garbage collection; only the recency stamps are tested here.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def test_5_a_final_name_never_shows_a_file_that_is_not_complete(tmp_root: Path, 
 
 
 def _own_pid_namespace() -> list[str] | None:
-    """What runs a command as pid 1 of a namespace of its own, where this user may make one."""
+    """Returns the command prefix that makes a command pid 1 of its own namespace, if this user may make one."""
     for words in (["unshare", "--pid", "--fork"], ["unshare", "--user", "--map-root-user", "--pid", "--fork"]):
         if (
             shutil.which("unshare")

@@ -1,10 +1,10 @@
-"""A worker with memory and peers in a process of its own, which does what it is told, line by line.
+"""A worker with memory and peers in a separate process, which takes commands line by line.
 
     python -m tests.peers_memory.acting ROOT ETCD SYNC_INTERVAL_S
 
 prints the address that it serves at; then ``put SEED CHUNKS``, ``match SEED CHUNKS``, ``known SEED CHUNKS`` (what peers
 are said to have) and ``get SEED CHUNKS`` each print a number: how many leading chunks, of a get those that are right;
--1 where a byte is wrong. ``stat NAME`` prints a counter or gauge, ``clear`` clears the namespace.
+-1 if a byte is wrong. ``stat NAME`` prints a counter or gauge, ``clear`` clears the namespace.
 """
 
 from __future__ import annotations

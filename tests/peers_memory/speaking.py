@@ -1,4 +1,4 @@
-"""A peer for tests: a gRPC server that offers bulk connections, and behind them whatever a test wants to be said."""
+"""A peer for tests: a gRPC server that offers bulk connections, and answers on them as a test wants."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def start(channel: Channel, number: int, chunks: int) -> None:
 
 
 def honest(chain: Chain, has: set[int] | None = None) -> Say:
-    """What a worker says whose memory has the chunks ``has`` of a chain (all of them if not given)."""
+    """Returns the answers of a worker whose memory has the chunks ``has`` of a chain (all of them if not given)."""
 
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
         stop = request.first
@@ -82,7 +82,7 @@ def honest(chain: Chain, has: set[int] | None = None) -> Say:
 
 
 class Speaker:
-    """What is said, and what was asked."""
+    """A listener with chosen answers; keeps the questions."""
 
     def __init__(self, say: Say) -> None:
         self.say = say

@@ -43,7 +43,7 @@ def sorted_prints(addresses: list[Address]) -> npt.NDArray[np.uint32]:
 
 
 class Held:
-    """What a node's memory holds: a source of digests."""
+    """The content of a node's memory: a source of digests."""
 
     def __init__(self) -> None:
         self._shards: dict[int, set[Address]] = {shard: set() for shard in range(64)}

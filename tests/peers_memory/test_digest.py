@@ -1,4 +1,4 @@
-"""A digest as bytes and back, and what becomes of bytes that are none."""
+"""A digest as bytes and back, and how wrong bytes are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_nothing_is_no_key() -> None:
 
 
 def test_a_digest_is_bounded_and_says_so() -> None:
-    """Of more prints than fit a part is told, and every value stays under the bound, whatever the prints are."""
+    """Only a part is published of too many prints, and every value stays under the limit, whatever the prints are."""
     prints = np.sort(np.random.default_rng(1).integers(0, 1 << 32, 3 * PRINTS_MAX, dtype=np.uint32))
     value = encode(prints)
     assert len(value) <= DIGEST_BYTES_MAX

@@ -1,4 +1,4 @@
-"""The directory against a plain dictionary; and which of the peers' words it is made from."""
+"""The directory against a plain dictionary; and which of the peers' reports it is made from."""
 
 from __future__ import annotations
 

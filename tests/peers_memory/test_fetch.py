@@ -1,4 +1,4 @@
-"""Reading from peers: what comes is what was asked for, and whatever a peer does costs a miss and a bounded time."""
+"""Reading from peers: the bytes are those asked for, and a bad peer costs a miss and a bounded time."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_what_came_before_a_peer_broke_off_counts() -> None:
 
 
 def test_a_peer_that_falls_silent_costs_one_bounded_wait() -> None:
-    """As after SIGSTOP. Those who waited for their turn do not wait again."""
+    """After SIGSTOP, for one. Those who waited for their turn do not wait again."""
     chain = chain_of(3)
     box: list[Speaker] = []
     with speaking(silent(box)) as speaker, reading(replace(hasty(), links_max=1)) as reader:
@@ -383,7 +383,7 @@ def test_a_peer_that_does_not_greet_costs_one_bounded_wait() -> None:
 
 
 def test_a_partition_between_workers_is_a_miss() -> None:
-    """What the peer says on the bulk connection is swallowed, from the greeting on and in the middle of an answer."""
+    """The peer's bytes on the bulk connection are swallowed, from the greeting on or in the middle of an answer."""
     chain = chain_of(2)
     with speaking(honest(chain)) as speaker, reading(hasty(PATIENT)) as reader:
         proxy = Proxy(f"127.0.0.1:{speaker.port}")

@@ -1,4 +1,4 @@
-"""A whole node that reads from peers which say other things than the truth: misses, and never a wrong byte."""
+"""A whole node that reads from lying peers: misses, and never a wrong byte."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Reader:
         eventually(lambda: self.peers.leading(chain, 0) == len(chain))
 
     def get(self, chain: Chain) -> int:
-        """How many leading chunks a get finds, all of them right."""
+        """Returns the number of leading chunks that a get finds, all of them right."""
         count, kv = self.cache.get(chain.tokens)
         chunks = count // LAYOUT.chunk_tokens
         for index in range(chunks):

@@ -1,4 +1,4 @@
-"""What one node's memory holds becomes known to others: when, how often, how much, and what ends it."""
+"""Publishing the content of a node's memory to others: when, how often, how much, and what ends it."""
 
 from __future__ import annotations
 

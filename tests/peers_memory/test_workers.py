@@ -135,7 +135,7 @@ def test_a_killed_peer_costs_misses_and_no_wait(cluster: Cluster) -> None:
 
 
 def test_a_frozen_peer_costs_one_bounded_wait(cluster: Cluster) -> None:
-    """As a partition does. Nothing raises, no byte is wrong, and the next get does not wait for it again."""
+    """A partition does the same. Nothing raises, no byte is wrong, and the next get does not wait for it again."""
     a, b, _ = cluster.actors
     for seed in (1, 2, 3):
         a.do("put", seed, CHUNKS)

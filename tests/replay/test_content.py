@@ -1,4 +1,4 @@
-"""Tokens and KV of a trace: what they depend on, and that a difference of one byte is seen."""
+"""Tokens and KV of a trace: what they depend on, and that a difference of one byte is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay of 200 requests against a real store, exact; and against stores that are wrong in one way each."""
+"""A replay of 200 requests against a real store, exact; and against stores with one defect each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A root that fails on purpose, by rule. It wraps any root, also one on a real mount.
+"""A root that fails on purpose, by rule. It wraps any root, even one on a real mount.
 
-Rules say which call is struck (operation, name, the how-many-th, a probability from a seed) and
-by what.  The first rule that strikes decides; later rules still count the call.
+A rule says which call fails (operation, name, the how-many-th, a probability from a seed) and how. The first rule that
+matches decides; later rules still count the call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every kind of root, each as two hosts see it, for the conformance suite.
 
-KVSTORE_TEST_ROOTS names folders on mounted file systems to run it on as well: ``/mnt/a:/mnt/b``. ``/mnt/a=/mnt/b`` is
-one file system mounted twice, so that the second host is another client of it.
+KVSTORE_TEST_ROOTS names further folders on mounted file systems: ``/mnt/a:/mnt/b``. ``/mnt/a=/mnt/b`` is one file
+system mounted twice, so that the second host is another client of it.
 """
 
 from __future__ import annotations

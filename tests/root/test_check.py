@@ -1,4 +1,4 @@
-"""``check-root``: says that all is well where it is, and names what is not, in plain words."""
+"""``check-root``: it reports a sound root as sound, and names each fault in plain words."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_fence_that_does_not_hold_is_told_in_the_words_of_the_weak_guarantee(
 
 
 class _LateRenames(check_posix._PosixTries):
-    """As if one rename had come after its fence, which no file system at hand does."""
+    """Delays one rename past its fence, which no available file system does."""
 
     def _one_fence(self, fence: str) -> tuple[int, int]:
         late, risen = super()._one_fence(fence)

@@ -1,7 +1,7 @@
-"""Rule O1 on an object store: an object is deleted only if it is still the one looked at, or the root says it cannot.
+"""Rule O1 on an object store: an object is deleted only if it is the one looked at, or the root says it cannot.
 
-Against an S3 endpoint over HTTP, so that what the client library does with conditions is tried as well. What is the
-same for every root is in ``test_conformance.py``.
+Against an S3 endpoint over HTTP, so that the client library's conditions are tested as well. Tests for every root are
+in ``test_conformance.py``.
 """
 
 from __future__ import annotations

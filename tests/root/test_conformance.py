@@ -1,4 +1,4 @@
-"""What every root must do, whatever holds it. Named after the sentences of ``kvstore/root/interface.py``."""
+"""The contract of all roots. Tests are named after the sentences of ``kvstore/root/interface.py``."""
 
 from __future__ import annotations
 

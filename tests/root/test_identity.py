@@ -1,4 +1,4 @@
-"""The FORMAT file: made once, the same for everybody, and a wrong mount is noticed."""
+"""The FORMAT file: made once, equal for everybody, and a wrong mount is noticed."""
 
 from __future__ import annotations
 

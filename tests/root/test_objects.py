@@ -1,4 +1,4 @@
-"""What an object store cannot do, and what is done about it."""
+"""The limits of object stores, and how the root works around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a mounted root has: cold files, hostile names, full and read-only mounts, a stop between any two steps."""
+"""Cases of a mounted root only: cold files, hostile names, full and read-only mounts, a stop between any two steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_pat
 
 
 class Stopped(BaseException):
-    """What a test throws at a named point; like SIGKILL, nothing may rely on catching it."""
+    """A test throws it at a named point; like SIGKILL, nothing may rely on catching it."""
 
 
 STEPS = ["stage.created", "stage.written", "stage.complete", "publish.before", "publish.linked", "publish.done"]

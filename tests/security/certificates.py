@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority in a folder, and what it signs."""
+"""Certificates for tests: an authority in a folder, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Authority:
         return pair
 
     def client(self, name: str | None = None, *uris: str) -> ClientTls:
-        """What a client needs: with a certificate where it has a name."""
+        """Returns a client's files: with a certificate if it has a name."""
         if name is None:
             return ClientTls(str(self.ca))
         pair = self.issue(name, *(x509.UniformResourceIdentifier(uri) for uri in uris))

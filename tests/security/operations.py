@@ -1,4 +1,4 @@
-"""Every operation that clients can ask a worker for, and what each needs: by hand, beside the worker's own table."""
+"""Every operation that clients can ask a worker for, and the role each needs: by hand, beside the worker's table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT, KEYS, SIZES = packed(TOKENS), bytes([16]) + KEY, len(BLOCK).to_bytes(4, 
 
 @dataclass
 class Cell:
-    """What an operation has at hand: a client's stubs, its metadata, and what there is of a tenant."""
+    """The tools of an operation: a client's stubs, its metadata, and a tenant's namespace, hold and pin."""
 
     kv: KVStoreStub
     control: ControlStub

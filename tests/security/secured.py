@@ -1,4 +1,4 @@
-"""One worker with TLS, an access file and an audit log, and clients of it that are whoever they like."""
+"""One worker with TLS, an access file and an audit log, and clients of it with any identity."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def owner(served: Secured) -> Store:
 
 
 def token_of(who: Who, issuer: Issuer, tmp_path: Path) -> str | None:
-    """What somebody shows beside the certificate."""
+    """Returns the token that an identity shows beside its certificate."""
     match who.token:
         case "good":
             return issuer.token(who.name)

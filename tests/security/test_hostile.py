@@ -1,4 +1,4 @@
-"""Clients that are not who they should be, or do not behave: refused or bounded, while others are served."""
+"""Clients with a false identity or bad behaviour: refused or bounded, while others are served."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_handshakes_that_trickle_keep_nobody_out(served: Secured, engine: Client
 
 
 def test_streams_that_trickle_are_cut_off(served: Secured, engine: ClientTls) -> None:
-    """As many as there are places for calls: they are cancelled, and others are served."""
+    """Trickling streams take all places for calls: they are cancelled, and others are served."""
     digest = kvstore_digest(served, engine)
     idle = served.counters["calls_idle"]
     with served.channel(engine) as channel, ExitStack() as ends:

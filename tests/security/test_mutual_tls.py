@@ -1,4 +1,4 @@
-"""Sockets of our own with an authority for clients: who has no certificate of it is not spoken to."""
+"""Our own sockets with an authority for clients: a client without its certificate gets no answer."""
 
 from __future__ import annotations
 

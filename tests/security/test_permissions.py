@@ -1,4 +1,4 @@
-"""What each method needs, asked of the guard alone: beside it stands the table by hand (operations.py)."""
+"""The permissions of each method, asked of the guard alone; operations.py has the table by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that change while things run: access, certificates, tokens, etcd's certificate. Wrong ones change nothing."""
+"""Files that change at run time: access, certificates, tokens, etcd's certificate. Wrong ones change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a token counts: until it ends, unless it was revoked, with the certificate that it is bound to."""
+"""The validity of a token: until it expires, unless it was revoked, with the certificate that it is bound to."""
 
 from __future__ import annotations
 

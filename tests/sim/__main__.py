@@ -1,4 +1,4 @@
-"""``python -m tests.sim SEED`` replays one run; ``python -m tests.sim --seeds N`` searches, and says what happened."""
+"""``python -m tests.sim SEED`` replays one run; ``python -m tests.sim --seeds N`` searches and reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bugs to plant: each drops one rule of gc/PROTOCOL.md from the real code, and the simulation must find it.
 
-A simulation that finds nothing may simply not look; these say where it looks.  Each is a context in which the code is
-broken; they are in ``bugs_*.py``, by what they break.
+A simulation that finds nothing may simply not look; these show where it looks. Each is a context in which the code is
+broken; the files ``bugs_*.py`` sort them by what they break.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs of nodes: publishing, sessions and their views, holds, what is remembered, announcements."""
+"""Bugs of nodes: publishing, sessions and their views, holds, remembered chunks, announcements."""
 
 from __future__ import annotations
 

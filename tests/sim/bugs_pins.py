@@ -1,4 +1,4 @@
-"""Bugs of pins: taking them (P1 to P3), and sparing what etcd has forgotten (C5)."""
+"""Bugs of pins: taking them (P1 to P3), and sparing those that etcd has forgotten (C5)."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Collector:
         self.world.count("fences lifted", self.sweeper.lift_unnamed())
 
     def remove_orphans(self) -> None:
-        """What nobody will come back for."""
+        """Removes what nobody will come back for."""
         for kind, count in self.orphans.remove().items():
             self.world.count(f"orphans: {kind}", count)
 

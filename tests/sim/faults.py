@@ -1,8 +1,8 @@
-"""What goes wrong in one run, and how likely: the rates, and the dice that the ports throw.
+"""The faults of one run and their rates, and the dice that the ports throw.
 
-A pause is what breaks protocols, and at random steps it hardly ever lasts from one interesting moment to the next.  So
-an actor may also stand still until something happens that rules are about: another one takes a chunk, closes a sweep,
-publishes, hands out a hold.
+A pause is what breaks protocols, and at random steps it hardly ever lasts from one interesting moment to the next. So
+an actor may also stand still until an event that rules are about: another actor takes a chunk, closes a sweep,
+publishes, or returns a hold.
 """
 
 from __future__ import annotations

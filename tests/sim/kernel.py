@@ -1,8 +1,8 @@
 """A program of many processes in one thread: actors are greenlets, and a seed says who runs next and what time it is.
 
-Separate from what runs in it: nothing here knows of roots or metadata.  An actor gives way only at a *point*, of which
-every call to the root and to the metadata makes one before its effect and one after; so any interleaving of single
-effects can occur, and the same seed gives the same run.
+Separate from what runs in it: nothing here knows of roots or metadata. An actor yields only at a *point*. Every call to
+the root and to the metadata has one before its effect and one after. So any interleaving of single effects can occur,
+and the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Kernel:
             raise GreenletExit
 
     def sleep(self, seconds: float) -> None:
-        """As ``time.sleep``; nobody wakes it."""
+        """Sleeps like ``time.sleep``; nobody wakes it."""
         wake_s = self.now_s + seconds
         while self.now_s < wake_s:
             self.block(wake_s)
@@ -245,7 +245,7 @@ class Kernel:
             self._make_ready(actor)
 
     def happened(self, what: str) -> None:
-        """Those who pause until then go on soon."""
+        """Wakes those who pause until this event, soon."""
         for actor in self._paused:
             if actor.awaits is not None and actor.awaits[0][0] == what:
                 rest, delay = actor.awaits[0][1:], actor.awaits[1]

@@ -55,7 +55,7 @@ class SimStore(MemoryStore):
         self._on_closed = on_closed
 
     def snapshot(self) -> Saved:
-        """As ``etcdctl snapshot save``."""
+        """Takes a snapshot, like ``etcdctl snapshot save``."""
         leases = {lease: (state.ttl_s, frozenset(state.keys)) for lease, state in self._leases.items()}
         return Saved(self._revision, self._compacted, dict(self._keys), leases, tuple(self._history))
 
@@ -304,7 +304,7 @@ class WatchPort:
 
 
 def _purpose(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> str:
-    """What a transaction is about to do, as profiles name it."""
+    """Returns the purpose of a transaction, in the words of profiles."""
     puts = " ".join(operation.key for operation in operations if isinstance(operation, Put))
     if "/gc/seq" in puts:
         return "condemning" if "/gc/condemned/" in puts else "closing"

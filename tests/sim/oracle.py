@@ -3,10 +3,10 @@
 It sees every change of a file at the moment it happens, below all faults, and every claim that a node makes to its
 callers.  The invariants are those of gc/PROTOCOL.md:
 
-* I1: what a live, protecting hold has been told is there stays at its name, the same publication of it.
-* I2: so does what an acknowledged pin protects.
-* I3: no publication disappears but one that a sweep condemned as that publication; and never the last of an address.
-* I4: what is read is what was written for that address, whole.
+* I1: a publication found under a live, protecting hold stays at its name.
+* I2: so does one that an acknowledged pin protects.
+* I3: a publication disappears only if a sweep condemned that very one; and never the last of an address.
+* I4: bytes read are those written for that address, whole.
 
 The promise for an address whose file was damaged is weaker: misses, never wrong bytes, nothing newer lost.
 """
@@ -182,5 +182,5 @@ class Oracle:
         return sorted(self._at)
 
     def incarnation_of(self, name: str) -> bytes | None:
-        """What is at a name."""
+        """Returns the incarnation at a name."""
         return self._at.get(name)

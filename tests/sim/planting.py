@@ -1,4 +1,4 @@
-"""How bugs are planted: a table of contexts in which the real code lacks one rule, and which profile shows each."""
+"""Planting bugs: a table of contexts in which the real code lacks one rule, and the profile that shows each."""
 
 from __future__ import annotations
 

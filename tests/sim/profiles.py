@@ -1,4 +1,4 @@
-"""What a run is like: how many of everything, how bad the weather. A seed chooses a profile and then varies it."""
+"""Profiles of a run: the number of everything, and the rates of faults. A seed chooses a profile and varies it."""
 
 from __future__ import annotations
 

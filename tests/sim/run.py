@@ -29,7 +29,7 @@ Bug = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one seed. ``digest`` is that of its trace: two runs with the same one were the same run."""
+    """The outcome of one seed. ``digest`` is that of its trace: two runs with equal digests were the same run."""
 
     seed: int
     profile: str

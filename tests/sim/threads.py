@@ -1,7 +1,7 @@
-"""What production code gets in place of ``threading``, ``queue`` and ``kvstore.waiting``, over actors of the kernel.
+"""Replacements for ``threading``, ``queue`` and ``kvstore.waiting`` in production code, over actors of the kernel.
 
-So threads, locks, events and queues of nodes and collectors run as they are, in the order that the seed gives.  Only
-what is used there is here.
+So threads, locks, events and queues of nodes and collectors run unchanged, in the order that the seed gives. Only the
+parts that are used exist here.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class World:
         return next(iter(weights))
 
     def work(self) -> str:
-        """What a worker does next."""
+        """Chooses the next action of a worker."""
         return self.choose(self._work)
 
     def _some(self, weights: Mapping[str, float], keeps: Sequence[str] = ()) -> Mapping[str, float]:
@@ -175,7 +175,7 @@ class World:
         return left or weights
 
     def weight(self) -> float:
-        """How often an actor gets its turn: some are very slow."""
+        """Returns how often an actor gets its turn: some are very slow."""
         return self.kernel.source.choice((1.0, 1.0, 1.0, 1.0, 0.3, 0.05))
 
     def count(self, what: str, times: int = 1) -> None:
@@ -283,7 +283,7 @@ class World:
                 self.count(f"mishap: {mishap}")
 
     def _end(self, process: Process) -> None:
-        """Of a process that died at a call, or has ended in order."""
+        """Ends a process that died at a call, or has stopped in order."""
         self.kernel.note(f"MISHAP {process.name} ends")
         for one in self._members:
             if one.process is process:
@@ -305,7 +305,7 @@ class World:
 
     @property
     def counts(self) -> Counter[str]:
-        """What happened, for the summary."""
+        """Returns the counts of events, for the summary."""
         counts = Counter(self.faults.counts) + self.oracle.counts
         for host in self._hosts_ever:
             if host.member is not None:
@@ -514,7 +514,7 @@ class World:
         return True
 
     def _untidy(self) -> list[str]:
-        """What should not be there once everything has calmed down."""
+        """Returns what should not exist once everything has calmed down."""
         live = {key.rpartition("/")[2] for key in self.store.keys_under(self.keys.sessions)}
         left = [f"key {key}" for key in self.store.keys_under(self.keys.condemned)]
         for folder in (places.TRASH, places.PLANS, places.QUARANTINE, places.PINS):

@@ -1,6 +1,6 @@
-"""A node with memory over any root, and what tests do with it: put prompts, read them, look where they are.
+"""A node with memory over any root, and the actions of tests: put prompts, read them, look where they are.
 
-Apart from the tests, which say what must come out.
+Separate from the tests, which say what the results must be.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ QUICK = Limits(match_deadline_s=0.5, read_deadline_s=1.0, write_deadline_s=1.0, 
 
 
 def quick(**values: Any) -> Limits:
-    """Those limits, but for some."""
+    """Returns short limits, some of them replaced."""
     return replace(QUICK, **values)
 
 
@@ -141,7 +141,7 @@ class Acting:
         return self.node.put(self.chain(number, chunks), first, sections, hints=hints or Hints(), write=write)
 
     def get(self, number: int, chunks: int) -> int:
-        """How many leading chunks are read, every byte of them compared."""
+        """Returns the number of leading chunks that are read, every byte compared."""
         tokens, kv = self.cache.get(self.prompts.tokens(number, chunks))
         count = tokens // self.size
         assert same(kv, self.prompts.kv(number, chunks)[:, :, :tokens]), "wrong bytes"
@@ -156,7 +156,7 @@ class Acting:
 
     @property
     def unit_bytes(self) -> int:
-        """What one chunk takes of the queue."""
+        """Returns the bytes that one chunk takes of the queue."""
         return image_bytes(self.chain(0, 1), 0)
 
     def in_memory(self, number: int, chunks: int) -> list[bool]:

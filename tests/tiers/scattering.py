@@ -1,6 +1,6 @@
-"""Where the chunks of a test are put, moved and hurt, and every way of reading them.
+"""Places for the chunks of a test: they are put, moved and damaged, and read in every way.
 
-Apart from the node, which knows nothing of it.
+Separate from the node, which knows nothing of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def damage_on_disk(node: Acting, number: int, index: int) -> None:
 
 
 def read(node: Acting, number: int, chunks: int, way: str) -> int:
-    """How many leading chunks come, by one way of reading; all of them compared."""
+    """Returns the number of leading chunks that one way of reading returns; all of them compared."""
     tokens, kv, size = node.prompts.tokens(number, chunks), node.prompts.kv(number, chunks), node.size
     if way == "get":
         return node.get(number, chunks)

@@ -1,4 +1,4 @@
-"""Garbage collection beside nodes with memory: what a collector takes from the root while memory has it.
+"""Garbage collection beside nodes with memory: a collector takes chunks from the root while memory has them.
 
 MEMORY.md R1, R5, W2 and W5; H1, H2 and P1 of gc/PROTOCOL.md.
 """
@@ -62,7 +62,7 @@ def cache_of(member: Member) -> Cache:
 
 
 def get(member: Member, chain: Chain) -> int:
-    """How many leading chunks are read, all compared."""
+    """Returns the number of leading chunks that are read, all compared."""
     tokens, kv = cache_of(member).get(chain.tokens)
     assert same(kv, kv_of(TINY, chain.tokens)[:, :, :tokens]), "wrong bytes"
     return tokens // TINY.chunk_tokens

@@ -1,5 +1,6 @@
-"""A root that hangs or is slow below a node with memory: nobody waits beyond the deadline, and what was put is written
-when it answers again (MEMORY.md, W1, W3; the design's "nothing waits for ever").
+"""A root that hangs or is slow below a node with memory: nobody waits beyond the deadline.
+
+Puts are written when it answers again (MEMORY.md, W1, W3; the design's "nothing waits for ever").
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def test_w3_what_cannot_be_flushed_in_time_is_lost_counted_and_logged(caplog: py
 
 
 def test_w3_a_root_that_refuses_is_not_waited_for_until_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """As one that is full: what only memory has is lost, counted, and said once. It takes seconds, not ``flush_s``."""
+    """A full root does this: chunks in memory alone are lost, counted, logged. It takes seconds, not ``flush_s``."""
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
     root.set_rules([Rule("stage", ENOSPC)])

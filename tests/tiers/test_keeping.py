@@ -1,4 +1,4 @@
-"""What stays in memory as long as somebody uses it: holds and views (MEMORY.md, R3, I2, L1)."""
+"""Chunks that stay in memory as long as somebody uses them: holds and views (MEMORY.md, R3, I2, L1)."""
 
 from __future__ import annotations
 

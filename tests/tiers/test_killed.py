@@ -1,5 +1,6 @@
-"""Killed with SIGKILL while its queue is full: what was acknowledged behind and not written yet is missing, and nothing
-else; nothing is damaged (MEMORY.md, the table of "Writing").
+"""Killed with SIGKILL while its queue is full: chunks acknowledged behind and not yet written are missing.
+
+Nothing else is missing, and nothing is damaged (MEMORY.md, the table of "Writing").
 """
 
 from __future__ import annotations

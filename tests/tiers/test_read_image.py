@@ -1,4 +1,4 @@
-"""An image that is read past memory, for a move, is verified wherever it comes from (MEMORY.md, I1)."""
+"""An image that is read past memory, for a move, is verified from every source (MEMORY.md, I1)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_i1_damage_by_any_way_of_reading(node: Acting, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
 def test_i1_damage_of_the_root_is_counted_once_and_not_as_damage_of_memory(tmp_root: Path, way: str) -> None:
-    """What comes into memory damaged never went wrong there: who reads the counts looks for bad memory in vain."""
+    """Chunks that are damaged before they reach memory do not count as damage of memory, which means bad hardware."""
     with Acting(on_posix(tmp_root / "root")) as node:
         node.put(1, 4)
         node.drain()

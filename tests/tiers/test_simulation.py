@@ -1,8 +1,8 @@
 """Random operations of several threads on one store with little memory and a small disk, while things fail.
 
-Every byte that is read is compared with what was put; bounds are kept all the time; at the end nothing is referred to,
-leased, dirty or waiting, and all room is given back (MEMORY.md, I1, I2, A1, E1 to E4, R1 to R3, W1 to W4, L1). Each run
-is of a seed; threads make its order another one each time.
+Every byte read is compared with what was put; limits are kept all the time; at the end nothing is referred to, leased,
+dirty or waiting, and all room is given back (MEMORY.md, I1, I2, A1, E1 to E4, R1 to R3, W1 to W4, L1). Each run has a
+seed; threads make its order different each time.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def run(
 
 
 def nothing(*_: object) -> None:
-    """What is below fails by itself."""
+    """Does nothing: the root and disk of the test fail by themselves."""
 
 
 def seeds(fast: int, slow: int) -> list[Any]:

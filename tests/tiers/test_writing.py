@@ -1,4 +1,4 @@
-"""When a put is acknowledged, and what is where then (MEMORY.md, "Writing", W1, W2, W4, W5)."""
+"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W4, W5)."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_hints_of_what_is_in_memory_are_raised_by_the_next_put(node: Acting) -> 
 
 
 def staged(root: FaultyRoot) -> list[str]:
-    """What lies staged on a root."""
+    """Returns the staged files of a root."""
     folders = [entry.name for entry in root.inner.list("staging")]  # type: ignore[arg-type]
     return [f"{folder}/{file.name}" for folder in folders for file in root.inner.list(f"staging/{folder}")]  # type: ignore[arg-type]
 

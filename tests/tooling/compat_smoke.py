@@ -1,7 +1,8 @@
-"""Runs where only an installed wheel is: does kvstore work beside whatever versions this environment has?
+"""A smoke test of an installed wheel alone: kvstore must work with the versions that this environment has.
 
 ``python compat_smoke.py core|server``, by .ci/compat.py. `core` puts and gets through a store opened in this process;
-`server` also does so over gRPC, through a worker that the installed command starts. Ends with one line of versions.
+`server` also does so over gRPC, through a worker that the installed command starts. Prints one line of versions at the
+end.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def prose(page: Path) -> str:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What a link may name in a page: its headings, as GitHub and the site turn them into fragments."""
+    """Returns the anchors of a page: its headings, as GitHub and the site turn them into fragments."""
     headings = re.findall(r"^#{1,6} +(.*?) *$", prose(page), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 

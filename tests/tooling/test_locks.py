@@ -10,7 +10,7 @@ from tests import locking
 
 
 def since(before: int) -> list[str]:
-    """What was found from then on, which this test looked for."""
+    """Returns and forgets the violations since ``before``, which this test provoked."""
     said = locking.violations[before:]
     del locking.violations[before:]
     return said

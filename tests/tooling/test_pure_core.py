@@ -27,7 +27,7 @@ FORBIDDEN_CALLS = {"open", "print", "input", "breakpoint", "exec", "eval", "__im
 
 
 def impurities(source: str) -> list[str]:
-    """What in ``source`` a pure module may not do, with line numbers."""
+    """Returns what a pure module must not do and ``source`` does, with line numbers."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,7 +1,6 @@
-"""Limits on sizes that ruff does not know: lines of a file, lines of a function, methods of a class.
+"""Limits on sizes that ruff does not check: lines of a file, lines of a function, methods of a class.
 
-What is larger is named here, and so is what ruff may leave alone in pyproject.toml.  Both lists are exact: they may
-only shrink.
+Larger things are listed here, and ruff's exceptions in pyproject.toml. Both lists are exact: they may only shrink.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def sources() -> list[Path]:
 
 
 def too_large(name: str, text: str) -> Iterator[tuple[str, int]]:
-    """What in a file is over a limit, and how large it is."""
+    """Yields the parts of a file that exceed a limit, with their sizes."""
     if (count := len(text.splitlines())) > FILE_LINES_MAX:
         yield name, count
     yield from _too_large_in(ast.parse(text), f"{name} ")

@@ -1,4 +1,4 @@
-"""What the repository may contain: a fixed top level, no trace of the machine it was written on, no package index."""
+"""The content of the repository: a fixed top level, no trace of the machine it was written on, no package index."""
 
 from __future__ import annotations
 

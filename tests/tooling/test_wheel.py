@@ -1,4 +1,4 @@
-"""The wheel carries what users need beside the modules, and nothing that is not the package's."""
+"""The wheel: files that users need beside the modules, and nothing foreign."""
 
 from __future__ import annotations
 

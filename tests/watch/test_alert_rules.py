@@ -1,4 +1,4 @@
-"""Alert rules: promtool accepts them and their tests, each has one, and they ask for metrics that there are."""
+"""Alert rules: promtool accepts them and their tests, each has one, and they only use existing metrics."""
 
 from __future__ import annotations
 

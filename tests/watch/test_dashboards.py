@@ -1,4 +1,4 @@
-"""Dashboards: every query is one of Prometheus', and asks only for metrics and labels that METRICS.md has."""
+"""Dashboards: every query is valid in Prometheus, and uses only metrics and labels in METRICS.md."""
 
 from __future__ import annotations
 

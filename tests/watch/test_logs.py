@@ -1,4 +1,4 @@
-"""What servers log: events as text for people, and as JSON with every value under its name."""
+"""The log of servers: events as text for people, and as JSON with every value under its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.cli import logs
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What went to standard error; what ``configure`` changes is put back afterwards."""
+    """Yields the output on standard error; what ``configure`` changes is restored afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("kvstore")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield lambda: capsys.readouterr().err

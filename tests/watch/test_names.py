@@ -1,4 +1,4 @@
-"""METRICS.md against what a worker and a collector really serve: no name undocumented, none missing, labels as said."""
+"""METRICS.md against the metrics of a real worker and collector: none undocumented, none missing, labels as stated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows_of(families: Iterable[Any]) -> dict[str, Documented]:
 
 
 def of_worker(tmp_path: Path) -> dict[str, Documented]:
-    """What a worker with every tier serves after a few calls, and what of its code only others have."""
+    """Returns the metrics of a worker with every tier after a few calls, and those that its code has only elsewhere."""
     settings = TierSettings(memory_bytes=32 << 20, disk_folder=str(tmp_path / "disk"), disk_bytes=1 << 26)
     member = open_member(str(tmp_path / "root"), settings=settings)
     worker = Worker(member, "127.0.0.1:0")
@@ -72,7 +72,7 @@ def of_worker(tmp_path: Path) -> dict[str, Documented]:
 
 
 def of_collector() -> dict[str, Documented]:
-    """What a collector serves after a round in which everything happened."""
+    """Returns the metrics of a collector after a round in which everything happened."""
     metrics = Metrics(lambda: None, SystemClock())
     metrics.follow(60.0, silent_s=lambda: 0.0, fails=lambda: False, shows_full=lambda: False, waiting_s=lambda: 0.0)
     some = Tally(1, 1)

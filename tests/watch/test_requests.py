@@ -31,7 +31,7 @@ KV = kv_of(SMALL, TOKENS)
 
 @contextmanager
 def logged() -> Iterator[list[dict[str, object]]]:
-    """What is logged meanwhile, as JSON lines, whole at the end."""
+    """Collects log lines as JSON; they are complete at the end."""
     stream, lines = io.StringIO(), list[dict[str, object]]()
     sink = logging.StreamHandler(stream)
     sink.setFormatter(Lines())

@@ -1,4 +1,4 @@
-"""The server of metrics: whoever reaches its port takes a bounded part of the process, and Prometheus is answered."""
+"""The server of metrics: a client of its port takes a bounded part of the process, and Prometheus is answered."""
 
 from __future__ import annotations
 

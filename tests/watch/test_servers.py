@@ -1,4 +1,4 @@
-"""Servers as they are started: JSON on standard error, metrics of a collector, spans on their way to where they go."""
+"""Servers as they are started: JSON on standard error, metrics of a collector, spans on their way to a collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers for tests, in this process or in one of their own, and the raw calls of a client that is not ours."""
+"""Workers for tests, in this process or in a separate one, and the raw calls of a foreign client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that has nothing but the .proto: the generated stub and what its comments say."""
+"""A client with nothing but the .proto: the generated stub and its comments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def put(stub: KVStoreStub, digest: bytes, cut: int = 1 << 20, first: int = 0) ->
 
 
 def joined(messages: Iterator[pb.GetResponse]) -> tuple[int, bytes, bytes]:
-    """What a Get said and sent: chunks found, data, checksums."""
+    """Joins the answer to a Get: chunks found, data, checksums."""
     first = next(messages)
     assert first.HasField("start")
     rest = [first, *messages]

@@ -237,7 +237,7 @@ def test_a_put_in_progress_is_finished_and_new_calls_are_refused() -> None:
         assert health_of(channel) == NOT_SERVING
         code, message, kind = refused(lambda: stub.Match(pb.MatchRequest(namespace=digest), timeout=WAIT_S))
         assert (code, kind) == (grpc.StatusCode.UNAVAILABLE, "Draining")
-        assert "turn to another one" in message
+        assert "use another worker" in message
         go_on.set()
         assert put.result().tokens_present == len(TOKENS)
         assert drained.result() is True

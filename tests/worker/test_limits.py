@@ -1,4 +1,4 @@
-"""What a worker and a node count, each by itself: how many at once, and until when."""
+"""The limits of a worker and a node, each by itself: how many at once, and until when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Move, and puts that say how they are acknowledged, through real workers that have memory."""
+"""Move, and puts with a write mode, through real workers that have memory."""
 
 from __future__ import annotations
 

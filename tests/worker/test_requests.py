@@ -394,7 +394,7 @@ def test_more_bytes_than_allowed_are_refused() -> None:
             whole = pb.PutRequest(start=start(digest), data=DATA, checksums=SUMS)
             code, message, kind = refused(lambda: stub.Put(iter([whole]), timeout=WAIT_S))
             assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
-            assert "with those in flight" in message
+            assert "with the calls in progress exceeds" in message
             go_on.set()
             assert alone.result().tokens_present == len(TOKENS)
 
@@ -402,8 +402,8 @@ def test_more_bytes_than_allowed_are_refused() -> None:
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        (WorkerLimits(holds_max=2), "2 prompts or"),
-        (WorkerLimits(hold_tokens_max=2 * len(TOKENS)), f"{2 * len(TOKENS)} tokens are the limit"),
+        (WorkerLimits(holds_max=2), "2 prompts and"),
+        (WorkerLimits(hold_tokens_max=2 * len(TOKENS)), f"{2 * len(TOKENS)} tokens here"),
     ],
 )
 def test_more_holds_than_allowed_are_refused(limits: WorkerLimits, says: str) -> None:

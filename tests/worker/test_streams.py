@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or gone: none of them keeps a thread, memory or a hold of the worker."""
+"""Slow, silent or vanished clients: none of them keeps a thread, memory or a hold of the worker."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The client's end of the bulk protocol: chunks past gRPC, through shared memory or a socket of their own."""
+"""The client's end of the bulk protocol: chunks outside gRPC, through shared memory or a socket."""

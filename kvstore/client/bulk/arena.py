@@ -1,4 +1,4 @@
-"""The memory that a client shares with a worker for its puts: a ring, of which the worker says what is free again."""
+"""The arena: memory that a client shares with a worker for puts. It is a ring; the worker says which part is free."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _Region:
     end: int
     request: int
     upto: int
-    """Chunks of that put that are released once this region is."""
+    """This region is free once the first ``upto`` chunks of that put are released."""
 
 
 class Ledger:
-    """What the worker says of the arena: a page of its own, which it writes and we read."""
+    """The worker's account of the arena: a page that the worker writes and we read."""
 
     def __init__(self, fd: int) -> None:
-        """Takes ``fd`` over. Raises OSError or ValueError where it is no ledger."""
+        """Takes over ``fd``. Raises OSError or ValueError if it is not a ledger."""
         try:
-            # Sealed, so that reading it cannot kill us.
+            # Sealed against shrinking: reading past a shortened file would kill us (SIGBUS).
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError("the ledger is not sealed against shrinking")
             mapped = mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ)
@@ -44,15 +44,15 @@ class Ledger:
         self._entries = np.frombuffer(mapped, np.uint64)
 
     def released(self, request: int) -> int:
-        """Leading chunks of a put that the worker needs in the arena no more."""
+        """Number of leading chunks of a put that the worker no longer needs in the arena."""
         return released_count(int(self._entries[entry_of(request)]), request)
 
 
 class Arena:
-    """A ring of ``size_bytes``; regions are taken in order and become free in order."""
+    """A ring of ``size_bytes``. Regions are taken in order and become free in order."""
 
     def __init__(self, size_bytes: int, ledger: Ledger) -> None:
-        """Raises OSError where there is no memory."""
+        """Raises OSError if there is no memory."""
         self.size_bytes = size_bytes
         self._ledger = ledger
         self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -66,7 +66,7 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
-        # Pages are taken while the first put is copied, ahead of it: nobody else has to wait for them then.
+        # Pages are allocated ahead of the first put while it is copied, so no later put waits for them.
         self._closing = Flag()
         pages = memoryview(mapped)
         threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
@@ -74,19 +74,19 @@ class Arena:
 
     @property
     def is_free(self) -> bool:
-        """Whether the worker needs nothing of it."""
+        """True if the worker needs nothing in the arena."""
         self._collect()
         return not self._regions
 
     def has_entry(self, request: int) -> bool:
-        """Whether a put of that number has an entry in the ledger that no older one needs any more."""
+        """True if the ledger entry for this request number is no longer used by an older put."""
         self._collect()
         return not self._regions or request - self._regions[0].request <= PUTS_MAX
 
     def take(self, size_bytes: int, request: int, upto: int) -> int | None:
-        """The offset of a region for chunks of a put, which is free when the first ``upto`` chunks of it are released.
+        """Returns the offset of a region for chunks of a put; it is free once the first ``upto`` chunks are released.
 
-        None where there is no room at the moment.
+        None if there is no room now.
         """
         self._collect()
         start = self._place(size_bytes)
@@ -95,11 +95,11 @@ class Arena:
         return start
 
     def bytes_at(self, offset: int, size_bytes: int) -> npt.NDArray[Any]:
-        """The memory of a region."""
+        """Returns the memory of a region."""
         return self._bytes[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Closes the file; memory that the worker still needs lives on there. Idempotent."""
+        """Closes the file; the worker keeps its own mapping of it. Idempotent."""
         self._closing.set()
         fd, self.fd = self.fd, -1
         if fd >= 0:

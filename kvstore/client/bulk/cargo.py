@@ -1,6 +1,6 @@
 """The chunks of an array, or engine-hashed blocks, that a put sends over a bulk connection, run by run.
 
-Separate from how they are sent, which is the same for both.
+Separate from sending, which is the same for both.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from kvstore.wire.bulk.sums import block_sums
 from kvstore.writes import RUNS_IN_MEMORY
 
 ARENA_RUNS = RUNS_IN_MEMORY + 1
-"""Runs for which an arena must have room: those that need memory, and one more, since the end of the ring may be too
-short for a run."""
+"""Number of runs that an arena must have room for: those that need memory, and one more because the end of the ring may
+be too short for a run.
+"""
 BLOCKS_BYTES = 32 << 20
-"""A run of blocks in the arena. Each costs a hand-over, and while one is being written to the root we copy the next: on
-two cores runs of 8 MiB took four times as long.
+"""Size of a run of blocks in the arena. Each run costs one hand-over, and we copy the next run while the worker writes
+this one: on two cores runs of 8 MiB took four times as long.
 """
 
 Addresses = npt.NDArray[np.uint64]
 Copy = Callable[[Addresses, Addresses, int, object], None]
-"""Copies rows of so many bytes to addresses, from others; the last is what must live meanwhile."""
+"""Copies rows of ``row_bytes`` from one list of addresses to another; the last argument stays alive meanwhile."""
 
 
 class Cargo(ABC):
-    """``count`` chunks or blocks that a caller puts, by their index among all that are wanted."""
+    """The ``count`` chunks or blocks that a caller puts, addressed by their index in what is wanted."""
 
     count: int
     largest_bytes: int
-    """The size of the largest chunk."""
+    """Size of the largest chunk."""
     placed_bytes: int
-    """The size of a run in the arena, if the arena has room for it."""
+    """Size of a run in the arena, if the arena has room for it."""
 
     @abstractmethod
     def size_bytes(self, first: int, count: int) -> int:
-        """Returns the bytes of ``count`` chunks from index ``first`` on."""
+        """Size of ``count`` chunks from index ``first`` on."""
 
     @abstractmethod
     def sums_count(self, count: int) -> int:
-        """Returns how many checksums go with a run of ``count`` chunks."""
+        """Number of checksums that go with a run of ``count`` chunks."""
 
     @abstractmethod
     def place(self, first: int, count: int, target: npt.NDArray[np.uint8], copy: Copy) -> None:
@@ -56,10 +57,10 @@ class Cargo(ABC):
 
     @abstractmethod
     def send(self, channel: Channel, first: int, count: int) -> None:
-        """Sends the bytes of a run, and its checksums."""
+        """Sends the bytes of a run and its checksums."""
 
     def runs(self, first: int, count: int, bytes_max: int) -> Iterator[tuple[int, int]]:
-        """Yields the first index and the count of each run: as many chunks as fit into ``bytes_max``, or one."""
+        """Yields the first index and the count of each run: as many chunks as fit into ``bytes_max``, at least one."""
         start, used = first, 0
         for index in range(first, first + count):
             size = self.size_bytes(index, 1)

@@ -1,7 +1,6 @@
-"""Copying into memory that is shared with a worker: by several lanes, past the caches, and without the GIL.
+"""Copying into memory shared with a worker: several lanes, past the caches, without the GIL.
 
-Apart from sending, because chunks of a prompt and blocks are copied alike: rows of bytes, each from one place to
-another.
+Separate from sending, because chunks and blocks are copied alike: rows of bytes, each from one address to another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
 
 STEP_BYTES = 4 << 20
-"""What one lane copies at a time: a fraction of a millisecond."""
+"""Bytes that one lane copies at a time: a fraction of a millisecond."""
 PAGE_BYTES = 4096
 
 Addresses = npt.NDArray[np.uint64]
@@ -27,15 +26,15 @@ Addresses = npt.NDArray[np.uint64]
 def copy_rows(
     to: Addresses, source: Addresses, row_bytes: int, alive: object, lanes: Lanes, deadline: Deadline
 ) -> None:
-    """Copies ``row_bytes`` bytes from each address in ``source`` to the one in ``to``, shape ``(rows,)`` both.
+    """Copies ``row_bytes`` bytes from each address in ``source`` to the one in ``to``; both have shape ``(rows,)``.
 
-    ``alive`` owns what they point into: a lane that is in the middle of it keeps that past the deadline.
-    Raises DeadlinePassed, Overloaded, Unavailable.
+    ``alive`` owns the memory: a lane that is still copying at the deadline keeps a reference to it. Raises
+    DeadlinePassed, Overloaded, Unavailable.
     """
     rows = len(to)
     if not rows or not row_bytes:
         return
-    # Each step takes a part of every row, at whole pages: so it does not matter how many rows there are.
+    # Each step takes whole pages of every row, so the number of rows does not matter.
     pages = -(-row_bytes // PAGE_BYTES)
     steps = max(1, min(pages, rows * row_bytes // STEP_BYTES))
     starts = [step * pages // steps * PAGE_BYTES for step in range(steps)]

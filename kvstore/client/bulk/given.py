@@ -1,6 +1,6 @@
-"""What a worker on this host gives for a run of chunks: where they lie in its memory, or their open files.
+"""The places where a worker on this host offers chunks: offsets in its memory, or open files.
 
-Asked for one run ahead, so that the worker looks for the next chunks while these are being read.
+Asked for one run ahead, so the worker looks up the next chunks while these are being read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvstore.client.bulk.memory import Lease
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, Mode, decode_slots, decode_span, encode_span
 
 KEEP = 1
-"""What READ says first where slots are read on after it."""
+"""First byte of READ if slots are still being read after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSlots:
-    """Chunks from index ``first`` on whose images are at these offsets of the worker's memory while ``lease`` lives."""
+    """Chunks from index ``first`` on, at these offsets of the worker's memory while ``lease`` lives."""
 
     first: int
     offsets: Sequence[int]
@@ -28,24 +28,24 @@ class GivenSlots:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of chunks."""
         return len(self.offsets)
 
 
 @dataclass(slots=True)
 class GivenFiles:
-    """Chunks from index ``first`` on, by their open files, which are the taker's to close."""
+    """Chunks from index ``first`` on, as open files that the receiver must close."""
 
     first: int
     files: list[int]
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of chunks."""
         return len(self.files)
 
     def close(self) -> None:
-        """Closes those that are left. Idempotent."""
+        """Closes the files that are left. Idempotent."""
         while self.files:
             with suppress(OSError):
                 os.close(self.files.pop())
@@ -53,7 +53,7 @@ class GivenFiles:
 
 @dataclass(frozen=True, slots=True)
 class NotGiven:
-    """Chunks from index ``first`` on that are not there, or ``is_elsewhere``: only to be had as bytes."""
+    """Chunks from index ``first`` on that are missing, or (``is_elsewhere``) can only be sent as bytes."""
 
     first: int
     count: int
@@ -64,12 +64,10 @@ Given = GivenSlots | GivenFiles
 
 
 class Giving:
-    """One request of mode FILES or SLOTS; a GET after its START. A context: what was given and not taken is closed at
-    its end.
-    """
+    """One request of mode FILES or SLOTS; a GET after its START. A context: its end closes files that nobody took."""
 
     def __init__(self, link: Link, number: int, mode: Mode, *, has_gaps: bool = False) -> None:
-        """With ``has_gaps`` it is about blocks: what is not there ends nothing."""
+        """``has_gaps``: the request is about blocks, so a missing one does not end it."""
         self._has_gaps = has_gaps
         self._kinds = (Kind.FILES, Kind.ABSENT, Kind.ELSEWHERE, *([Kind.SLOTS] if mode is Mode.SLOTS else []))
         self._link = link
@@ -85,7 +83,7 @@ class Giving:
         _close(self._ahead)
 
     def each(self, first: int, count: int) -> Generator[Given]:
-        """What is given for chunks ``first`` to ``count - 1``, in order, up to the first that is not.
+        """Yields the places of chunks ``first`` to ``count - 1`` in order, up to the first that is not offered.
 
         Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
@@ -95,7 +93,7 @@ class Giving:
             yield given
 
     def each_or_not(self, first: int, count: int) -> Generator[Given | NotGiven]:
-        """What is given, and what is not: the last of it where there are no gaps.
+        """Yields the places of chunks, and which are not offered; without gaps the first such ends it.
 
         Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
@@ -104,14 +102,14 @@ class Giving:
         for following in (*runs[1:], None):
             self._ahead, is_whole = self._answers()
             if is_whole and following is not None:
-                self._want(*following)  # looked for while these are being read
+                self._want(*following)  # the worker looks these up while the others are being read
             while self._ahead:
                 yield self._ahead.pop(0)
             if not is_whole:
                 return
 
     def finish(self, count: int, *, keep: bool = False) -> None:
-        """Says how many leading chunks of the prompt were read, and whether slots are still being read after this."""
+        """Tells the worker how many leading chunks were read, and whether slots are still being read after this."""
         if self._asked is not None:
             _close(self._answers()[0])
         self._link.channel.send(Kind.READ, self._number, [encode_span(KEEP if keep else 0, count)])
@@ -123,7 +121,7 @@ class Giving:
         self._link.channel.send(Kind.WANT, self._number, [encode_span(start, stop - start)])
 
     def _answers(self) -> tuple[list[Given | NotGiven], bool]:
-        """All that is said of the run that was asked for, and whether more may be asked for."""
+        """Returns the worker's answers about the requested run, and whether more may be requested."""
         assert self._asked is not None
         (at, stop), self._asked = self._asked, None
         found: list[Given | NotGiven] = []
@@ -139,13 +137,13 @@ class Giving:
         return found, True
 
     def _answer(self, at: int, stop: int) -> Given | NotGiven:
-        """One frame: chunks from ``at`` on, not beyond ``stop``."""
+        """Reads one frame: chunks from ``at`` on, not beyond ``stop``."""
         link = self._link
         head, payload = link.receive(*self._kinds)
         given: Given | NotGiven
         if head.kind is Kind.SLOTS:
             if link.memory is None:
-                raise link.channel.break_off("slots came, and the worker said that it has no memory")
+                raise link.channel.break_off("the worker offered slots, but has no memory tier")
             if self._lease is None:
                 self._lease = Lease(link.channel.take_files(1)[0], link.memory.leases)
             said = decode_slots(payload)
@@ -159,7 +157,7 @@ class Giving:
         if first != at or not 1 <= given.count <= stop - at:
             _close([given])
             raise link.channel.break_off(
-                f"{given.count} chunks from {first} on came: expected up to {stop - at} from {at} on"
+                f"{given.count} chunks from {first} on were offered: expected up to {stop - at} from {at} on"
             )
         return given
 

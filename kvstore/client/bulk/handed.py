@@ -1,4 +1,4 @@
-"""Copying chunks out of what a worker on this host gave: its memory, or files that it opened. One copy in all."""
+"""Copying chunks out of the memory, or the open files, of a worker on this host. One copy in all."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ STEP_BYTES = 1 << 20
 def take_given(
     link: Link, wanted: Wanted, given: Given, sections: Sections, lanes: FileLanes, deadline: Deadline
 ) -> bytearray:
-    """Copies what was given for a run of chunks; a byte for each, 1 where it is good.
+    """Copies a run of chunks; returns one byte for each, 1 if it is good.
 
-    Of a prompt what lies behind the first that is not good counts as not good. Files are closed.
+    In a prompt, chunks behind the first bad one count as bad. Files are closed.
     """
     if isinstance(given, GivenFiles):
         return read_files(link, wanted, given, sections, lanes.get(), deadline)
@@ -51,9 +51,9 @@ def take_given(
 
 
 def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
-    """Where slots lie in our mapping. Raises InvalidRequest where that is not within it."""
+    """Returns the slots as parts of our mapping. Raises InvalidRequest if one is not within it."""
     if link.memory is None:
-        raise InvalidRequest("slots came on a connection without memory")
+        raise InvalidRequest("the worker offered slots on a connection without its memory")
     sizes = [image_bytes(wanted, index) for index in range(slots.first, slots.first + slots.count)]
     if len(set(sizes)) == 1:
         return link.memory.images(slots.offsets, sizes[0])
@@ -70,9 +70,9 @@ def in_groups(
     *,
     helps: bool = True,
 ) -> bytearray:
-    """Does ``work(start, stop, borrowed)`` on ``count`` chunks from index ``first`` on, several lanes at once.
+    """Calls ``work(start, stop, borrowed)`` for ``count`` chunks from index ``first`` on, in several lanes at once.
 
-    A byte for each, 1 where it is right. What is not right is not tried again. ``helps`` is as for ``Reading``.
+    Returns one byte for each chunk, 1 if it is good. A bad chunk is not tried again. ``helps`` is as for ``Reading``.
     """
     size = group_size(count, mean_bytes(wanted, first, count), lanes.width)
     groups = Groups(size, count, work)
@@ -80,17 +80,17 @@ def in_groups(
     try:
         return reading.wait(deadline)
     finally:
-        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
+        reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
 
 
 def leading(done: bytearray) -> int:
-    """How many of the first are good."""
+    """Number of leading good chunks."""
     first_miss = done.find(0)
     return len(done) if first_miss < 0 else first_miss
 
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:
-    """The same, asked for in order and by one thread, because some sources take memory as they are asked."""
+    """Returns ``sections``, computed in order by one thread, because some sources allocate memory for each call."""
     if isinstance(sections, Laid):
         return sections
     memory = [sections(first + at) for at in range(count)]
@@ -100,11 +100,11 @@ def _in_order(sections: Sections, first: int, count: int) -> Sections:
 def read_files(
     link: Link, wanted: Wanted, given: GivenFiles, sections: Sections, lanes: Lanes, deadline: Deadline
 ) -> bytearray:
-    """Reads one chunk from each file, and closes them all; a byte for each, 1 where it is good."""
+    """Reads one chunk from each file and closes all files; returns one byte for each, 1 if it is good."""
     first, files = given.first, given.files
     if not files:
         return bytearray()
-    # Whoever takes a file out of this closes it: a lane that begins with it, or we at the end.
+    # Each file has one owner that closes it: the lane that takes it out of this dict, or we at the end.
     left = dict(enumerate(files))
     given.files = []
     memory: Sequence[Pieces] = ()
@@ -136,20 +136,20 @@ def read_files(
         never_blocks = all(map(link.never_blocks, files))
         groups = _groups(wanted, first, left, never_blocks, sections, lanes)
         if groups is None:
-            # Asked for in order and by one thread, because some sources take memory as they are asked.
+            # In order and by one thread, because some sources allocate memory for each call.
             memory = [sections(first + at) for at in range(len(files))]
         reading = Reading(lanes, Counters(), len(files), read, isinstance(wanted, Chain), groups)
         return reading.wait(deadline)
     finally:
         if reading is not None:
-            reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
+            reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
         _close([fd for at in range(len(files)) if (fd := left.pop(at, None)) is not None])
 
 
 def _groups(
     wanted: Wanted, first: int, left: dict[int, int], never_blocks: bool, sections: Sections, lanes: Lanes
 ) -> Groups | None:
-    """The same by native code, a group of files at a time; None where there is none, or the memory does not suit it."""
+    """The native reader for groups of files; None if there is no native code or the memory does not suit it."""
     count = len(left)
     if not is_available() or not isinstance(sections, Laid) or not sections.covers(first, count):
         return None
@@ -163,7 +163,7 @@ def _groups(
 
 
 class _Short(Exception):
-    """A file ended before its chunk did."""
+    """The file ended before its chunk did."""
 
 
 def _close(files: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Held chunks over a bulk connection layer by layer, each verified before it is handed on."""
+"""Reading held chunks over a bulk connection layer by layer, each layer verified before it is handed on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.traces import traced
 
 LAYERS_S_MAX = 900.0
-"""A layer-by-layer read goes at the engine's speed, so its stream has no deadline by size."""
+"""Limit of a whole layer-by-layer read. The engine sets its speed, so its deadline does not follow its size."""
 
 
 def receive_layers(
     link: Link, hold_id: bytes, chunks: int, layers: int, idle_s: float, memory: Callable[[int], LayerMemory]
 ) -> Iterator[int]:
-    """Reads all layers of the ``chunks`` held into ``memory(layer)``; yields each that is there.
+    """Reads all layers of the held ``chunks`` into ``memory(layer)``; yields each layer when it is complete.
 
-    Raises HoldBroken, BrokenTransfer, BulkRefused, LinkBroken, LinkLate; and what ``memory`` raises.
+    Raises HoldBroken, BrokenTransfer, BulkRefused, LinkBroken, LinkLate; and whatever ``memory`` raises.
     """
     channel, number = link.channel, link.next_number()
     channel.limit(idle_s, LAYERS_S_MAX)
@@ -32,18 +32,20 @@ def receive_layers(
     found = parse(pb.GetStart, link.receive(Kind.START)[1]).chunks
     if found != chunks:
         channel.alive = False
-        raise HoldBroken(f"{found} chunks are left of {chunks}: match again", 0)
+        raise HoldBroken(f"only {found} of {chunks} held chunks are left: match again", 0)
     for layer in range(layers):
         head = channel.receive_head()
         if head.kind is Kind.REFUSED:
             link.refused(head)
         channel.expect(head, Kind.LAYER)
-        if head.request != number:  # a layer says nothing else of where it belongs
-            raise channel.break_off(f"a layer of request {head.request} came: expected {number}")
+        if head.request != number:  # nothing else in a layer says which request it belongs to
+            raise channel.break_off(f"received a layer of request {head.request}: expected request {number}")
         into = memory(layer)
         length = INDEX_BYTES + 2 * (len(into.k) + SUM_BYTES)
         if head.length != length or decode_index(channel.receive(INDEX_BYTES)) != layer:
-            raise channel.break_off(f"a layer of {head.length} bytes came: expected layer {layer}, of {length} bytes")
+            raise channel.break_off(
+                f"received a layer of {head.length} bytes: expected layer {layer}, of {length} bytes"
+            )
         if not receive_planes(channel, [into.k, into.v]):
             channel.alive = False
             raise BrokenTransfer(f"layer {layer} does not match its checksums: bytes changed on the way")

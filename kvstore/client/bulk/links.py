@@ -1,4 +1,4 @@
-"""The bulk connections to one worker: negotiated over gRPC when the first is needed, kept, and used one call each."""
+"""The bulk connections to one worker: negotiated over gRPC at first use, kept open, used by one call at a time."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from kvstore.wire.statuses import Failure, failure
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-"""After a worker offered no way but gRPC, it is asked again after this time."""
+"""Time before a worker that offered only gRPC is asked again."""
 NUMBER_MAX = 1 << 31
-"""After so many requests a connection is replaced, before their numbers run out."""
+"""Requests per connection, before it is replaced: request numbers must not run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Bulk(enum.Enum):
-    """Which way the bytes of chunks go."""
+    """The path of chunk bytes."""
 
     AUTO = "auto"
-    """The shortest that there is: shared, else tcp, else grpc."""
+    """The shortest path that works: shared, else tcp, else grpc."""
     SHARED = "shared"
     TCP = "tcp"
     GRPC = "grpc"
 
 
 class NoBulkPath(InvalidRequest):
-    """The way that was asked for (``bulk=``) leads to no worker. Take another, or ``auto``."""
+    """No worker can be reached on the requested path (``bulk=``). Choose another, or ``auto``."""
 
 
 class NoAnswer(Unavailable):
-    """The way that was asked for is there, and the worker does not answer on it. Nothing was sent: turn to another."""
+    """The worker offers the requested path but does not answer on it. Nothing was sent: try another worker."""
 
 
 class _NotOffered(Unavailable):
-    """The worker offers no such way, or not to this client."""
+    """The worker does not offer this path, or not to this client."""
 
 
 class BulkRefused(Exception):
-    """A worker refused a request on a bulk connection; carries what that means."""
+    """A worker refused a request on a bulk connection; carries the error to raise."""
 
     def __init__(self, failed: Failure) -> None:
         super().__init__(str(failed.error))
@@ -69,7 +69,7 @@ class BulkRefused(Exception):
 
 
 class Link:
-    """One connection, and the arena that goes with it. Used by one call at a time."""
+    """One connection and its arena. Used by one call at a time."""
 
     def __init__(
         self,
@@ -84,41 +84,41 @@ class Link:
         self.shortage = shortage or Shortage(Counts(ClientCount))
         self.hands_files = hands_files
         self.memory = memory
-        """The worker's, mapped; None where it has none, or is on another host."""
+        """The worker's memory, mapped; None if it has none or is on another host."""
         self.arena: Arena | None = None
         self.arena_bytes = 0
-        """What is reserved for the arena, which may not be there yet (``Links.reserve_arena``)."""
+        """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
         self.address = address
         self._ledger = ledger
         self._number = 0
         self._never_blocks: dict[int, bool] = {}
         self.credentials_version = 0
-        """Of what the worker knows us by on this connection."""
+        """Version of the credentials with which this connection was made."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether the worker is on this host, and memory and files are shared with it."""
+        """True if the worker is on this host and shares memory and files with it."""
         return self.channel.is_unix
 
     @property
     def mode(self) -> Mode:
-        """How reads are best answered here: in another way than as a stream they need descriptors of this process."""
+        """The best mode for reads on this connection. All but the stream need file descriptors of this process."""
         if self.shortage.is_on or (self.memory is None and not self.hands_files):
             return Mode.STREAM
         return Mode.FILES if self.memory is None else Mode.SLOTS
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request can be sent."""
+        """True if another request can be sent."""
         return self.channel.alive and self._number < NUMBER_MAX
 
     def next_number(self) -> int:
-        """The number of a new request."""
+        """Returns the number for a new request."""
         self._number += 1
         return self._number
 
     def receive(self, *kinds: Kind) -> tuple[Head, bytes]:
-        """The next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        """Receives the next frame, one of ``kinds``. Raises BulkRefused if the worker refuses."""
         head = self.channel.receive_head()
         if head.kind is Kind.REFUSED:
             self.refused(head)
@@ -133,9 +133,9 @@ class Link:
         raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
 
     def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
-        """Sees to an arena in which ``size_bytes`` fit twice, as far as that can be had.
+        """Makes an arena that holds ``size_bytes`` twice, or as much as can be had.
 
-        ``reserve(bytes)`` says how many of so many bytes it may have.
+        ``reserve(bytes)`` returns how many of those bytes the arena may have.
         """
         arena, ledger = self.arena, self._ledger
         if ledger is None or (arena is not None and (arena.size_bytes >= size_bytes or not arena.is_free)):
@@ -157,7 +157,7 @@ class Link:
         self.channel.send(Kind.ARENA, 0, [encode_arena(wanted)], [new.fd])
 
     def never_blocks(self, fd: int) -> bool:
-        """Whether reading a file that was handed over never waits for a device."""
+        """True if reading this file never waits for a device."""
         device = os.fstat(fd).st_dev
         known = self._never_blocks.get(device)
         if known is None:
@@ -165,12 +165,12 @@ class Link:
         return known
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes connection and arena. Idempotent."""
         self.channel.close()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
-        self.memory = None  # what views refer to is kept by them
+        self.memory = None  # views hold their own reference to the mapping
 
 
 class Links:
@@ -201,24 +201,24 @@ class Links:
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
-        """A connection was made in a way that the worker still offered when it was asked last."""
+        """True once a connection worked on a path that the worker still offers."""
         self._is_silent = False
-        """The last dial met a worker that offers a way and does not answer on it."""
+        """True if the worker offered a path at the last dial and did not answer on it."""
         self._warned = False
         self._closed = False
 
     @contextmanager
     def link(self, timeout_s: float) -> Iterator[Link | None]:
-        """A connection for one call; None where the bytes have to go over gRPC.
+        """Yields a connection for one call; None if the bytes have to go over gRPC.
 
-        Raises NoBulkPath where another way is asked for and there is none, NoAnswer, and what gRPC raises.
+        Raises NoBulkPath if another path is required and there is none, NoAnswer, and what gRPC raises.
         """
         link = self._take(timeout_s)
         try:
             yield link
         except BaseException as error:
             if link is not None:
-                link.channel.alive = False  # in the middle of a request
+                link.channel.alive = False  # the call stopped in the middle of a request
             self._shortage.note(error)
             raise
         finally:
@@ -226,8 +226,8 @@ class Links:
                 self._give(link)
 
     def reserve_arena(self, link: Link, size_bytes: int) -> int:
-        """How many of ``size_bytes`` the arena of a connection may have, beside those of the others; they are its own
-        then.
+        """Returns how many of ``size_bytes`` the arena of a connection may have, beside the arenas of the worker's
+        other connections, and reserves them for it.
         """
         with self._lock:
             used = sum(each.arena_bytes for each in self._open if each is not link)
@@ -237,7 +237,7 @@ class Links:
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
         if self._pid != os.getpid():
-            return  # they are our parent's
+            return  # they belong to our parent
         with self._lock:
             self._closed = True
             memory, self._memory = self._memory, None
@@ -256,8 +256,8 @@ class Links:
             return None
         if self._pid != os.getpid():
             raise InvalidRequest(
-                "this store was connected before a fork, with which connections are shared: connect in the child, "
-                "which has to be spawned where its parent connected"
+                "this store was connected before a fork, and a forked child must not use its parent's "
+                "connections: connect in the child, and start the child by spawn"
             )
         while True:
             with self._lock:
@@ -269,7 +269,7 @@ class Links:
                 break
             if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
                 return link
-            # The worker went away, or was restarted; or knows us there by a token that has been renewed since.
+            # The worker went away or was restarted, or knows this connection by a token that was renewed since.
             self._drop(link)
         if dials:
             try:
@@ -287,15 +287,15 @@ class Links:
         return link
 
     def _check_auto(self) -> None:
-        """Raises NoBulkPath where a way is asked for that is not there, NoAnswer where it is and nobody answers."""
+        """Raises NoBulkPath if the required path is not offered, NoAnswer if it is offered and nobody answers."""
         if self._shortage.is_on:
-            return  # it is not the worker that cannot be reached in this way
+            return  # the shortage is in this process: the worker is reachable
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
-            raise NoAnswer(f"worker {self._address} does not answer by {self._bulk.value}: {self._why_not}")
+            raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
             raise NoBulkPath(
-                f"bulk={self._bulk.value!r}: there is no such way to worker {self._address} ({self._why_not}); "
-                "choose another one, or bulk='auto'"
+                f"bulk={self._bulk.value!r}: worker {self._address} cannot be reached that way "
+                f"({self._why_not}): choose another, or bulk='auto'"
             )
 
     def _give(self, link: Link) -> None:
@@ -311,10 +311,10 @@ class Links:
         link.close()
 
     def _dial(self, timeout_s: float) -> Link | None:
-        """A new connection by the shortest way that works; None, and why, where none does."""
+        """Dials the worker on the shortest path that works; returns None, and logs why, if none does."""
         ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
         if self._bulk is not Bulk.AUTO:
-            # Twice: a worker that died after it had offered the way is found out by asking it again.
+            # Twice: the offer may come from a worker that died after it. Asking again finds that out.
             ways = [each for each in ways if each[0] is self._bulk] * 2
         answer: pb.OpenBulkResponse | None = None
         reasons: dict[Bulk, str] = {}
@@ -322,7 +322,7 @@ class Links:
         for way, dial in ways:
             if answer is None and (answer := self._offer(timeout_s)) is None:
                 self._worked = False
-                self._no_link("the worker is of an older version", silent=False)
+                self._no_link("the worker does not know the bulk protocol", silent=False)
                 return None
             try:
                 link = dial(answer)
@@ -348,14 +348,14 @@ class Links:
         return None
 
     def _no_link(self, why: str, *, silent: bool) -> None:
-        """Notes and logs why there is none; that a worker is silent as a warning, once until it answers again."""
+        """Notes and logs why there is no connection. A silent worker is logged as a warning, once until it answers."""
         self._why_not, self._is_silent = why, silent
         level = logging.WARNING if silent and not self._warned else logging.INFO
         self._warned |= silent
         log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
 
     def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
-        """What the worker offers, with a fresh grant; None where it knows nothing of this."""
+        """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
         request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
         try:
             return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
@@ -380,7 +380,7 @@ class Links:
         return self._greeted(Channel(sock, self._limits.probe_s), answer)
 
     def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Link:
-        """Both ends prove that they know the secret, which only gRPC carried."""
+        """Proves, on both ends, knowledge of the secret that only gRPC carried."""
         version = self._credentials.version
         try:
             channel.limit(self._limits.probe_s, self._limits.probe_s)
@@ -388,7 +388,7 @@ class Links:
             channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
             head, proof = channel.receive_frame(Kind.WELCOME)
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise _NotOffered("whoever listens there is not the worker")
+                raise _NotOffered("another program listens there, not the worker")
             ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
             memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:
@@ -399,7 +399,7 @@ class Links:
         return link
 
     def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
-        """The worker's memory, mapped once for all connections; None where it cannot be mapped here."""
+        """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
         known = self._memory
         if known is not None and known.id == answer.memory:
             return known
@@ -413,7 +413,7 @@ class Links:
             log.info("client.no_memory worker=%s why=%s", self._address, error)
             return None
         with self._lock:
-            # Another connection may have been made at the same time: one mapping is enough.
+            # Another connection may have been made at the same time: keep one mapping.
             left: WorkerMemory | None = memory
             if self._memory is None or self._memory.id != answer.memory:
                 left, self._memory = self._memory, memory

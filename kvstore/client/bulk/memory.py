@@ -1,7 +1,7 @@
 """The memory of a worker on this host, mapped once for all connections to it, and leases on parts of it.
 
-Read-only, and of the worker: what lies in it changes as soon as nobody has a lease on it.  Its file is sealed, so the
-mapping outlives the worker.
+The mapping is read-only. The worker may change a part of it once nobody has a lease on that part. The file is sealed,
+so the mapping outlives the worker.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvstore.waiting import Flag
 
 
 class WorkerMemory:
-    """All of it. ``id`` is the worker's name for it, ``leases`` are those that are alive."""
+    """The whole mapping. ``id`` is the worker's name for its memory; ``leases`` are those alive."""
 
     def __init__(self, fd: int, size_bytes: int, id: bytes) -> None:
-        """Maps the file and closes ``fd``. Raises Unavailable where it cannot be mapped, or could shrink."""
+        """Maps the file and closes ``fd``. Raises Unavailable if it cannot be mapped or could shrink."""
         self.id = id
         self.leases: set[int] = set()
         self._closing = Flag()
@@ -36,33 +36,33 @@ class WorkerMemory:
             os.close(fd)
 
     def close(self) -> None:
-        """Nothing is done for it in the background any more; what refers to it keeps it mapped. Idempotent."""
+        """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
         self._closing.set()
 
     def images(self, offsets: Sequence[int], size_bytes: int) -> ImagesIn:
-        """Images of ``size_bytes`` at these offsets. Raises InvalidRequest where one is not all in the memory."""
+        """Returns images of ``size_bytes`` at these offsets. Raises InvalidRequest if one is not within the memory."""
         if any(offset % PAGE_BYTES for offset in offsets):
-            raise InvalidRequest(f"images are said to be at {offsets}: expected multiples of {PAGE_BYTES}")
+            raise InvalidRequest(f"the worker offered images at {offsets}: expected multiples of {PAGE_BYTES}")
         return ImagesIn(self._bytes, offsets, size_bytes)
 
 
 class Lease:
-    """While it is not closed the worker leaves alone what it said lies in its memory: our end of a pipe.
+    """Keeps the worker from reusing leased chunks until it is closed. It is our end of a pipe.
 
-    Closed by whoever is done, or with the last array that refers to it.  That may happen in any thread at any point, so
-    closing takes no lock: one system call, which the worker is told of by the kernel.  A child of ours has it too.
+    Closed by its user, or with the last array that refers to it. That may happen in any thread at any point, so closing
+    takes no lock: it is one system call, and the kernel tells the worker. A forked child inherits it.
     """
 
     __slots__ = ("_fd", "_live")
 
     def __init__(self, fd: int, live: set[int]) -> None:
-        """Takes ``fd`` over; it is in ``live`` until it is closed."""
+        """Takes over ``fd``, and stays in ``live`` until it is closed."""
         self._fd = fd
         self._live = live
         live.add(fd)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes our end of the pipe. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._live.discard(fd)
@@ -80,10 +80,10 @@ class Leased:
 
     def __init__(self, part: memoryview, lease: Lease) -> None:
         at = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
-        # Read-only, and numpy refuses to make it anything else: it is not an array of its own.
+        # Read-only: the array does not own its memory, so numpy refuses to make it writable.
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (len(part),), "data": (at, True)}
         self._alive = (part, lease)
 
     def array(self) -> npt.NDArray[Any]:
-        """Its bytes."""
+        """Returns the bytes as an array."""
         return np.asarray(self)

@@ -1,6 +1,6 @@
-"""Reading engine-hashed blocks past gRPC, each into its buffer: from the worker's memory, its files, or as bytes.
+"""Reading engine-hashed blocks over a bulk connection, each into its buffer: from memory, from files, or as bytes.
 
-Apart from reads of prompts, because a block that is missing ends nothing, and each has its own size and buffer.
+Separate from reads of prompts, because a missing block ends nothing, and each has its own size and buffer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvstore.wire.traces import traced
 
 
 class BlockReading:
-    """One read of blocks over one connection. ``hits`` is set for each that is in its buffer, verified.
+    """One read of blocks over one connection. Sets ``hits`` for each block that is in its buffer, verified.
 
-    ``hold`` is the id of a hold of the worker to read under; empty where there is none.
+    ``hold`` is the id of a hold of the worker to read under; empty for none.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class BlockReading:
         self._limits = limits
         self._hold = hold
         self.damaged: list[int] = []
-        """Those that came and were not right."""
+        """Indexes of blocks that arrived damaged."""
 
     def run(self, indexes: Sequence[int]) -> None:
-        """Reads these. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest."""
+        """Reads the blocks at these indexes. Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest."""
         link = self._link
         if (mode := link.mode) is not Mode.STREAM:
-            # What is in memory may be too much to be leased, or on a root that has no files to hand over.
+            # Blocks in memory may be too many to lease, or the root may have no files to hand over: then as bytes.
             indexes = self._take_given(indexes, mode)
         if indexes:
             self._receive(indexes)
 
     def _take_given(self, indexes: Sequence[int], mode: Mode) -> list[int]:
-        """Reads what the worker gives to a client on its host; returns those that are only to be had as bytes."""
+        """Reads what the worker offers a client on its host; returns the indexes that must come as bytes."""
         number, timeout_s = self._begin(indexes, mode)
         asked, elsewhere = self._wanted.picked(indexes), list[int]()
         deadline = Deadline(self._lanes.clock, timeout_s)
@@ -82,7 +82,7 @@ class BlockReading:
         return elsewhere
 
     def _receive(self, indexes: Sequence[int]) -> None:
-        """Reads whole images that come as bytes, small ones several at a time."""
+        """Reads whole images that come as bytes, several small ones at a time."""
         small = [index for index in indexes if is_small(image_bytes(self._wanted, index))]
         if small:
             self._receive_small(small)
@@ -112,7 +112,7 @@ class BlockReading:
         self._end(channel.receive_head())
 
     def _receive_large(self, indexes: Sequence[int]) -> None:
-        """Each straight into its buffer."""
+        """Reads each image straight into its buffer."""
         self._begin(indexes, Mode.STREAM)
         channel, left = self._link.channel, set(range(len(indexes)))
         while (head := channel.receive_head()).kind is Kind.FILE:
@@ -122,17 +122,17 @@ class BlockReading:
             try:
                 fill_verified(channel.receive_some, expected, [self._buffers[indexes[at]]])
             except Damaged:
-                channel.alive = False  # in the middle of a frame, perhaps
+                channel.alive = False  # the stream may be in the middle of a frame
                 self.damaged += [indexes[at], *(indexes[other] for other in left)]
                 return
             self._hits[indexes[at]] = True
         self._end(head)
 
     def _check(self, at: int, left: set[int], indexes: Sequence[int], came_bytes: int) -> None:
-        """Takes block ``at`` of those asked for from ``left``. Raises LinkBroken unless it may come, in its size."""
+        """Takes block ``at`` out of ``left``. Raises LinkBroken if it was not asked for, or has another size."""
         channel = self._link.channel
         if at not in left:
-            raise channel.break_off(f"an image of block {at} came, which was not asked for, or twice")
+            raise channel.break_off(f"received block {at}, which was not asked for or came before")
         left.remove(at)
         if came_bytes != image_bytes(self._wanted, indexes[at]):
             raise channel.break_off(f"an image of {came_bytes} bytes came for block {indexes[at]}")
@@ -144,7 +144,7 @@ class BlockReading:
         self._link.channel.receive(head.length)
 
     def _begin(self, indexes: Sequence[int], mode: Mode) -> tuple[int, float]:
-        """Sends the request: its number, and how long it may take."""
+        """Sends the request; returns its number and how long it may take."""
         asked, limits = self._wanted.picked(indexes), self._limits
         request = pb.GetBlocksRequest(
             namespace=asked.namespace.digest,

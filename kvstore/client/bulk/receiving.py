@@ -1,5 +1,6 @@
-"""Chunks that arrive bit by bit, verified while they are in the cache: straight in the caller's memory, or, small ones,
-several at a time in a buffer from which they are copied on.
+"""Chunks that arrive piece by piece, verified while they are in the CPU's cache.
+
+Large chunks go straight into the caller's memory. Several small ones are received into one buffer and copied on.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
 
 GROUP_BYTES = 1 << 20
-"""Of small chunks that are received together: so few that they are in the cache when they are copied on."""
+"""Bytes of small chunks received together: few enough to be in the CPU's cache when they are copied on."""
 ALIGNED_BYTES = 64
 _BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
 
 
 def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> Iterator[int]:
-    """Reads chunks ``first`` to ``count - 1`` of a stream, and its end, which may come before they all have.
+    """Receives chunks ``first`` to ``count - 1`` of a stream and its end, which may come early.
 
     Yields, after each step, how many leading chunks of the prompt are good. Raises Damaged, LinkBroken, BulkRefused.
     """
@@ -49,7 +50,7 @@ def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int
         first += good
         yield first
         if good < came:
-            link.channel.alive = False  # what follows in this stream was not read
+            link.channel.alive = False  # the rest of this stream was not read
             raise Damaged(Damage.SECTION_CHECKSUM)
         if came < wanted:
             break
@@ -57,9 +58,9 @@ def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int
 
 
 def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> tuple[int, int]:
-    """How many of ``count`` small chunks came before another frame, and how many leading ones of them are good.
+    """Returns how many of ``count`` small chunks came before another frame, and how many leading ones are good.
 
-    They are copied on from a buffer that is still in the cache, because a few calls for each cost more than its bytes.
+    They are received into one buffer and copied on, because a few calls for each would cost more than its bytes.
     """
     channel, file_bytes = link.channel, expected_chunk(chain, first).file_bytes
     record_bytes = _BEFORE_BYTES + file_bytes
@@ -74,7 +75,7 @@ def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int,
         arrived_bytes += step_bytes
         left = skip(left, step_bytes)
         is_other = False
-        # ``came`` is of heads here. Each is looked at as soon as it came: behind another frame there may be nothing.
+        # ``came`` counts heads. Each is checked as soon as it arrives: after another frame no more may follow.
         while came < count and arrived_bytes >= came * record_bytes + HEAD_BYTES and not is_other:
             begun = bytes(records[came][: min(_BEFORE_BYTES, arrived_bytes - came * record_bytes)])
             is_other = not (head + encode_index(first + came)).startswith(begun)
@@ -91,15 +92,15 @@ def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int,
 
 
 def is_small(image_bytes: int) -> bool:
-    """Whether ``receive_images`` may be used for images of this size: several are received together."""
+    """True if ``receive_images`` accepts images of this size: small enough that several are received together."""
     return 2 * (_BEFORE_BYTES + image_bytes) <= GROUP_BYTES
 
 
 def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[tuple[memoryview, dict[int, slice]]]:
-    """Small images of a stream, in whatever order and sizes they come, up to another frame, which is left.
+    """Yields small images of a stream, in any order and size, up to another frame, which is left unread.
 
-    ``accept`` is given the index and the bytes of each that came, and raises LinkBroken where it may not come. Yields
-    memory and where in it images lie, by their index, until the next step. Raises LinkBroken, LinkLate.
+    ``accept`` gets the index and the size of each, and raises LinkBroken if it must not come. Yields a buffer, valid
+    until the next step, and where in it each image lies, by index. Raises LinkBroken, LinkLate.
     """
     channel, buffer, filled = link.channel, memoryview(bytearray(GROUP_BYTES)), 0
     while True:
@@ -113,7 +114,7 @@ def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[t
                 if is_other:
                     break
                 if head.length < INDEX_BYTES or not is_small(head.length - INDEX_BYTES):
-                    raise channel.break_off(f"a file of {head.length} bytes came among small images")
+                    raise channel.break_off(f"received a file of {head.length} bytes among small images")
                 if stop > filled:
                     break
                 index = decode_index(buffer[at + HEAD_BYTES : at + _BEFORE_BYTES])
@@ -124,20 +125,20 @@ def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[t
             came[index] = slice(at + _BEFORE_BYTES, stop)
             at = stop
         if came:
-            yield buffer, came  # also what came before the connection was found to be no good
+            yield buffer, came  # includes those that came before the connection was found to be bad
         if broken is not None:
             raise broken
         if is_other:
             channel.give_back(memoryview(bytes(buffer[at:filled])))
             return
-        if at:  # an image that comes a packet at a time stays where it is: moving it for each would cost more than it
+        if at:  # keep an image that comes packet by packet in place: moving it for each packet would cost more than it
             rest = bytes(buffer[at:filled])
             buffer[: len(rest)] = rest
             filled = len(rest)
 
 
 class Natively(Items):
-    """Chunks of a stream that native code receives into an array, piece by piece, verifying each in the cache."""
+    """Chunks of a stream that native code receives into an array, verifying each piece while it is in the cache."""
 
     def __init__(self, chain: Chain, first: int, stop: int, planes: Planes) -> None:
         super().__init__(chain, range(first, stop))
@@ -146,7 +147,7 @@ class Natively(Items):
         self._header = np.empty(int(self.items["header_bytes"].max()), np.uint8)
 
     def receive(self, channel: Channel, index: int) -> None:
-        """The file of one chunk. Raises Damaged, LinkBroken, LinkLate."""
+        """Receives one chunk's file. Raises Damaged, LinkBroken, LinkLate."""
         header: int = self._header.__array_interface__["data"][0]
         came = ctypes.create_string_buffer(native.MOVED_BYTES)
         at = self.at(index - self._first)
@@ -155,7 +156,7 @@ class Natively(Items):
 
 
 def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Natively) -> bool:
-    """Reads one chunk of a stream; False where the stream ends before it. Raises Damaged, LinkBroken, BulkRefused."""
+    """Reads one chunk of a stream; False if the stream ends before it. Raises Damaged, LinkBroken, BulkRefused."""
     channel, expected = link.channel, expected_chunk(chain, index)
     head = channel.receive_head()
     if head.kind is Kind.REFUSED:
@@ -165,14 +166,14 @@ def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Nativel
         channel.receive(head.length)
         return False
     if head.length != INDEX_BYTES + expected.file_bytes or decode_index(channel.receive(INDEX_BYTES)) != index:
-        raise channel.break_off(f"a file of {head.length} bytes came: expected that of chunk {index}")
+        raise channel.break_off(f"received a file of {head.length} bytes: expected that of chunk {index}")
     try:
         if isinstance(into, Natively):
             into.receive(channel, index)
         else:
             fill_verified(channel.receive_some, expected, into(index))
     except Damaged:
-        channel.alive = False  # in the middle of a frame
+        channel.alive = False  # the stream is in the middle of a frame
         raise
     return True
 
@@ -180,9 +181,9 @@ def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Nativel
 def fill_verified(
     fill: Callable[[Pieces], int], expected: Expected, sections: Pieces, step_bytes: int | None = None
 ) -> None:
-    """Reads the file of a chunk into ``sections`` with ``fill``, which writes into pieces and returns how much.
+    """Reads the file of a chunk into ``sections``. ``fill`` writes into pieces and returns how many bytes.
 
-    With ``step_bytes`` it is given that much at a time. Raises Damaged, and what ``fill`` raises.
+    With ``step_bytes``, ``fill`` is given at most that many at a time. Raises Damaged, and what ``fill`` raises.
     """
     raw = bytearray(expected.header_bytes)
     header: Pieces = [memoryview(raw)]

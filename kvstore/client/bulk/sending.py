@@ -1,4 +1,4 @@
-"""A put over a bulk connection: chunks are copied into the arena, or sent from the caller's memory as they are."""
+"""A put over a bulk connection: chunks are copied into the arena, or sent straight from the caller's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.wire.bulk.runs import SUM_BYTES
 from kvstore.wire.traces import traced
 
 FULL_PAUSE_S = 0.0005
-"""Between two looks at an arena that is full."""
+"""Pause between two looks at a full arena."""
 LAST_WORD_S = 1.0
 
 
@@ -45,10 +45,10 @@ def send_put(
     timeout_s: float,
     lanes: FileLanes,
 ) -> bytes:
-    """The worker's answer, encoded. ``start`` says what the cargo is.
+    """Sends a put; returns the worker's encoded answer. ``start`` describes the cargo.
 
-    ``reserve(bytes)`` says how many of so many bytes an arena may have.
-    Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest for what makes no sense.
+    ``reserve(bytes)`` returns how many of those bytes an arena may have. Raises LinkBroken, LinkLate, BulkRefused;
+    InvalidRequest for an answer that makes no sense.
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(idle_s, timeout_s)
@@ -60,7 +60,7 @@ def send_put(
         if not channel.is_quiet():
             raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
         _pause(ends_s)
-    # A put that does not fit into the arena as a whole has to be stored while it is copied.
+    # A put that does not fit into the arena as a whole must be stored while it is copied.
     behind = behind and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
     kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
     channel.send(kind, number, [encode_request(timeout_s, int(behind), traced(start))])
@@ -71,7 +71,7 @@ def send_put(
     try:
         for at, chunks in cargo.runs(begin, count, run_bytes or RUN_BYTES_MAX):
             if at > begin and not channel.is_quiet():
-                break  # it has something to say: that it refuses
+                break  # the worker has something to say: it refuses
             if arena is not None and run_bytes:
                 _place(link, arena, number, cargo, begin, at, chunks, ends_s, lanes)
             else:
@@ -83,13 +83,13 @@ def send_put(
 
 
 def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int, *, behind: bool) -> int:
-    """How large runs in the arena may be, for a put of ``size_bytes``; 0 where it is too small for any."""
+    """Returns the size of runs in the arena for a put of ``size_bytes``; 0 if the arena is too small for any."""
     if behind:
         return size_bytes
     placed_bytes = min(cargo.placed_bytes, size_bytes)
     if arena.size_bytes >= size_bytes + placed_bytes:
         return placed_bytes
-    # With room for fewer the worker would wait for the next run, and we for it to release one.
+    # With room for fewer runs the worker would wait for the next run, and we for it to release one.
     placed_bytes = min(placed_bytes, arena.size_bytes // ARENA_RUNS)
     return placed_bytes if placed_bytes >= cargo.largest_bytes else 0
 
@@ -108,7 +108,7 @@ def _place(
     size_bytes = cargo.size_bytes(first, count)
     while (offset := arena.take(size_bytes, number, first + count - begin)) is None:
         if not link.channel.is_quiet():
-            return  # what it says is read by the caller
+            return  # the caller reads the worker's answer
         _pause(ends_s)
     target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
 
@@ -128,12 +128,12 @@ def _send(link: Link, number: int, cargo: Cargo, first: int, count: int) -> None
 def _pause(ends_s: float) -> None:
     """Waits a little for room in an arena. Raises Unavailable once the time is over."""
     if time.monotonic() > ends_s:
-        raise Unavailable("the worker did not store what is in the shared memory in time: retry later")
+        raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
     time.sleep(FULL_PAUSE_S)
 
 
 def _hear_why(link: Link) -> None:
-    """A worker that refuses says why before it closes; raises BulkRefused if it did."""
+    """Raises BulkRefused if the worker said why it refused before it closed the connection."""
     link.channel.limit(LAST_WORD_S, LAST_WORD_S)
     with suppress(Unavailable):
         link.receive(Kind.STORED)

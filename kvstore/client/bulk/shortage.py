@@ -1,6 +1,6 @@
-"""Whether this process has run out of file descriptors: then for a while only paths are taken that need few.
+"""Shortage of file descriptors in this process: while it lasts, only paths that need few are used.
 
-Apart from the connections, because all of a client share it: the descriptors are those of the process.
+Separate from connections, because all connections of a client share it: descriptors belong to the process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvstore.wire.bulk.channel import LinkShort
 log = logging.getLogger(__name__)
 
 PAUSE_S = 60.0
-"""How long the paths that need many descriptors are left alone."""
+"""How long the paths that need many descriptors are avoided."""
 SHARE = 32
-"""Of so many descriptors that the process may have, one bulk connection may be there: each needs four."""
+"""One bulk connection is allowed per this many descriptors of the process: each connection needs four."""
 
 
 class Shortage:
-    """What a client knows of it. Thread-safe."""
+    """The shortage as one client knows it. Thread-safe."""
 
     def __init__(self, counters: Counts[ClientCount], monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
@@ -35,11 +35,11 @@ class Shortage:
 
     @property
     def is_on(self) -> bool:
-        """Whether files, leases and memory of a worker are to be left alone."""
+        """True while files, leases and memory of workers must not be used."""
         return self._monotonic_s() < self._ends_s
 
     def note(self, error: BaseException) -> bool:
-        """Begins it where ``error`` says that descriptors ran out, and says whether it does. Warns once in all."""
+        """Begins a shortage if ``error`` says that descriptors ran out; returns whether it does. Warns once in all."""
         if not is_short(error):
             return False
         with self._lock:
@@ -56,7 +56,7 @@ class Shortage:
 
 
 def is_short(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is that this process or host has no more file descriptors."""
+    """True if ``error``, or its cause, is that this process or host has no more file descriptors."""
     while error is not None:
         if isinstance(error, LinkShort) or (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
             return True
@@ -65,7 +65,7 @@ def is_short(error: BaseException | None) -> bool:
 
 
 def links_max(most: int) -> int:
-    """How many bulk connections there may be to one worker, of ``most``, with the descriptors of this process."""
+    """Returns how many bulk connections one worker may have: at most ``most``, fewer if descriptors are few."""
     return max(1, min(most, _limit() // SHARE))
 
 

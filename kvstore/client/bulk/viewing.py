@@ -1,6 +1,6 @@
-"""Views of chunks where they lie: in the worker's memory, or in files that it handed over. No copy; verified once.
+"""Views of chunks in place: in the worker's memory, or in files that it handed over. No copy; verified once.
 
-Arrays keep what they refer to: a lease on the worker's memory, a mapping of a file.  Neither needs the worker any more.
+An array keeps what it refers to: a lease on the worker's memory, or a mapping of a file. Neither needs the worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.sections import planes_of
 
 
 class Views:
-    """The arrays of one view as they come, by the index of their chunk; at most ``files_max`` of mapped files."""
+    """The arrays of one view, by chunk index, as they come; at most ``files_max`` of them are mapped files."""
 
     def __init__(self, layout: Layout, files_max: int) -> None:
         self._layout = layout
@@ -36,25 +36,25 @@ class Views:
         self._files_left = files_max
 
     def sections(self, index: int) -> Pieces:
-        """Memory for a chunk that has to be copied, taken as it is asked for: only for what really comes."""
+        """Returns memory for a chunk that must be copied. Allocated on demand: only for chunks that come."""
         layout = self._layout
         self._arrays[index] = array = np.empty(layout.shape(layout.chunk_tokens), layout.numpy_dtype)
         return planes_of(array, layout)(0)
 
     def add(self, index: int, payload: npt.NDArray[Any]) -> None:
-        """The bytes of a chunk where they lie."""
+        """Adds the bytes of a chunk, in place."""
         layout = self._layout
         self._arrays[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
 
     def may_map(self, count: int) -> bool:
-        """Whether so many files more may be mapped: each keeps a descriptor, and an engine has few."""
+        """True if this many more files may be mapped: each keeps a descriptor, and an engine has few."""
         if count > self._files_left:
             return False
         self._files_left -= count
         return True
 
     def leading(self, count: int) -> list[npt.NDArray[Any]]:
-        """The arrays of the first ``count`` chunks, read-only."""
+        """Returns the read-only arrays of the first ``count`` chunks."""
         arrays = [self._arrays[index] for index in range(count)]
         for array in arrays:
             array.flags.writeable = False
@@ -62,7 +62,7 @@ class Views:
 
 
 def view_given(link: Link, chain: Chain, given: Given, views: Views, lanes: FileLanes, deadline: Deadline) -> bytearray:
-    """As ``take_given``, but the chunks stay where they are where that can be."""
+    """Verifies a run of chunks in place, or copies those that cannot stay; returns as ``take_given`` does."""
     if isinstance(given, GivenSlots):
         return _view_slots(link, chain, given, views, lanes.copiers(), deadline)
     if views.may_map(given.count):
@@ -84,9 +84,9 @@ def _view_slots(
 def _map_files(
     link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline
 ) -> bytearray:
-    """Maps the leading files that have their chunk's size, and closes them all.
+    """Maps the leading files that have their chunk's size, and closes all files.
 
-    Where the system gives no more mappings, or descriptors, which each mapping needs, they are copied.
+    Chunks are copied if the system has no more mappings or descriptors: each mapping needs one.
     """
     expected = expected_chunk(chain, given.first)
     images: list[memoryview] = []
@@ -94,7 +94,7 @@ def _map_files(
         for fd in given.files:
             images.append(memoryview(mmap.mmap(fd, expected.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ)))
     except ValueError:
-        pass  # shorter than it should be: not right, and read over gRPC
+        pass  # too short, so damaged: read over gRPC instead
     except OSError as error:
         link.shortage.note(error)
         images.clear()
@@ -110,12 +110,12 @@ def _map_files(
 
 
 def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> bytearray:
-    """For each image a byte, 1 where it is that of its chunk, from index ``first`` on, whole and right."""
+    """Verifies each image as that of its chunk, from index ``first`` on; returns one byte for each, 1 if it is good."""
 
     def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
         return verify_images(chain, range(first + start, first + stop), images[start:stop])
 
     if not images:
         return bytearray()
-    # Mapped files may be on a root that hangs: then only lanes wait for it, and never longer than the deadline.
+    # Mapped files may be on a root that hangs: only lanes wait for it, never past the deadline.
     return in_groups(chain, first, len(images), verify, lanes, deadline, helps=isinstance(images, ImagesIn))

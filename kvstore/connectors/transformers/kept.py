@@ -1,7 +1,7 @@
 """The KV that a model keeps of each token in its cache, and the models whose state cannot be stored.
 
-Found out by running the model on two tokens: configurations name heads and widths in many ways, and latent attention
-keeps something else than any of them says.
+Found by running the model on two tokens: configurations name heads and widths in many ways, and latent attention keeps
+something that none of them describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = {
     torch.float8_e5m2: "float8_e5m2",
 }
 GROWING_ROPE = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies depend on how long the whole prompt is, once it is over the original length."""
+"""Kinds of RoPE whose frequencies depend on the whole prompt's length, once it exceeds the original length."""
 ROUNDING = 0.05
 """The allowed relative error of K or V of a token when another one follows: experts group tokens."""
 NOT_CAUSAL = "its attention is not causal, so that KV of a prefix depends on what follows"
@@ -33,7 +33,7 @@ NOT_CAUSAL = "its attention is not causal, so that KV of a prefix depends on wha
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The KV of a token in each layer: K of shape ``k`` and V of shape ``v``, (heads, dim); alike in all layers."""
+    """The KV of a token in each layer: K of shape ``k`` and V of shape ``v``, (heads, dim); equal for all layers."""
 
     k: tuple[int, int]
     v: tuple[int, int]
@@ -43,19 +43,19 @@ class Kept:
 
     @property
     def row(self) -> int:
-        """Elements of K and V of one token in one layer."""
+        """Number of elements of K and V of one token in one layer."""
         return self.k[0] * self.k[1] + self.v[0] * self.v[1]
 
     def layout(self, chunk_tokens: int) -> Layout:
-        """The layout to store it in. K and V of different widths are one row, stored in two halves."""
+        """Returns the layout to store it in. K and V of different widths are one row, stored in two halves."""
         heads, dim = self.k if self.k == self.v else (1, self.row // 2)
         return Layout(len(self.devices), heads, dim, DTYPES[self.dtype], chunk_tokens)
 
 
 def kept_by(model: Any) -> Kept:
-    """Runs ``model`` on two tokens, twice.
+    """Runs ``model`` on two tokens, twice, and returns the KV that it keeps.
 
-    Raises InvalidRequest where what it keeps is not K and V of each token alike, or depends on what follows the token.
+    Raises InvalidRequest if that is not K and V of each token alike, or depends on what follows the token.
     """
     adds = _added(model, (0, 1))
     shapes = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in adds}
@@ -78,7 +78,7 @@ def kept_by(model: Any) -> Kept:
 
 
 def _added(model: Any, tokens: tuple[int, ...]) -> list[tuple[Any, Any]]:
-    """K and V that each layer adds for these tokens."""
+    """Returns K and V that each layer adds for these tokens."""
     past, seen = DynamicCache(config=model.config), list[tuple[int, Any, Any]]()
     for index, layer in enumerate(past.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -147,9 +147,9 @@ def check_prompt(model: Any, input_ids: Any) -> None:
 
 
 def run(model: Any, input_ids: Any, past: Any, take: Any) -> None:
-    """Runs ``input_ids`` behind ``past``, which grows; ``take(layer, k, v)`` is given what each layer adds.
+    """Runs ``input_ids`` behind ``past``, which grows; ``take(layer, k, v)`` gets what each layer adds.
 
-    At the cache's door, because a sliding layer drops what has left its window before the call is over.
+    Intercepts the cache's update, because a sliding layer drops what left its window before the call is over.
     """
     add = past.update
 
@@ -167,12 +167,12 @@ def run(model: Any, input_ids: Any, past: Any, take: Any) -> None:
 
 
 def refused(model: Any, reason: str) -> InvalidRequest:
-    """The error for a model that cannot be served."""
+    """Returns the error for a model that cannot be served."""
     return InvalidRequest(f"{type(model).__name__} cannot be served from a store: {reason}. Call generate without one")
 
 
 def _rope_limit(config: Any) -> int | None:
-    """The prompt length from which the frequencies depend on the length; None: never."""
+    """Returns the prompt length from which the frequencies depend on the length; None: never."""
     settings = getattr(config, "rope_parameters", None) or {}
     each = [settings, *(value for value in settings.values() if isinstance(value, dict))]
     growing = [one for one in each if any(kind in str(one.get("rope_type", "")) for kind in GROWING_ROPE)]

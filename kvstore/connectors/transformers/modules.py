@@ -1,4 +1,4 @@
-"""A digest of a model's modules: modules that were swapped or patched compute other KV from equal weights."""
+"""A digest of a model's modules: swapped or patched modules compute other KV from equal weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.modules import module as torch_module
 SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
 """Settings of modules that do not change their results."""
 LOOKS_ONLY = "transformers.utils.output_capturing"
-"""The module whose hooks change nothing: transformers leaves them behind once hidden states were asked for."""
+"""The module whose hooks change nothing: transformers leaves them behind once hidden states were requested."""
 
 
 def modules_digest(model: Any) -> str:
-    """A digest of each module's class, its plain settings, and the functions that it was given."""
+    """Returns a digest of each module's class, its plain settings, and the functions that were set on it."""
     digest = blake2b(digest_size=16)
     for name, module in model.named_modules():
         digest.update(f"{name}\0{_named(type(module))}\0".encode())
@@ -26,7 +26,7 @@ def modules_digest(model: Any) -> str:
 
 
 def has_hooks(model: Any) -> bool:
-    """True where forward hooks see, and may change, the inputs and outputs of modules."""
+    """True if forward hooks see, and may change, the inputs and outputs of modules."""
     kinds = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     for module in model.modules():
         kinds += [module._forward_hooks, module._forward_pre_hooks]

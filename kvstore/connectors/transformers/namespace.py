@@ -1,4 +1,4 @@
-"""The namespace of a model: everything that its KV depends on beside the tokens."""
+"""The namespace of a model: everything that its KV depends on besides the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.namespace import Namespace
 
 CHUNK_TOKENS = 256
 CONFIG_SILENT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Settings that say where a model came from, not what it computes; types are part of the layout and the weights."""
+"""Settings that describe a model's origin, not its computation; types are part of the layout and the weights."""
 
 _probed: weakref.WeakKeyDictionary[Any, tuple[str, Kept]] = weakref.WeakKeyDictionary()
 
@@ -33,12 +33,12 @@ def model_cache(
     tenant: str = "",
     attributes: Mapping[str, str] | None = None,
 ) -> Cache:
-    """The cache in ``store`` that ``prefill_with_store`` uses for ``model``, to match, pin or clear.
+    """Returns the cache in ``store`` that ``prefill_with_store`` uses for ``model``, to match, pin or clear.
 
-    ``fingerprint`` is a digest of the weights; by default it is taken from the tensors, which reads all of them once.
-    ``attributes`` are settings that neither the weights nor the configuration show, as a patched attention.
+    ``fingerprint`` is a digest of the weights; by default it is computed from the tensors, which reads all of them
+    once. ``attributes`` are settings that neither the weights nor the configuration show, such as a patched attention.
 
-    Raises InvalidRequest where the model cannot be served, with the reason, and as ``Store.namespace`` does.
+    Raises InvalidRequest, with the reason, if the model cannot be served, and as ``Store.namespace`` does.
     """
     if not isinstance(store, Store):
         raise InvalidRequest(
@@ -62,7 +62,7 @@ def model_cache(
 
 
 def checked(model: Any) -> Kept:
-    """The KV that ``model`` keeps of each token. Raises InvalidRequest where it cannot be served."""
+    """Returns the KV that ``model`` keeps of each token. Raises InvalidRequest if it cannot be served."""
     check_model(model)
     seen_as = f"{config_digest(model.config)} {model.dtype} {model.device} {getattr(model, 'hf_device_map', None)}"
     probed = _probed.get(model)
@@ -72,9 +72,9 @@ def checked(model: Any) -> Kept:
 
 
 def check_cache(model: Any, kept: Kept, namespace: Namespace) -> None:
-    """Raises InvalidRequest where ``namespace`` is not one of ``model`` as it is now.
+    """Raises InvalidRequest if ``namespace`` does not belong to ``model`` as it is now.
 
-    A fingerprint that the caller chose is the caller's word for the weights.
+    A fingerprint given by the caller is trusted for the weights.
     """
     differing = [
         f"{key} is {dict(namespace.attributes).get(key)!r}, not {value!r}"
@@ -98,7 +98,7 @@ def check_cache(model: Any, kept: Kept, namespace: Namespace) -> None:
 
 
 def config_digest(config: Any) -> str:
-    """A digest of all settings of a model: RoPE, windows, quantisation and whatever else its configuration has."""
+    """Returns a digest of all settings of a model: RoPE, windows, quantisation and the rest of its configuration."""
     settings = {key: value for key, value in config.to_dict().items() if key not in CONFIG_SILENT}
     return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Prefill of one prompt: what is stored is loaded, what is not is computed and stored."""
+"""Prefill of one prompt: stored chunks are loaded, the others computed and stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache,
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
 
 GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
-"""Errors of the store with which the prompt is computed as if there were none."""
+"""Errors of the store after which the prompt is computed as if there were no store."""
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +32,20 @@ def prefill_with_store(
     attributes: Mapping[str, str] | None = None,
     piece_tokens: int | None = None,
 ) -> DynamicCache:
-    """KV of the full chunks of a prompt, for ``model.generate(input_ids, past_key_values=...)`` to go on from.
+    """Returns the KV of a prompt's full chunks, for ``model.generate(input_ids, past_key_values=...)`` to continue.
 
-    ``input_ids`` is an integer tensor of shape (1, tokens).  What ``store`` has is loaded, the chunks behind it are
-    computed and stored.  At least one token, and at most ``chunk_tokens``, is left for ``generate`` to compute.
+    ``input_ids`` is an integer tensor of shape (1, tokens). Stored chunks are loaded; the chunks behind them are
+    computed and stored. At least one token, and at most ``chunk_tokens``, is left for ``generate`` to compute.
 
-    ``store`` comes from ``kvstore.open`` or ``kvstore.connect``; or it is a cache that ``model_cache`` made, which then
-    says what the keyword arguments up to ``attributes`` would, explained there.
+    ``store`` comes from ``kvstore.open`` or ``kvstore.connect``. It may also be a cache made by ``model_cache``, which
+    then takes the place of the keyword arguments up to ``attributes``; they are described there.
 
-    What is missing is computed in one run, or ``piece_tokens`` at a time, a multiple of ``chunk_tokens``.  With
-    ``piece_tokens=chunk_tokens`` every chunk is computed in a run of the same shape whatever was found, so that the
-    result does not depend on what the store has, to the last bit; in one run it does, by rounding.
+    Missing chunks are computed in one run, or ``piece_tokens`` at a time, a multiple of ``chunk_tokens``. With
+    ``piece_tokens=chunk_tokens`` every chunk is computed in a run of the same shape, so the result does not depend on
+    what the store has, to the last bit; in one run it does, by rounding.
 
-    Raises InvalidRequest, with the reason, for a model or prompt that cannot be served.  A store that fails, is full or
-    does not answer within its limits is not an error: all is computed, and a warning is logged.
+    Raises InvalidRequest, with the reason, for a model or prompt that cannot be served. A store that fails, is full or
+    does not answer within its limits is not an error: everything is computed, and a warning is logged.
     """
     if not isinstance(store, Store | Cache):
         raise InvalidRequest(
@@ -83,7 +83,7 @@ def prefill_with_store(
 
 
 def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
-    """Fills ``past`` with what is stored of ``prefix``; returns its tokens."""
+    """Fills ``past`` with the stored part of ``prefix``; returns its number of tokens."""
     count = 0
     with suppress(*GO_ON):
         count, array = cache.get(prefix[0].cpu().numpy())
@@ -114,7 +114,7 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_t
         into[1].copy_(v)
 
     while at < prefix.shape[1]:
-        # To the next multiple of a piece, so that its borders are where they are without anything loaded.
+        # Up to the next multiple of a piece, so that its borders do not depend on what was loaded.
         until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
         run(model, prefix[:, at:until], past, take)
         at = until
@@ -131,10 +131,10 @@ def _store(cache: Cache, prefix: Any, rows: Any, start: int) -> None:
 
 
 def _heads(rows: Any, shape: tuple[int, int]) -> Any:
-    """(tokens, heads * dim) as the cache has it: (1, heads, tokens, dim)."""
+    """Reshapes (tokens, heads * dim) to the cache's (1, heads, tokens, dim)."""
     return rows.reshape(len(rows), *shape).transpose(0, 1)[None].contiguous()
 
 
 def _rows(tensor: Any) -> Any:
-    """(1, heads, tokens, dim) as it is stored: (tokens, heads * dim)."""
+    """Reshapes the cache's (1, heads, tokens, dim) to the stored (tokens, heads * dim)."""
     return tensor[0].transpose(0, 1).flatten(1)

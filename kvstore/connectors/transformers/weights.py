@@ -1,8 +1,7 @@
 """A digest of the weights that a model in memory computes with.
 
-Of the tensors themselves and not of the files they came from: weights are merged, quantised and trained after loading,
-and a model may have no files at all.  Every byte is hashed once per model object, and again when a tensor was replaced
-or written to.
+Of the tensors themselves, not of their files: weights are merged, quantised and trained after loading, and a model may
+have no files at all. Every byte is hashed once per model object, and again when a tensor was replaced or written to.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import xxhash
 from kvstore.errors import InvalidRequest
 
 SCHEME = "tensors-xxh3:"
-"""The beginning of every fingerprint that is made here."""
+"""Prefix of every fingerprint made here."""
 SAMPLES = 64
-"""Elements of each tensor that every call looks at, beside torch's own counter of writes."""
+"""Number of elements of each tensor that every call samples, in addition to torch's own counter of writes."""
 
 _GIVE_ONE = "give a digest of the weights as fingerprint="
 _remembered: weakref.WeakKeyDictionary[Any, tuple[bytes, str]] = weakref.WeakKeyDictionary()
@@ -28,13 +27,13 @@ _lock = threading.Lock()
 
 
 def weights_fingerprint(model: Any) -> str:
-    """The digest of all parameters and buffers of ``model``, a torch module.
+    """Returns the digest of all parameters and buffers of ``model``, a torch module.
 
-    Takes as long as hashing them all (tens of GB/s on the host, the speed of the bus from a device) the first time, and
-    milliseconds afterwards.  A change is seen by torch's version counters, by the tensors' places and by a sample of
-    each tensor's elements: only a write past the counters (``.data``) that misses the whole sample goes unnoticed.
+    The first call takes as long as hashing them all (tens of GB/s on the host, the speed of the bus from a device),
+    later calls milliseconds. A change is detected by torch's version counters, the tensors' places and a sample of each
+    tensor's elements: only a write past the counters (``.data``) that misses the whole sample goes unnoticed.
 
-    Raises InvalidRequest where weights cannot be read, as when they are offloaded to another device.
+    Raises InvalidRequest if weights cannot be read, as when they are offloaded to another device.
     """
     tensors = _tensors(model)
     with _lock:
@@ -47,8 +46,8 @@ def weights_fingerprint(model: Any) -> str:
 
 
 def _tensors(model: Any) -> dict[str, Any]:
-    """All tensors by name, each once: tied weights have several names."""
-    found: dict[str, Any] = dict(model.named_buffers())  # those that are not saved too: RoPE's frequencies
+    """Returns all tensors by name, each once: tied weights have several names."""
+    found: dict[str, Any] = dict(model.named_buffers())  # includes those that are not saved: RoPE's frequencies
     found.update(model.state_dict(keep_vars=True))
     distinct: dict[int, tuple[str, Any]] = {}
     for name, tensor in sorted(found.items()):
@@ -61,7 +60,7 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def _state(tensors: dict[str, Any]) -> bytes:
-    """Changes when a tensor is replaced or written to."""
+    """Returns bytes that change when a tensor is replaced or written to."""
     digest = blake2b(digest_size=16)
     samples: dict[Any, list[Any]] = {}
     for name, tensor in tensors.items():

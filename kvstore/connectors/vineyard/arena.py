@@ -1,6 +1,6 @@
 """The memory that a cache in shared memory takes of its process: its capacity in bytes.
 
-Apart from the cache, because it depends on how chunks lie in memory and on how much there is of it.
+Separate from the cache, because it depends on how chunks lie in memory and on how much memory there is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from kvstore.node.settings import MEMORY_BYTES_MIN
 
 TOKEN_ID_BYTES = 4
 SHARE_MAX = 1 / 4
-"""Share of this process's memory: a capacity that was only a number until now must not end it."""
+"""Share of this process's memory that it may take, so that a capacity copied from Vineyard cannot exhaust it."""
 
 
 def memory_bytes(layout: Layout, capacity_tokens: int) -> int:
-    """Memory for the chunks of so many tokens: at least 16 MiB, at most a quarter of what there is."""
+    """Returns the memory for the chunks of this many tokens: at least 16 MiB, at most a quarter of all there is."""
     chunk_bytes = header_bytes(TOKEN_ID_BYTES * layout.chunk_tokens, layout.section_count) + layout.chunk_bytes
     chunks = -(-capacity_tokens // layout.chunk_tokens)
     wanted = min(chunks * _whole_pages(chunk_bytes), int(memory_there_bytes() * SHARE_MAX))

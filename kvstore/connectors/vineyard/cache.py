@@ -1,4 +1,4 @@
-"""KVCache: Vineyard's calls, made on a kvstore namespace."""
+"""KVCache: Vineyard's calls on a kvstore namespace."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "Vineyard
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 GATHER_BYTES = 64 << 20
-"""Bytes copied together for one put: this much memory is needed beside the caller's own."""
+"""Bytes copied together for one put: this much memory is needed in addition to the caller's own."""
 GATHER_PARTS_MAX = 32
-"""Each put looks at all chunks before its first; very large updates take larger parts rather than more."""
+"""Limit on the parts of one update, since each put checks all chunks before its own; large updates take large parts."""
 HOLES_MAX = 8
 """Retries of one update for chunks that garbage collection took, or that memory had no room for."""
 
 
 class KVCache:
-    """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; dropped, it closes too.
+    """KV of one model in a store, by tokens. Thread-safe. Close it, or use it as a context; a dropped one closes too.
 
-    ``tensor_nbytes`` is the size of K, and of V, of one token at one layer, ``layer`` the number of layers.
+    ``tensor_nbytes`` is the size of K, and of V, of one token at one layer; ``layer`` is the number of layers.
     ``cache_capacity`` is how many tokens a VineyardCacheConfig keeps in the memory of this process, at least 16 MiB and
-    at most a quarter of all there is; the folder below it keeps the others.  With a FileCacheConfig it has no effect:
-    how much a root keeps is a setting of garbage collection (``kvstore-gc``).
-    ``rank`` with ``world_size`` keeps the ranks of a parallel run apart, in ``{root}/{world_size}-{rank}``;
-    ``cache_config.root`` of this object says so, the caller's configuration stays as it is.
-    ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users apart, as in ``kvstore.open``'s
-    namespaces.  Further keyword arguments go to ``kvstore.open`` (``etcd``, ``durability``, ``memory``, ``write``) or
-    ``kvstore.connect``.
+    at most a quarter of all there is; the folder below it keeps the others. With a FileCacheConfig it has no effect:
+    the size of a root is a setting of garbage collection (``kvstore-gc``). ``rank`` with ``world_size`` keeps the ranks
+    of a parallel run apart, in ``{root}/{world_size}-{rank}``; ``cache_config.root`` of this object has that path, the
+    caller's configuration is unchanged. ``fingerprint`` (a digest of the weights) and ``tenant`` keep models and users
+    apart, as in ``Store.namespace``. Further keyword arguments go to ``kvstore.open`` (``etcd``, ``durability``,
+    ``memory``, ``write``) or ``kvstore.connect``.
 
     Without ``cache_config`` the environment says where the cache is (``config_from_environment``).
 
-    Raises ValueError where there is no configuration. Every error of the store comes as the class of ``kvstore.errors``
-    and as RuntimeError: RootMismatch, PermissionDenied, Unavailable, InvalidRequest for sizes that are not positive.
+    Raises ValueError if there is no configuration. Every error of the store is raised as its class in
+    ``kvstore.errors`` and as RuntimeError: RootMismatch, PermissionDenied, Unavailable, InvalidRequest for sizes that
+    are not positive.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class KVCache:
         with as_runtime_errors():
             layout = Layout(layer, 1, tensor_nbytes, "int8", self._chunk_tokens)
             self._store = _open(config, layout, cache_capacity, kwargs)
-            # At exit too, and there before the interpreter freezes the store's threads, which __del__ would wait for.
+            # At exit too, and before the interpreter freezes the store's threads, which __del__ would wait for.
             self._closing = weakref.finalize(self, _close_quietly, self._store, os.getpid())
             # The geometry is in the name: another one on the same root is another namespace, not a LayoutMismatch.
             name = f"vineyard-{layer}x{tensor_nbytes}-{self._chunk_tokens}"
@@ -112,23 +112,23 @@ class KVCache:
     def update(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
         """Stores the KV of ``tokens``, which follow ``prefix``; returns how many of ``tokens`` are in the cache now.
 
-        ``kv_cache_list[i][j]`` is K and V of token i at layer j, KVTensors of ``tensor_nbytes`` bytes.  What is there
-        already is not replaced, and counts.  0, and nothing stored, where a token of ``prefix`` is missing.
-        With a FileCacheConfig both lengths are multiples of ``chunk_size``.  Token ids are of 32 bits, signed.
+        ``kv_cache_list[i][j]`` is K and V of token i at layer j, KVTensors of ``tensor_nbytes`` bytes. Existing tokens
+        are not replaced, but count. If a token of ``prefix`` is missing nothing is stored, and the result is 0. With a
+        FileCacheConfig both lengths are multiples of ``chunk_size``. Token ids are signed 32-bit integers.
 
-        Raises InvalidRequest; Overloaded (the root is full, or too much at once), PermissionDenied or Unavailable
-        where not all could be stored; each is a RuntimeError too.
+        Raises InvalidRequest; Overloaded (the root is full, or too much at once), PermissionDenied or Unavailable if
+        not all could be stored; each is a RuntimeError too.
         """
         with as_runtime_errors():
             return self._update(prefix, tokens, kv_cache_list)[0]
 
     def query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
-        """Reads the KV of ``tokens``, which follow ``prefix``, as far as it is stored; returns that number of tokens.
+        """Reads the KV of ``tokens``, which follow ``prefix``, as far as it is stored; returns how many were read.
 
-        ``kv_cache_list[i][j]`` is where K and V of token i at layer j go: the caller's memory, ``tensor_nbytes`` bytes
-        each, or ``KVTensor(0, 0)``, which is replaced in the list by a tensor that has memory.  At most as many tokens
-        are read as the list has entries.  Memory of tokens that did not match is not touched.
-        With a FileCacheConfig the prefix is a multiple of ``chunk_size``, as is what is returned.
+        ``kv_cache_list[i][j]`` is the target of K and V of token i at layer j: the caller's memory, ``tensor_nbytes``
+        bytes each, or ``KVTensor(0, 0)``, which is replaced in the list by a tensor that has memory. At most as many
+        tokens are read as the list has entries. Memory of tokens that did not match is not touched. With a
+        FileCacheConfig the prefix is a multiple of ``chunk_size``, and so is the result.
 
         Raises InvalidRequest, also a RuntimeError. A root that fails or does not answer in time is a miss.
         """
@@ -136,12 +136,12 @@ class KVCache:
             return self._query(prefix, tokens, kv_cache_list)
 
     def batched_update(self, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
-        """As ``update`` without a prefix, but returns how many tokens were not in the cache before."""
+        """Updates without a prefix; returns how many tokens were not in the cache before."""
         with as_runtime_errors():
             return self._update(None, tokens, kv_cache_list)[1]
 
     def batched_query(self, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
-        """As ``query`` without a prefix."""
+        """Queries without a prefix."""
         return self.query(None, tokens, kv_cache_list)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class KVCache:
         )
 
     def _update(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> tuple[int, int]:
-        """Returns how many of ``tokens`` are there now, and how many of them were written."""
+        """Returns how many of ``tokens`` are in the store now, and how many of them were written."""
         ids, skipped = self._checked_ids(prefix, tokens)
         if (len(ids) - skipped) % self._chunk_tokens:
             raise InvalidCall(f"{len(ids) - skipped} tokens: expected a multiple of chunk_size ({self._chunk_tokens})")
@@ -176,7 +176,7 @@ class KVCache:
         return max(0, present - skipped), written
 
     def _put(self, ids: TokenArray, skipped: int, tensors: Tensors) -> tuple[int, int]:
-        """Stores part by part what is not there yet; how many leading tokens are there now, how many were written."""
+        """Stores missing tokens part by part; returns how many leading tokens are stored now, and how many were new."""
         layout, size = self._cache.layout, self._chunk_tokens
         part_bytes = max(GATHER_BYTES, layout.kv_bytes_per_token * len(ids) // GATHER_PARTS_MAX)
         step = max(size, part_bytes // layout.kv_bytes_per_token // size * size)
@@ -184,12 +184,12 @@ class KVCache:
         write: str | None = None
         written = holes = 0
         while True:
-            # Also with nothing left to write: a put looks whether the prefix is there, and renews its recency.
+            # Even with nothing left to write: a put checks the prefix, and renews its recency.
             end = min(at + step, len(ids))
             kv = tensors.gather(at - skipped, end - skipped)
             result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s, write=write)
             if result.tokens_present < end:
-                write = "through"  # behind, memory may have had no room for it; to wait for the root always helps
+                write = "through"  # behind, memory may have had no room for it; waiting for the root always helps
             written += result.chunks_written * size
             if result.tokens_present >= end:
                 at = end
@@ -220,7 +220,7 @@ class KVCache:
         return matched - skipped
 
     def _checked_ids(self, prefix: TokenIds | None, tokens: TokenIds) -> tuple[TokenArray, int]:
-        """Prefix and tokens as one array of ids, and the length of the prefix."""
+        """Returns prefix and tokens as one array of ids, and the length of the prefix."""
         if not self._closing.alive:
             raise InvalidCall("the cache is closed: open it again")
         before = _ids("prefix", () if prefix is None else prefix)
@@ -233,7 +233,7 @@ class KVCache:
 
 
 def _ids(what: str, tokens: TokenIds) -> TokenArray:
-    """Ids as the store has them. Vineyard's are signed, so a negative one becomes its two's complement."""
+    """Returns ids as the store has them. Vineyard's are signed, so a negative one becomes its two's complement."""
     if not len(tokens):
         return np.empty(0, np.uint32)
     try:
@@ -254,7 +254,7 @@ def _open(
     config: FileCacheConfig | VineyardCacheConfig, layout: Layout, capacity_tokens: int, settings: dict[str, Any]
 ) -> Store:
     if isinstance(config, VineyardCacheConfig):
-        # Through: an update that returned is seen by other processes, outlives this one, and raises where it failed.
+        # Through: other processes see an update that returned, it outlives this one, and it raises if it failed.
         tiers = {"memory": memory_bytes(layout, capacity_tokens), "write": "through"}
         return _open_folder(f"{config.socket}.kvstore", {**tiers, **settings})
     if config.filesystem_type == FilesystemType.LOCAL:
@@ -268,11 +268,11 @@ def _open(
 
 
 def _open_folder(root: str, settings: dict[str, Any]) -> Store:
-    """Opens a root, making the folders above it as Vineyard does."""
+    """Opens a root; makes the folders above it as Vineyard does."""
     try:
         return kvstore.open(root, **settings)
     except RootMismatch:
-        # Only after the store has looked, under its deadline: a mount that hangs must not be asked here.
+        # Only after the store has looked, under its deadline: a mount that hangs must not be touched here.
         parent = os.path.dirname(os.path.abspath(os.path.expanduser(root)))
         if "://" in root or os.path.isdir(parent):
             raise
@@ -285,7 +285,7 @@ def _open_folder(root: str, settings: dict[str, Any]) -> Store:
 
 
 def _attributes(config: FileCacheConfig | VineyardCacheConfig) -> dict[str, str]:
-    """Attributes that keep caches of one store apart: the object's name, or the root's behind a worker."""
+    """Returns attributes that keep caches of one store apart: the object's name, or the root's behind a worker."""
     if isinstance(config, VineyardCacheConfig):
         return {"llm_cache_object_name": config.llm_cache_object_name}
     return {"root": config.root} if config.filesystem_type == FilesystemType.VINEYARD else {}

@@ -17,24 +17,24 @@ class FilesystemType(enum.IntEnum):
     LOCAL = 0
     """This process opens ``root`` itself."""
     VINEYARD = 1
-    """A kvstore worker at ``rpc_endpoint`` does."""
+    """A kvstore worker at ``rpc_endpoint`` opens it."""
 
 
 @dataclass
 class VineyardCacheConfig:
     """A cache that matches token by token, as Vineyard's in shared memory does.
 
-    It is served from the memory of this process, as many tokens as ``KVCache`` has ``cache_capacity``, above a store in
-    the folder ``{socket}.kvstore`` beside where Vineyard's socket would be; no server is needed, and all processes that
-    name the same socket share that folder.  Caches with another ``llm_cache_object_name`` are apart.
+    The memory of this process serves as many tokens as ``KVCache`` has ``cache_capacity``, above a store in the folder
+    ``{socket}.kvstore`` beside the path of Vineyard's socket. No server is needed: all processes that name the same
+    socket share that folder. Caches with another ``llm_cache_object_name`` are separate.
 
-    ``sync_interval`` is how many seconds later at most others see an update.  They see it when it returns, which is
-    always sooner: it is in memory and in the folder then.  With ``KVCache(..., write="behind")`` an update returns when
-    it is in memory, several times as fast; then others see it when it is written, soon but without a promise, and it is
-    lost where this process is killed before.
+    ``sync_interval`` is the number of seconds after which others see an update at the latest. They see it when it
+    returns, which is always sooner: it is in memory and in the folder by then. With ``KVCache(..., write="behind")`` an
+    update returns when it is in memory, several times as fast; others then see it once it is written, soon but without
+    a promise, and it is lost if this process is killed before.
 
-    ``block_size`` is how many tokens Vineyard keeps in one blob, and changes no result there.  Here every token is a
-    chunk: larger ones would match up to ``block_size - 1`` tokens less of each prompt.  The other two names have no
+    ``block_size`` is how many tokens Vineyard keeps in one blob, and changes no result there. Here every token is a
+    chunk: larger chunks would match up to ``block_size - 1`` tokens less of each prompt. The other two names have no
     meaning here.
     """
 
@@ -50,15 +50,15 @@ class VineyardCacheConfig:
 class FileCacheConfig:
     """A cache on a file system, in chunks of ``chunk_size`` tokens.
 
-    LOCAL: ``root`` is a folder (made where it does not exist, and best empty: files of Vineyard itself are another
-    format) or any URL that ``kvstore.open`` takes.  VINEYARD: ``rpc_endpoint`` is ``HOST:PORT`` of a kvstore worker,
-    and ``root`` a name that keeps caches on it apart.
+    LOCAL: ``root`` is a folder (made if it does not exist, and best empty: files of Vineyard itself have another
+    format) or any URL that ``kvstore.open`` takes. VINEYARD: ``rpc_endpoint`` is ``HOST:PORT`` of a kvstore worker, and
+    ``root`` a name that keeps caches on it apart.
 
     ``ttl`` is in seconds since the last use, rounded up to 5 min, 30 min, 2 h, 12 h, 3 days or 30 days: after that the
-    collector, ``kvstore-gc``, deletes what was written, whether the writer lives or not.
+    collector, ``kvstore-gc``, deletes what was written, whether or not the writer lives.
 
     Accepted without effect: ``hash_chunk_size`` (the store lays out its own files), ``socket`` and ``rdma_endpoint``,
-    and the other settings of garbage collection: when and how it runs is the collector's.
+    and the other settings of garbage collection, which the collector has itself.
     """
 
     chunk_size: int = 16
@@ -78,11 +78,11 @@ class FileCacheConfig:
 def config_from_environment(
     environment: Mapping[str, str] = os.environ,
 ) -> FileCacheConfig | VineyardCacheConfig | None:
-    """The configuration that the environment describes, files before shared memory; None where it describes none.
+    """Returns the configuration in the environment, files before shared memory; None if there is none.
 
     ``VINEYARD_LLM_CACHE_FILESYSTEM`` with ``..._CHUNK_SIZE``, ``..._HASH_CHUNK_SIZE``, ``..._ROOT``, or
-    ``VINEYARD_LLM_CACHE_SHARED_MEMORY`` with ``..._SOCKET``, ``..._BLOCK_SIZE``, ``..._SYNC_INTERVAL``.
-    Raises ValueError for a number that is none, or a missing socket.
+    ``VINEYARD_LLM_CACHE_SHARED_MEMORY`` with ``..._SOCKET``, ``..._BLOCK_SIZE``, ``..._SYNC_INTERVAL``. Raises
+    ValueError for a wrong number, or a missing socket.
     """
 
     def number(name: str, default: int) -> int:

@@ -1,7 +1,7 @@
 """The caller's tensors, scattered over its memory, as one array: gathered before a put, scattered after a get.
 
-Both are one numpy call over all tensors, which runs at the speed of a memory copy and without the GIL.  It treats
-memory as an array of overlapping rows, one from every byte on, and picks those that begin at the tensors' addresses.
+Both are one numpy call over all tensors, which runs at the speed of a memory copy and without the GIL. It treats memory
+as an array of overlapping rows, one starting at every byte, and picks those that begin at the tensors' addresses.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Tensors:
     """K and V of each token and layer, by address."""
 
     def __init__(self, kv_cache_list: Any, layers: int, tensor_bytes: int) -> None:
-        """Takes the addresses out of the list; raises InvalidCall where it has another shape or other tensors."""
+        """Takes the addresses out of the list; raises InvalidCall for another shape or other tensors."""
         self._tensor_bytes = tensor_bytes
         flat = _flattened(kv_cache_list, layers)
         lengths = _lengths(flat)
         self.count = len(kv_cache_list)
         self.wants_memory = lengths == {0}
-        """True where every tensor is ``KVTensor(0, 0)``."""
+        """True if every tensor is ``KVTensor(0, 0)``."""
         try:
             addresses = np.fromiter(map(ctypes.addressof, flat), np.intp, len(flat))
         except OverflowError:
@@ -51,7 +51,7 @@ class Tensors:
         self._addresses = addresses.reshape(self.count, layers, 2)
 
     def gather(self, first: int, end: int) -> ByteArray:
-        """A copy of tokens ``first`` to ``end`` as one array of shape ``(layers, 2, end - first, 1, tensor_bytes)``."""
+        """Copies tokens ``first`` to ``end`` into one array of shape ``(layers, 2, end - first, 1, tensor_bytes)``."""
         addresses = self._by_plane(first, end)
         if addresses.size and self._tensor_bytes <= ROW_BYTES_MAX:
             rows, low = _rows(addresses, self._tensor_bytes)
@@ -80,7 +80,7 @@ class Tensors:
 def give_memory(kv_cache_list: KVCacheList, values: ByteArray) -> None:
     """Puts tensors over ``values``, of shape ``(layers, 2, n, 1, tensor_bytes)``, into the list's first n entries.
 
-    The tensors keep the memory alive: it goes when the last of them, and of the arrays made over them, is gone.
+    The tensors keep the memory alive until the last of them, and of the arrays made over them, is gone.
     """
     values = np.ascontiguousarray(values)
     layers, _, count, _, tensor_bytes = values.shape
@@ -95,7 +95,7 @@ def give_memory(kv_cache_list: KVCacheList, values: ByteArray) -> None:
             filled.add(id(given))
             given[:] = row
         else:
-            # One inner list for several tokens, as in [row] * n: each token gets a list of its own.
+            # One inner list may stand for several tokens, as in [row] * n: each token gets its own list.
             kv_cache_list[token] = row
 
 
@@ -113,7 +113,7 @@ class _Rows:
 
 
 def _rows(addresses: npt.NDArray[np.intp], row_bytes: int) -> tuple[npt.NDArray[np.void], int]:
-    """Rows that cover all addresses, and the address of row 0. Only the rows that are picked are ever touched."""
+    """Returns rows that cover all addresses, and the address of row 0. Only the picked rows are ever touched."""
     low, high = int(addresses.min()), int(addresses.max())
     return np.asarray(_Rows(low, high - low + 1, row_bytes)), low
 
@@ -123,7 +123,7 @@ def _at(address: int, size: int) -> ByteArray:
 
 
 def _flattened(kv_cache_list: Any, layers: int) -> list[Any]:
-    """All tensors in one list: token by token, layer by layer, K then V."""
+    """Returns all tensors in one list: token by token, layer by layer, K then V."""
     try:
         if set(map(len, kv_cache_list)) != {layers}:
             token = next(at for at, row in enumerate(kv_cache_list) if len(row) != layers)
@@ -139,7 +139,7 @@ def _flattened(kv_cache_list: Any, layers: int) -> list[Any]:
 
 
 def _lengths(flat: list[Any]) -> set[int]:
-    """The lengths that occur; a ctypes array's length is part of its type, so few types have to be looked at."""
+    """Returns the distinct lengths; a ctypes array's length is part of its type, so few types need a look."""
     lengths = set()
     for kind in set(map(type, flat)):
         if not issubclass(kind, KVTensor):

@@ -11,22 +11,22 @@ from operator import index
 from typing import Any
 
 LENGTHS_MAX = 1024
-"""Array types kept, one for each length in use; a dropped one is made again."""
+"""Maximum of cached array types, one for each length in use; a dropped one is made again."""
 
 
 class KVTensor(ctypes.Array[ctypes.c_char]):
     """``length`` bytes at the address ``data``, which the caller keeps alive: ``KVTensor(k.ctypes.data, k.nbytes)``.
 
     Exports the buffer protocol (``np.frombuffer(tensor, dtype)``), one dimension of bytes, without a copy.
-    ``KVTensor(0, 0)`` in a query asks the cache for memory; the tensor that takes its place owns that memory.
-    Raises TypeError where an argument is not an integer, ValueError for a negative length.
+    ``KVTensor(0, 0)`` in a query asks the cache for memory; the tensor that takes its place owns that memory. Raises
+    TypeError if an argument is not an integer, ValueError for a negative length.
     """
 
     _type_ = ctypes.c_char
     _length_ = 0
 
     def __new__(cls, data: int, length: int) -> KVTensor:
-        """A tensor over the caller's memory; nothing is read yet."""
+        """Makes a tensor over the caller's memory; nothing is read yet."""
         tensor: KVTensor = tensor_type(index(length)).from_address(index(data))
         return tensor
 
@@ -41,7 +41,7 @@ class KVTensor(ctypes.Array[ctypes.c_char]):
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return len(self)
 
     def __repr__(self) -> str:
@@ -50,5 +50,5 @@ class KVTensor(ctypes.Array[ctypes.c_char]):
 
 @lru_cache(LENGTHS_MAX)
 def tensor_type(length: int) -> Any:
-    """The type of tensors of ``length`` bytes: a ctypes array has its length in its type."""
+    """Returns the type of tensors of ``length`` bytes: a ctypes array has its length in its type."""
     return type("KVTensor", (KVTensor,), {"_type_": ctypes.c_char, "_length_": length, "__module__": __name__})

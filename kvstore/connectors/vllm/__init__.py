@@ -14,7 +14,7 @@ __all__ = ["KVStoreConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, because half of this package does not need vLLM, and its tests do without.
+    # Lazily: half of this package, and its tests, do not need vLLM.
     if name == "KVStoreConnector":
         from kvstore.connectors.vllm.connector import KVStoreConnector
 

@@ -1,4 +1,4 @@
-"""The class that vLLM loads: its calls, passed to the half that this process runs."""
+"""The class that vLLM loads: it passes calls to the half that runs in this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """KV in a kvstore, shared by all engines with the same model and settings.
 
-    ``kv_connector_extra_config`` is described by ``Settings``. Raises InvalidRequest (a ValueError) where the
-    settings, the model or vLLM's configuration do not allow KV to be shared.
+    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
+    model or vLLM's configuration do not allow KV to be shared.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -55,12 +55,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that was not made is a miss later, never a request that cannot go on."""
+        """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Only where layers are copied one by one, which a whole graph would skip."""
+        """Returns whether layers are copied one by one, which a whole graph would skip."""
         return bool(extra_config.get("layerwise"))
 
     # In the scheduler
@@ -71,34 +71,34 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Keeps what knows the blocks of a request."""
+        """Keeps the manager, which knows the blocks of a request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.manager = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
-        """Begins to track it."""
+        """Begins to track the request."""
         self._scheduling.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens in the store beyond the engine's own; None while they are being looked for."""
+        """Returns the tokens in the store beyond the engine's own; None while they are being looked up."""
         return self._scheduling.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Orders the load of what was found."""
+        """Orders the load of the tokens found."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        """The blocks that the workers load and store in this step."""
+        """Returns the blocks that the workers load and store in this step."""
         return self._scheduling.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learns what became of the orders."""
+        """Takes in the workers' reports on their orders."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._scheduling.learn(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets it. Its blocks were copied out when they were full, so they may be used again at once."""
+        """Forgets the request. Its blocks were copied out when they were full, so they may be reused at once."""
         self._scheduling.finished(request)
         return False, None
 
@@ -110,7 +110,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """Leaves all that was stored so far: vLLM asks for it when weights were replaced in memory."""
+        """Abandons all KV stored so far: vLLM calls this when weights were replaced in memory."""
         self._scheduling.reset()
         return True
 
@@ -128,63 +128,63 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return orders
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Learns where the KV is."""
+        """Registers the engine's KV memory."""
         self._working.register(kv_caches, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins what is to be loaded."""
+        """Begins the loads of this step."""
         self._working.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns when this layer of what the step needs is loaded."""
+        """Returns once this layer of the step's KV is loaded."""
         self._working.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a block is stored with all of its layers, so it is copied out when the last one is computed."""
+        """Does nothing: a block is stored with all its layers, so it is copied out when the last one is computed."""
 
     def wait_for_save(self) -> None:
-        """Copies out what is to be stored; it is published behind."""
+        """Copies out the blocks to store; they are published in the background."""
         self._working.finish_step(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose KV has come."""
+        """Returns the requests whose KV has arrived."""
         return None, self._working.finished_loads() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose KV has come, and those whose KV could not be loaded."""
+        """Returns the requests whose KV has arrived, and those whose KV could not be loaded."""
         return KVConnectorTransferResults(
             finished_recving=self._working.finished_loads(), failed_recving=self._working.failed_requests()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that are to be computed after all; what was damaged has been set aside before."""
+        """Returns blocks that must be computed after all; damaged ones have been quarantined."""
         return self._working.failed_blocks()
 
     def build_connector_worker_meta(self) -> Report | None:
-        """The report to the scheduler's half."""
+        """Returns the report to the scheduler's half."""
         return self._working.report()
 
     # Both
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """Counts since the last call."""
+        """Returns the counts since the last call."""
         half = self._scheduler or self._working
         counts = half.counts.take()
         return Stats(data=counts) if counts else None
 
     def shutdown(self) -> None:
-        """Stores what is on its way, for a while, and closes the store."""
+        """Stores blocks in progress for a while, then closes the store."""
         half = self._scheduler or self._working
         half.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """For vLLM's log line."""
+        """Returns the counts for vLLM's log line."""
         return Stats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> PromMetrics:
-        """For ``/metrics``."""
+        """Returns the metrics for ``/metrics``."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

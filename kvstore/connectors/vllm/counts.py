@@ -22,8 +22,8 @@ class EngineCount(Count):
     STORED_BLOCKS = "Blocks that were given to the store"
     STORED_BYTES = "Bytes that were given to the store"
     STORE_FAILED_BLOCKS = "Blocks that the store did not take"
-    STORE_SHED_BLOCKS = "Blocks not stored because too many were on their way"
-    SKIPPED_LORA_REQUESTS = "Requests with an adapter, which this connector leaves alone"
+    STORE_SHED_BLOCKS = "Blocks not stored because too many were being stored"
+    SKIPPED_LORA_REQUESTS = "Requests with an adapter, which this connector skips"
 
 
 class EngineCounts:
@@ -40,7 +40,7 @@ class EngineCounts:
                 self._counts[counter.flat_name] = self._counts.get(counter.flat_name, 0) + count
 
     def take(self) -> dict[str, int | float]:
-        """The counts since the last call, by flat name; only those that are not 0."""
+        """Returns the counts since the last call, by flat name; only those that are not 0."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts

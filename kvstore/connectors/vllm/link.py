@@ -1,6 +1,6 @@
-"""The engine's way to the store: opened when the engine starts, or later where the store does not answer yet.
+"""The engine's link to the store: opened when the engine starts, or later if the store does not answer yet.
 
-Wrong settings stop the engine at once.  A store that is down does not: everything is a miss until it is up.
+Wrong settings stop the engine at once. A store that is down does not: everything is a miss until it is up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Link:
             self._opener.start()
 
     def caches(self) -> list[BlockCache] | None:
-        """One per namespace, in their order."""
+        """The caches, one per namespace, in the order of the namespaces; None until the store answers."""
         return self._caches
 
     def close(self) -> None:
@@ -71,6 +71,6 @@ class Link:
                     log.warning("kvstore: the store answers now")
                     return
             except KVStoreError:
-                # Not raised at the start, as nobody answered then; it would end this thread unseen.
+                # Not raised at the start, since nobody answered then; it would end this thread unseen.
                 log.exception("kvstore: the store cannot be used, everything stays a miss")
                 return

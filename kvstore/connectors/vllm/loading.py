@@ -1,6 +1,6 @@
-"""Loading on a worker: blocks read from the store, verified, and copied into the engine's KV memory.
+"""Loading on a worker: blocks are read from the store, verified, and copied into the engine's KV memory.
 
-The store reads into our own memory, never into the engine's: a read that was given up must not write there later.
+The store reads into our own memory, never into the engine's: an abandoned read must not write there later.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 QUEUE_MAX = 65_536
-"""Loads waiting for a thread; each belongs to a request that the engine has."""
+"""Loads that may wait for a thread; each belongs to a request that the engine has."""
 
 
 @dataclass(slots=True)
 class Loading:
-    """One load under way; complete once ``done`` is set."""
+    """One load in progress; complete once ``done`` is set."""
 
     load: Load
     after: Any
     started_s: float
     keep: bool
-    """True where the blocks stay on the host, for the engine's thread to copy layer by layer."""
+    """True if the blocks stay on the host, for the engine's thread to copy layer by layer."""
     failed_keys: set[bytes] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     timed_out: bool = False
     kept: list[tuple[Run, Any]] = field(default_factory=list)
-    """Leading blocks of each run that were read, and the host memory they are in."""
+    """Number of leading blocks of each run that were read, and the host memory they are in."""
     done: Flag = field(default_factory=Flag)
 
 
 class Loader:
-    """Threads that load. ``pages`` has one per group, ``link`` one cache."""
+    """The threads that load. ``pages`` has one per group, ``link`` one cache."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Loader:
         self._threads = Tasks("kvstore-vllm-load", threads, QUEUE_MAX)
 
     def begin(self, load: Load, *, keep: bool) -> Loading:
-        """Starts a load; its time runs from now, waiting for a thread included."""
+        """Starts a load; its time runs from now, including the wait for a thread."""
         loading = Loading(load, self._pages[0].now(), time.monotonic(), keep)
         if not self._threads.submit(partial(self._serve, loading)):
             self._give_up(loading, "too many loads wait")
@@ -75,14 +75,14 @@ class Loader:
         return loading
 
     def ended(self) -> list[Loading]:
-        """Those that ended since the last call."""
+        """Returns the loads that ended since the last call."""
         ended = []
         while not self._ended.empty():
             ended.append(self._ended.get())
         return ended
 
     def close(self) -> None:
-        """Ends the idle threads; one stuck in a read ends with the process."""
+        """Ends idle threads; one stuck in a read ends with the process."""
         self._threads.close(0.0)
 
     def _serve(self, loading: Loading) -> None:
@@ -95,7 +95,7 @@ class Loader:
     def _end(self, loading: Loading) -> None:
         self._counts.add(EngineCount.LOAD_SECONDS, time.monotonic() - loading.started_s)
         self._counts.add(EngineCount.LOAD_FAILED_BLOCKS, len(loading.failed_keys))
-        self._ended.put(loading)  # first: who waited for it looks there next
+        self._ended.put(loading)  # first: whoever waits for it looks there next
         loading.done.set()
 
     def _load(self, loading: Loading) -> None:
@@ -105,12 +105,12 @@ class Loader:
             for start in range(0, len(run.keys), at_once):
                 part = Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
-                # From the first block that is missing on, all must be computed anyway.
+                # From the first missing block on, all must be computed anyway.
                 loading.failed_keys.update(part.keys[good : good + 1])
                 loading.failed_blocks.update(part.blocks[good:])
 
     def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
-        """Reads leading blocks of ``part`` and hands them on; returns how many."""
+        """Reads leading blocks of ``part`` and passes them on; returns their number."""
         caches = self._link.caches()
         if caches is None:
             return 0

@@ -1,6 +1,6 @@
 """Look-ups in the background, so that the scheduler never waits for the store.
 
-Each has a deadline that starts when it is asked for; past it, it is a miss, and for a while all others are misses too,
+Each has a deadline that starts when it is requested. Past it, it is a miss, and for a while all others are misses too,
 so that a store that hangs costs one deadline and not one per request.
 """
 
@@ -19,18 +19,18 @@ from kvstore.errors import KVStoreError
 from kvstore.waiting import Monitor
 
 POLL_S = 0.02
-"""Between two looks for blocks that another engine is writing."""
+"""Interval between two looks for blocks that another engine is writing."""
 THREADS = 2
 
 
 @dataclass(slots=True)
 class Found:
-    """Leading units of a prompt that are in the store: counted on from its start, and from where it was asked."""
+    """Leading units of a prompt in the store: counted from its start, and from the unit asked for."""
 
     from_start: int
     from_asked: int
     is_known: bool = True
-    """False where the store did not say."""
+    """False if the store did not answer."""
 
 
 UNKNOWN = Found(0, 0, is_known=False)
@@ -38,7 +38,7 @@ UNKNOWN = Found(0, 0, is_known=False)
 
 @dataclass(slots=True)
 class Lookup:
-    """One prompt being looked for. ``keys`` has one list per unit of the prompt, ``asked`` the units known locally."""
+    """One prompt being looked up. ``keys`` has one list per unit of the prompt, ``asked`` the units known locally."""
 
     keys: Sequence[Sequence[bytes]]
     asked: int
@@ -50,7 +50,7 @@ class Lookup:
 
 
 class Lookups:
-    """Threads that look. Thread-safe; ``begin`` and ``result`` never block."""
+    """The threads that look up. Thread-safe; ``begin`` and ``result`` never block."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Lookups:
             self._loop.start()
 
     def begin(self, keys: Sequence[Sequence[bytes]], asked: int) -> Lookup:
-        """Starts to look for the units from ``asked`` on."""
+        """Starts to look up the units from ``asked`` on."""
         now = self._clock()
         lookup = Lookup(keys, asked, now, now + self._wait_s)
         if not keys or now < self._paused_until_s or self._link.caches() is None:
@@ -88,7 +88,7 @@ class Lookups:
         return lookup
 
     def result(self, lookup: Lookup) -> Found | None:
-        """The units found; None while they are being looked for and the deadline has not passed."""
+        """Returns the units found; None while the look-up runs within its deadline."""
         if lookup.found is not None:
             return lookup.found
         if self._clock() < lookup.started_s + self._wait_s + self._timeout_s:
@@ -100,7 +100,7 @@ class Lookups:
         return lookup.found
 
     def pause(self) -> None:
-        """The store did not answer in time: look-ups are misses for a while."""
+        """Makes look-ups misses for a while: the store did not answer in time."""
         self._paused_until_s = self._clock() + self._pause_s
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Lookups:
             lookup.found = found
 
     def _look_again(self, lookup: Lookup) -> None:
-        """After the others, and after a pause only where there are none: sleeping on it would hold them up."""
+        """Queues a look-up again behind the others, after a pause if there are none: sleeping would delay them."""
         with self._condition:
             if not self._waiting:
                 self._condition.wait(POLL_S)
@@ -140,7 +140,7 @@ class Lookups:
             return UNKNOWN
 
         def leading(first: int) -> int:
-            """Units present on every rank, counted from the prompt's start."""
+            """Returns the units present on every rank, counted from the prompt's start."""
             count = len(lookup.keys)
             for cache in caches:
                 if count <= first:

@@ -36,7 +36,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' message to the scheduler: the loads that ended, on how many workers, and what could not be read."""
+    """The workers' message to the scheduler: loads that ended, on how many workers, and keys that could not be read."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: dict[int, set[bytes]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     digests: set[tuple[int, bytes]] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        """Both together."""
+        """Returns both reports in one."""
         assert isinstance(other, Report)
         ended: dict[int, int] = dict(self.ended)
         for number, count in other.ended.items():
@@ -56,12 +56,12 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to tell."""
+        """True if there is nothing to report."""
         return not (self.ended or self.digests)
 
 
 def block_key(hashed: Any, group: int, era: bytes) -> bytes:
-    """The key of a block: vLLM's chained hash, and the group, since groups hold different layers.
+    """Returns the key of a block: vLLM's chained hash, and the group, since groups hold different layers.
 
     ``era`` is empty until vLLM resets the connector.
     """

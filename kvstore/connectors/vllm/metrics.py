@@ -10,24 +10,24 @@ from kvstore.connectors.vllm.counts import EngineCount
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time they were taken; ``data`` maps the flat name of an ``EngineCount`` to its count."""
+    """Counts since they were last taken; ``data`` maps the flat name of an ``EngineCount`` to its count."""
 
     def reset(self) -> None:
-        """Sets all counts to nothing."""
+        """Clears all counts."""
         self.data: dict[str, int | float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds another's counts."""
+        """Adds the other's counts."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counts for vLLM's log."""
+        """Returns the counts for vLLM's log."""
         return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """True where nothing was counted."""
+        """True if nothing was counted."""
         return not self.data
 
 
@@ -46,7 +46,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[engine, name] = metric.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds what one engine counted."""
+        """Adds the counts of one engine."""
         for name, count in transfer_stats_data.items():
             if (engine_idx, name) in self._counters:
                 self._counters[engine_idx, name].inc(count)

@@ -1,7 +1,7 @@
-"""Namespaces made from vLLM's configuration: everything that must be equal for two engines to share KV.
+"""Namespaces from vLLM's configuration: everything that must be equal for two engines to share KV.
 
-One namespace per parallel rank, because each rank holds other heads or layers.  The scheduler names all of them, a
-worker its own, and both come to the same names because they look at nothing that only one of them knows.
+One namespace per parallel rank, because each rank holds other heads or layers. The scheduler names all of them and a
+worker its own; both get the same names because they use only what both know.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.layout import DTYPES, Layout
 from kvstore.namespace import Namespace
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
-"""Fields of a model's configuration that say nothing of its KV, or that are attributes of their own."""
+"""Fields of a model's configuration that do not affect its KV, or are attributes of their own."""
 _MEDIA_FIELDS = (
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
     "mm_encoder_attn_dtype",
@@ -33,7 +33,7 @@ _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
 class Shape:
-    """The shape of one engine's KV: token counts of blocks per group, and which ranks keep which part."""
+    """The shape of one engine's KV: tokens per block of each group, and which ranks keep which part."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         parallel = vllm_config.parallel_config
@@ -43,7 +43,7 @@ class Shape:
         self.tp = parallel.tensor_parallel_size
         self.pp = parallel.pipeline_parallel_size
         self.replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
-        """Consecutive tensor-parallel ranks that hold the same KV; the first of them stores it."""
+        """Number of consecutive tensor-parallel ranks that hold the same KV; the first of them stores it."""
         groups = kv_cache_config.kv_cache_groups
         cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", tuple(range(len(groups))))
         self.groups: tuple[int, ...] = tuple(cacheable)
@@ -63,21 +63,21 @@ class Shape:
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     def is_async(self, settings: Settings) -> bool:
-        """True for asynchronous loads: always with several groups, where vLLM cannot repair a part of a load."""
+        """True for asynchronous loads: always with several groups, since vLLM cannot repair a partial load there."""
         return settings.load == "async" or len(self.groups) > 1
 
     def parts(self) -> list[tuple[int, int]]:
-        """Pipeline rank and tensor-parallel part of each namespace."""
+        """Returns pipeline rank and tensor-parallel part of each namespace."""
         return [(pp, part) for pp in range(self.pp) for part in range(self.tp // self.replicas)]
 
     def part_of(self, rank: int) -> tuple[int, bool]:
-        """The index in ``parts`` of what worker ``rank`` holds, and whether it is the one that stores it."""
+        """Returns the index in ``parts`` of the KV on worker ``rank``, and whether that worker stores it."""
         pp, tp = divmod(rank % (self.tp * self.pp), self.tp)
         return pp * (self.tp // self.replicas) + tp // self.replicas, tp % self.replicas == 0
 
 
 def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) -> list[Namespace]:
-    """One namespace for each of ``shape.parts()``. Raises InvalidRequest."""
+    """Returns one namespace for each of ``shape.parts()``. Raises InvalidRequest."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = Layout(
         model.get_total_num_hidden_layers(),
@@ -122,7 +122,7 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """The digest of the weights that the engine loads. Raises InvalidRequest where they are not at hand."""
+    """Returns the digest of the weights that the engine loads. Raises InvalidRequest if they are not on disk."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy-{model.seed}"
@@ -144,7 +144,7 @@ def model_fingerprint(vllm_config: Any) -> str:
 
 
 def check_hashes(vllm_config: Any) -> None:
-    """Raises InvalidRequest where another process would hash the same tokens to other keys, so that nothing is hit."""
+    """Raises InvalidRequest if another process would hash the same tokens to other keys, so that nothing is hit."""
     if os.environ.get("PYTHONHASHSEED"):
         return
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -175,34 +175,34 @@ def _check_kind(spec: Any) -> None:
 
 
 def _kind(spec: Any) -> str:
-    """Only what the scheduler and every worker see alike: which layers a worker has is not among it."""
+    """Names a kind of KV by what the scheduler and every worker know alike; a worker's own layers are left out."""
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return f"{spec.block_size} tokens" + (f", window {window}" if window else "")
 
 
 def _config_digest(model: Any) -> str:
-    """A digest of the model's configuration, as overridden on the command line: RoPE, windows, quantisation."""
+    """Returns a digest of the model's configuration, as overridden on the command line: RoPE, windows, quantisation."""
     fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
     fields["of the command line"] = getattr(model, "quantization_config", None)
     return blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _rope(model: Any) -> str:
-    """In clear beside the digest, so that an operator sees why two namespaces differ."""
+    """Returns RoPE's settings in clear beside the digest, so that an operator sees why two namespaces differ."""
     config = getattr(model, "hf_text_config", model.hf_config)
     fields = {key: getattr(config, key, None) for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)[:4096]
 
 
 def _unquantized_layers(cache: Any) -> list[str]:
-    """Layers without the cache's dtype: as many other layers would have the same size."""
+    """Returns the layers without the cache's dtype: as many other layers would have the same size."""
     return sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))
 
 
 def _attention(vllm_config: Any) -> str:
-    """The settings that decide how a kernel packs K and V within a block, which the names of layouts leave open.
+    """Returns the settings that decide how a kernel packs K and V in a block, which layout names leave open.
 
-    On CPUs it depends on the instructions they have, on ROCm on switches in the environment.
+    On CPUs it depends on their instructions, on ROCm on switches in the environment.
     """
     from vllm.platforms import current_platform
 
@@ -218,7 +218,7 @@ def _attention(vllm_config: Any) -> str:
 
 
 def _length(model: Any) -> str:
-    """``max_model_len`` where vLLM computes even short prompts otherwise for a longer one, else nothing."""
+    """Returns ``max_model_len`` if vLLM computes even short prompts differently for a longer one, else nothing."""
     config = getattr(model, "hf_text_config", model.hf_config)
     scaling = str([getattr(config, key, None) for key in ("rope_scaling", "rope_parameters")])
     depends = "longrope" in scaling or str(getattr(config, "model_type", "")).startswith("llama4")
@@ -226,14 +226,14 @@ def _length(model: Any) -> str:
 
 
 def _media(model: Any) -> str:
-    """The command line's settings for pictures and sound, which vLLM's hash may lack."""
+    """Returns the command line's settings for images and sound, which vLLM's hash may lack."""
     config = getattr(model, "multimodal_config", None)
     fields = {key: getattr(config, key, None) for key in _MEDIA_FIELDS}
     return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)
 
 
 def _release(version: str) -> str:
-    """The minor version, because a change between two of them may change KV; the whole version of a pre-release."""
+    """Returns the minor version, because a change between two of them may change KV; a pre-release's whole version."""
     parsed = Version(version)
     return version if parsed.is_prerelease else f"{parsed.major}.{parsed.minor}"
 

@@ -1,7 +1,7 @@
 """Blocks in the engine's KV tensors: copied out to host memory and back, on a CPU or a GPU.
 
-A block in the store is the pages of all layers of its group, one after the other, each in the order in which it lies in
-memory; the namespace says which order that is.
+A block in the store is the pages of all layers of its group, one after the other, each in its order in memory; the
+namespace says which order that is.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Copy:
-    """Blocks on their way from the device to the host; ``rows`` waits until they are there."""
+    """Blocks being copied from the device to the host; ``rows`` waits until they are there."""
 
     def __init__(self, host: Any, arrived: Any = None) -> None:
         self._host = host
         self._arrived = arrived
 
     def rows(self) -> Rows:
-        """The blocks, complete."""
+        """Waits; returns the complete blocks."""
         if self._arrived is not None:
             self._arrived.synchronize()
         rows: Rows = self._host.numpy()
@@ -48,11 +48,11 @@ class Pages:
         self._side = torch.cuda.Stream(self._device) if self._is_cuda else None
 
     def host(self, count: int) -> Any:
-        """Memory on the host for ``count`` blocks; ``.numpy()`` of it are ``Rows``."""
+        """Allocates host memory for ``count`` blocks; its ``.numpy()`` is ``Rows``."""
         return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, blocks: Sequence[int]) -> Copy:
-        """Begins to copy blocks to the host, in the order of the engine's work: what it does next may change them."""
+        """Begins to copy blocks to the host, in order with the engine's work: its next step may change them."""
         numbers = self._numbers(blocks)
         gathered = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
         for view, span in zip(self._views, self._spans, strict=True):
@@ -66,11 +66,11 @@ class Pages:
         return Copy(host, arrived)
 
     def scatter_layer(self, layer: int, blocks: Sequence[int], source: Any) -> None:
-        """Copies one layer's pages to where the engine reads them, in the order of its work."""
+        """Copies one layer's pages to where the engine reads them, in order with its work."""
         self._views[layer].index_copy_(0, self._numbers(blocks), source[:, self._spans[layer]].to(self._device))
 
     def now(self) -> Any:
-        """A moment in the engine's work that a later ``write`` must come after; taken on the engine's thread."""
+        """Marks a moment in the engine's work that a later ``write`` must follow; call it on the engine's thread."""
         if not self._is_cuda:
             return None
         moment = torch.cuda.Event()
@@ -93,19 +93,19 @@ class Pages:
             self.scatter_layer(layer, blocks, on_device)
 
     def _numbers(self, blocks: Sequence[int]) -> Any:
-        # Pinned, since a copy of pageable memory would wait for all that the engine has under way.
+        # Pinned: a copy of pageable memory would wait for all work of the engine in progress.
         numbers = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._is_cuda)
         return numbers.to(self._device, non_blocking=True)
 
 
 def _page_view(name: str, tensor: Any, block_count: int) -> Any:
-    """Bytes of the tensor's memory as ``(block_count, page_bytes)``, without a copy."""
+    """Views the tensor's memory as ``(block_count, page_bytes)``, without a copy."""
     if tensor.dim() < 2 or tensor.shape[0] % block_count:
         raise InvalidRequest(
             f"KV of {name} has the shape {tuple(tensor.shape)}: expected {block_count} blocks, or a multiple, first; "
             "kvstore supports vLLM 0.32 and newer"
         )
-    per_block = tensor.shape[0] // block_count  # an attention kernel may cut blocks smaller than the cache does
+    per_block = tensor.shape[0] // block_count  # an attention kernel may use smaller blocks than the cache
     inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True), reverse=True)
     if per_block > 1:
         inner.insert(0, (tensor.stride(0), per_block))

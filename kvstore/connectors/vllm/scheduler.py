@@ -24,31 +24,31 @@ from kvstore.namespace import Namespace
 log = logging.getLogger(__name__)
 
 AVOID_S = 60.0
-"""A block that could not be loaded is not looked for again for this long, or until it was stored anew."""
+"""A block that could not be loaded is not looked up again for this long, or until it is stored again."""
 AVOIDED_MAX = 65_536
 STALE_S = 5.0
-"""A result that the request has not used after this time is looked up again."""
+"""A result that the request has not used by then is looked up again."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """One request that the engine has and has not finished."""
+    """One unfinished request of the engine."""
 
     request: Any
     lookup: Lookup | None = None
     answered_s: float | None = None
-    """The time of the look-up's answer."""
+    """Time of the look-up's answer."""
     asked_tokens: int = 0
-    """Tokens in the engine's own cache, as of the last look-up."""
+    """Tokens in the engine's own cache at the last look-up."""
     stored_tokens: int = 0
     """Leading tokens that are stored already, or ordered to be."""
 
     def is_stale(self, now_s: float) -> bool:
-        """True where the answer is too old. A look-up without one has a deadline of its own."""
+        """True if the answer is too old. A look-up without an answer has its own deadline."""
         return self.answered_s is not None and now_s > self.answered_s + STALE_S
 
     def abandon(self) -> None:
-        """Forgets the look-up, and spares the threads the rest of it."""
+        """Drops the look-up, and spares the threads the rest of it."""
         if self.lookup is not None:
             self.lookup.abandoned = True
         self.lookup = self.answered_s = None
@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._new_loads: list[Load] = []
         self._unconfirmed: dict[int, int] = {}
-        """Synchronous loads by number, with the workers that have not said yet how they went."""
+        """Synchronous loads by number, with the workers that have not yet reported them."""
         self._avoided: dict[bytes, float] = {}
         self._next_load = 0
         self._era = b""
@@ -89,15 +89,15 @@ class SchedulerHalf:
     # Before a request runs
 
     def arrived(self, request: Any) -> None:
-        """See ``on_new_request``."""
+        """Implements ``on_new_request``."""
         if request.lora_request is not None:
-            # vLLM's hash has the adapter's name and path, and another engine may have another adapter there.
+            # vLLM's hash has only the adapter's name and path, and another engine may have another adapter there.
             self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
         else:
             self._tracked[request.request_id] = Tracked(request)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """See ``get_num_new_matched_tokens``."""
+        """Implements ``get_num_new_matched_tokens``."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -118,14 +118,14 @@ class SchedulerHalf:
         if tracked.answered_s is None:
             tracked.answered_s = time.monotonic()
         new = max(0, found.from_asked * self._unit - computed_tokens)
-        # What the engine still has while the store lost it is stored again.
+        # A block that the engine still has and the store lost is stored again.
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
         return new, bool(new) and self._is_async
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """See ``update_state_after_alloc``."""
+        """Implements ``update_state_after_alloc``."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -134,7 +134,7 @@ class SchedulerHalf:
             return
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
         if tracked.stored_tokens == first:
-            # Where the load fails fewer are computed, which stores them anew.
+            # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
         numbers = blocks.get_block_ids()
         runs = [self._run(request, group, numbers[group], first, end) for group in self._shape.groups]
@@ -148,11 +148,11 @@ class SchedulerHalf:
     # Each step
 
     def orders(self, scheduled: Any) -> Orders:
-        """See ``build_connector_meta``."""
+        """Implements ``build_connector_meta``."""
         loads, self._new_loads = self._new_loads, []
         orders = Orders(loads, [])
-        # KV that a synchronous load failed to bring makes everything computed in its step worthless, on every worker
-        # and in requests that share its blocks; so nothing is stored until all such loads are known to have gone well.
+        # If a synchronous load fails, everything computed in its step is worthless, on every worker and in requests
+        # that share its blocks. So nothing is stored until all such loads are known to have succeeded.
         if not self._stores or self._unconfirmed:
             return orders
         cached = scheduled.scheduled_cached_reqs
@@ -168,12 +168,12 @@ class SchedulerHalf:
         return orders
 
     def _to_store(self, tracked: Tracked, computed: int, done: int) -> list[Run]:
-        """The blocks that are full once ``done`` tokens are computed. Those of drafted tokens may not stay."""
+        """Returns the blocks that are full once ``done`` tokens are computed. Drafted tokens may not stay: left out."""
         request = tracked.request
         done = min(done, len(request.block_hashes) * self._shape.hash_tokens)
         if self._settings.prompt_only:
             done = min(done, request.num_prompt_tokens)
-        # Below what was ordered already only where a load failed or the request lost its blocks: stored once more.
+        # Below what was ordered only if a load failed or the request lost its blocks: stored once more.
         first = min(tracked.stored_tokens, computed)
         if all(done // size <= first // size for size in self._shape.block_tokens):
             return []
@@ -186,7 +186,7 @@ class SchedulerHalf:
         return [run for run in runs if run.keys]
 
     def learn(self, report: Report) -> None:
-        """See ``update_connector_output``."""
+        """Implements ``update_connector_output``."""
         if report.timed_out:
             self._lookups.pause()
         for number, count in report.ended.items():
@@ -203,21 +203,23 @@ class SchedulerHalf:
         for part, digest in report.digests:
             if self._digests.get(part) != digest and self._loads:
                 log.error(
-                    "kvstore: the worker of part %d names its KV otherwise than the scheduler, so nothing can be "
-                    "loaded; please report this model and command line",
+                    "kvstore: the worker of part %d names its KV differently from the scheduler, so "
+                    "nothing can be loaded; please report this model and command line",
                     part,
                 )
                 self._loads = False
 
     def finished(self, request: Any) -> None:
-        """The request is over, and its blocks may be used again."""
+        """Ends a request; its blocks may be reused."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             tracked.abandon()
 
     def reset(self) -> None:
-        """See ``reset_cache``, which vLLM calls when weights were replaced in memory: from now on, keys of this engine
-        alone, since nothing says whether another engine has the same weights now."""
+        """Implements ``reset_cache``, which vLLM calls when weights were replaced in memory.
+
+        From now on keys are this engine's alone, since nothing says whether another engine has the same weights.
+        """
         self._era = os.urandom(16)
         for tracked in self._tracked.values():
             tracked.abandon()
@@ -229,7 +231,7 @@ class SchedulerHalf:
         self._link.close()
 
     def _unit_keys(self, request: Any) -> list[list[bytes]]:
-        """The keys of each unit of the prompt, up to the first that is avoided; one token is left to compute."""
+        """Returns the keys of each unit of the prompt, up to the first avoided one; one token is left to compute."""
         units = []
         now = time.monotonic()
         for start in range(0, request.num_tokens - self._unit, self._unit):
@@ -244,14 +246,14 @@ class SchedulerHalf:
         return units
 
     def _keys(self, request: Any, group: int, first: int, end: int) -> list[bytes]:
-        """Keys of the group's full blocks that begin in ``[first, end)``."""
+        """Returns the keys of the group's full blocks that begin in ``[first, end)``."""
         size, per_block = self._shape.block_tokens[group], self._shape.block_tokens[group] // self._shape.hash_tokens
         hashes = request.block_hashes
         indices = range(first // size, min(end // size, len(hashes) // per_block))
         return [block_key(hashes[(index + 1) * per_block - 1], group, self._era) for index in indices]
 
     def _run(self, request: Any, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
-        """The group's full blocks in ``[first, end)`` tokens that exist; block 0 stands for one out of the window."""
+        """Returns the group's full blocks in ``[first, end)`` tokens that exist; block 0 is one outside the window."""
         keys = self._keys(request, group, first, end)
         start = first // self._shape.block_tokens[group]
         pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]

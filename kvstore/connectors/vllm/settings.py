@@ -47,12 +47,12 @@ class Settings(TierSettings):
         return replace(self, memory=None, write=None)
 
     def check_loads(self, *, batches: int, drafts: bool) -> None:
-        """Raises InvalidRequest for synchronous loads where vLLM could not make up for one that failed.
+        """Raises InvalidRequest for synchronous loads if vLLM could not make up for a failed one.
 
-        ``batches`` is how many steps it has under way at once, ``drafts`` whether it decodes speculatively.
+        ``batches`` is how many steps vLLM runs at once, ``drafts`` whether it decodes speculatively.
         """
         if self.load == "sync" and batches > 1:
-            # The next step is computed on KV that did not come before this one is known to have failed.
+            # The next step would compute on missing KV before this one is known to have failed.
             raise InvalidRequest(
                 f"load='sync', and vLLM runs {batches} steps at once: after a load that failed, requests would go on "
                 'with wrong KV; use "load": "async", or start with --no-async-scheduling and no pipeline parallelism'

@@ -1,7 +1,7 @@
-"""Storing on a worker: full blocks are copied out within the step that filled them, and published behind it.
+"""Storing on a worker: full blocks are copied out within the step that filled them, and published in the background.
 
-The copy is what makes the rest simple: the engine may give the blocks away at once (a finished, preempted or aborted
-request), and a store that hangs costs only our own memory, which is bounded.
+The copy keeps the rest simple: the engine may reuse the blocks at once (a finished, preempted or aborted request), and
+a store that hangs costs only our own memory, which is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
-"""Copied out in parts of this size: so much memory of the device is needed beside the engine's."""
+"""Size of the parts that are copied out: device memory needed in addition to the engine's."""
 
 
 class Storer:
@@ -48,9 +48,9 @@ class Storer:
         self._thread = Tasks("kvstore-vllm-store", 1, sys.maxsize)
 
     def store(self, run: Run) -> None:
-        """Copies the blocks of ``run`` out, in parts, and publishes them behind the engine's back.
+        """Copies the blocks of ``run`` out, in parts, and publishes them in the background.
 
-        Those on their way already are left out; those that there is no room for, or no store, are shed.
+        Blocks already being stored are skipped; those without room, or without a store, are dropped.
         """
         at_once = max(1, COPY_BYTES // self._pages[run.group].block_bytes)
         for start in range(0, len(run.keys), at_once):
@@ -61,7 +61,7 @@ class Storer:
                     self._done(part, 0)
 
     def _admit(self, run: Run) -> Run | None:
-        """The blocks of ``run`` that are to be copied out, whose memory counts from now on; None where none are."""
+        """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
         if self._link.caches() is None or time.monotonic() < self._paused_until_s:
             self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(run.keys))
             return None
@@ -77,7 +77,7 @@ class Storer:
         return Run(run.group, [key for key, _ in pairs], [block for _, block in pairs])
 
     def close(self, timeout_s: float) -> None:
-        """Publishes what is on its way, for at most ``timeout_s``."""
+        """Publishes blocks in progress, for at most ``timeout_s``."""
         self._idle.wait(timeout_s)
         self._thread.close(0.0)
 
@@ -107,7 +107,7 @@ class Storer:
         try:
             return sum(caches[0].put(run.keys, list(copy.rows())))
         except (Unavailable, Overloaded):
-            # The next ones would wait as long: they are shed until it may be well again.
+            # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)

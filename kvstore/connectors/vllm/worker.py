@@ -1,4 +1,4 @@
-"""A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports what came of them."""
+"""A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerHalf:
         self._failed_requests: set[str] = set()
 
     def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:
-        """See ``register_kv_caches``. Raises InvalidRequest for memory that is not cut into blocks."""
+        """Implements ``register_kv_caches``. Raises InvalidRequest for memory that is not divided into blocks."""
         self._pages = [
             Pages(group.layer_names, [kv_caches[name] for name in group.layer_names], kv_cache_config.num_blocks)
             for group in kv_cache_config.kv_cache_groups
@@ -58,7 +58,7 @@ class WorkerHalf:
     # Loading
 
     def start_loads(self, orders: Orders) -> None:
-        """See ``start_load_kv``. Synchronous loads are waited for here, or layer by layer."""
+        """Implements ``start_load_kv``. Waits for synchronous loads here, or layer by layer."""
         assert self._loader is not None
         for load in orders.loads:
             loading = self._loader.begin(load, keep=not self._is_async)
@@ -70,12 +70,12 @@ class WorkerHalf:
                     self._scatter(layer)
 
     def wait_for_layer(self, layer: str) -> None:
-        """See ``wait_for_layer_load``."""
+        """Implements ``wait_for_layer_load``."""
         if self._syncing and layer not in self._scattered:
             self._scatter(layer)
 
     def _scatter(self, layer: str) -> None:
-        """Brings one layer of what is being loaded for this step to where the model reads it."""
+        """Copies one layer of the KV loaded for this step to where the model reads it."""
         self._scattered.add(layer)
         for loading in self._syncing:
             loading.done.wait()
@@ -85,7 +85,7 @@ class WorkerHalf:
                     pages.scatter_layer(pages.layers[layer], run.blocks, host[: len(run.blocks)])
 
     def _end_syncing(self) -> None:
-        """The step is over. Where the model did not ask for a layer, it computed without it: those loads failed."""
+        """Ends the step. A load is failed if the model did not ask for one of its layers: it computed without it."""
         missed = {layer for pages in self._pages for layer in pages.layers} - self._scattered
         for loading in self._syncing:
             loading.done.wait()
@@ -98,7 +98,7 @@ class WorkerHalf:
         self._scattered.clear()
 
     def finished_loads(self) -> set[str]:
-        """Requests whose asynchronous loads ended since the last call."""
+        """Returns the requests whose asynchronous loads ended since the last call."""
         finished = set()
         assert self._loader is not None
         for loading in self._loader.ended():
@@ -115,24 +115,24 @@ class WorkerHalf:
         return finished
 
     def failed_requests(self) -> set[str]:
-        """Requests whose loads failed, where block numbers do not say whose they are (several groups)."""
+        """Returns the requests whose loads failed, if block numbers do not identify them (several groups)."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed if len(self._pages) > 1 else set()
 
     def failed_blocks(self) -> set[int]:
-        """See ``get_block_ids_with_load_errors``."""
+        """Implements ``get_block_ids_with_load_errors``."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed if len(self._pages) == 1 else set()
 
     def report(self) -> Report | None:
-        """See ``build_connector_worker_meta``."""
+        """Implements ``build_connector_worker_meta``."""
         report, self._report = self._report, Report()
         return None if report.is_empty else report
 
     # Storing
 
     def finish_step(self, orders: Orders) -> None:
-        """See ``wait_for_save``: copies out the blocks that this step filled; they are published behind it."""
+        """Implements ``wait_for_save``: copies out the blocks that this step filled, for publishing."""
         self._end_syncing()
         stores, orders.stores = orders.stores, []
         if not self._stores:
@@ -142,7 +142,7 @@ class WorkerHalf:
             self._storer.store(each)
 
     def close(self) -> None:
-        """Stores what is on its way, for a while, and closes the store."""
+        """Stores blocks in progress for a while, then closes the store."""
         if self._storer is not None:
             self._storer.close(self._settings.drain_s)
         if self._loader is not None:

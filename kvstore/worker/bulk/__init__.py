@@ -1,1 +1,1 @@
-"""The worker's end of the bulk protocol: listens, knows its clients, serves Put and Get past gRPC."""
+"""The worker's end of the bulk protocol: listens, authenticates clients, serves Put and Get outside gRPC."""

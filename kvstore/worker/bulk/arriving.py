@@ -1,6 +1,6 @@
-"""Runs of chunks or blocks as they come from a client: placed in its arena, or as bytes with their checksums.
+"""Runs of chunks or blocks as they arrive from a client: in its arena, or as bytes with their checksums.
 
-Apart from what is done with them, which differs between chunks and blocks; how they arrive does not.
+Separate from storing them, which differs between chunks and blocks; their arrival does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.worker.calls import Calls
 
 @dataclass(slots=True)
 class Arrived:
-    """A run that is here; where it came as bytes, its checksums and its buffer."""
+    """A run that has arrived; if it came as bytes, with its checksums and its buffer."""
 
     first: int
     count: int
@@ -32,17 +32,17 @@ class Arrived:
 
 
 class Arriving:
-    """How runs come in. Thread-safe."""
+    """Receives runs. Thread-safe."""
 
     def __init__(self, in_flight: BytesInFlight, calls: Calls, buffers: Buffers, behind_bytes_max: int) -> None:
-        """``behind_bytes_max`` is for one put whose runs come as bytes."""
+        """``behind_bytes_max`` limits one put whose runs come as bytes."""
         self._behind_bytes_max = behind_bytes_max
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
 
     def has_room(self, connection: Connection, size_bytes: int, reserved: ExitStack) -> bool:
-        """Whether there is memory for all of a put at once: the client's own, or ours, then reserved."""
+        """True if there is memory for a whole put at once: the client's arena, or ours, which is then reserved."""
         if connection.has_arena:
             return True
         if size_bytes > self._behind_bytes_max:
@@ -56,10 +56,10 @@ class Arriving:
     def runs(
         self, connection: Connection, cargo: Cargo, reserved: ExitStack, *, is_behind: bool = False
     ) -> Iterator[Arrived]:
-        """The runs of a client, in order.
+        """Yields the runs of a client, in order.
 
-        Memory is reserved when the first comes as bytes. That of a put behind was before, or is the client's own:
-        then nothing may come as bytes.
+        Memory is reserved when the first run comes as bytes. A put behind has reserved it before, or uses the client's
+        arena: then nothing may come as bytes.
         """
         channel = connection.channel
         kinds = (Kind.PLACED,) if is_behind and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
@@ -75,7 +75,7 @@ class Arriving:
                 start, count = decode_span(channel.receive(SPAN_BYTES))
                 offset = 0
             if start != index or not 1 <= count <= stop - index:
-                raise channel.break_off(f"{count} chunks from {start} on came: expected {index} and following")
+                raise channel.break_off(f"received {count} chunks from {start} on: expected chunks from {index} on")
             size_bytes = cargo.size_bytes(start, count)
             buffer: memoryview | None = None
             sums: tuple[int, ...] = ()
@@ -84,7 +84,9 @@ class Arriving:
             else:
                 table = struct.Struct(f"<{cargo.sums_count(count)}Q")
                 if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
-                    raise channel.break_off(f"{count} chunks say {head.length} bytes: that is not, or too large a run")
+                    raise channel.break_off(
+                        f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
+                    )
                 if not is_reserved:
                     reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
                     is_reserved = True
@@ -97,7 +99,7 @@ class Arriving:
             index += count
 
     def let_go(self, *runs: Arrived) -> None:
-        """Nobody needs the buffers of these any more. Idempotent."""
+        """Frees the buffers of these runs. Idempotent."""
         for run in runs:
             buffer, run.buffer = run.buffer, None
             if buffer is not None:

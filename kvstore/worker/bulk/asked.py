@@ -1,4 +1,4 @@
-"""What a get over a bulk connection asks for: the same to the stream of images and to what hands them over."""
+"""The chunks that a get over a bulk connection asks for; used by the image stream and by handing over."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvstore.node.wanted import Wanted
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The chunks of a prompt, or engine-hashed blocks, and the hold that they are read under, if any."""
+    """The wanted chunks or engine-hashed blocks, and the hold to read them under, if any."""
 
     wanted: Wanted
     hold: Hold | None = None
     memory_only: bool = False
-    """Nothing is given but what memory has: the client is a peer (rule P2)."""
+    """The client is a peer: give only what memory has (rule P2)."""
 
     def allowed(self, node: Node, indexes: range) -> Sequence[int]:
-        """Return the indexes that may be given: under a hold all, else those not condemned. Raises HoldBroken."""
+        """Returns the indexes that may be given: all under a hold, else those not condemned. Raises HoldBroken."""
         if self.hold is None:
             return node.handing.allowed(self.wanted, indexes)
         node.holds.check(self.hold)

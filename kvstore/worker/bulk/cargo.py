@@ -1,4 +1,4 @@
-"""The chunks or blocks that a bulk put brings: how large a run of them is, and what lies where in it.
+"""The chunks or blocks of a bulk put: the size of a run, and the position of each chunk in it.
 
 Separate from how runs arrive and where they go, which is the same for both.
 """
@@ -19,7 +19,7 @@ from kvstore.writes import RUNS_IN_MEMORY
 
 
 class Cargo:
-    """``count`` chunks or blocks of a put, from index ``first`` on."""
+    """The ``count`` chunks or blocks of a put, from index ``first`` on."""
 
     def __init__(self, wanted: Wanted, first: int, count: int) -> None:
         self._wanted = wanted
@@ -29,21 +29,21 @@ class Cargo:
 
     @property
     def all_bytes(self) -> int:
-        """The bytes of all of them."""
+        """Size of all chunks."""
         return self._ends[-1]
 
     @property
     def in_memory_bytes(self) -> int:
-        """The memory for the runs that are here at once, if they come as bytes."""
+        """Memory for the runs that are here at once, if they come as bytes."""
         largest = max((b - a for a, b in pairwise(self._ends)), default=0)
         return min(self.all_bytes, RUNS_IN_MEMORY * max(RUN_BYTES_MAX, largest))
 
     def size_bytes(self, first: int, count: int) -> int:
-        """Returns the bytes of ``count`` chunks from index ``first`` on."""
+        """Size of ``count`` chunks from index ``first`` on."""
         return self._ends[first + count - self.first] - self._ends[first - self.first]
 
     def sums_count(self, count: int) -> int:
-        """Returns how many checksums come with a run of ``count`` chunks."""
+        """Number of checksums that come with a run of ``count`` chunks."""
         return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
 
     def sections(self, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Sections:

@@ -1,4 +1,4 @@
-"""One client's connection: its channel, the arena that it shares, and the ledger that says what of it is free again."""
+"""One client's connection: its channel, the arena that it shares, and the ledger that says which part of it is free."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
 
 
 class Ledger:
-    """What a client may use again: written by the worker, read by the client through the same memory."""
+    """Tells a client which memory it may use again: the worker writes it, the client reads it through shared memory."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvstore-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, LEDGER_BYTES)
-        # A client that maps it beyond its end would be killed, so it never changes its size.
+        # Sealed in its size: a client that reads past the end would be killed (SIGBUS).
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._entries = np.frombuffer(mmap.mmap(self.fd, LEDGER_BYTES), np.uint64)
 
     def released(self, request: int, count: int) -> None:
-        """The first ``count`` chunks of a put are not needed in the arena any more."""
+        """Says that the first ``count`` chunks of a put are no longer needed in the arena."""
         # One aligned store of 8 bytes: the client sees the old value or the new one.
         self._entries[entry_of(request)] = entry_value(request, count)
 
@@ -39,25 +39,26 @@ class Ledger:
 
 
 class Connection:
-    """A channel and what belongs to it. Used by one thread at a time, except the ledger."""
+    """A channel and its arena and ledger. Used by one thread at a time, except the ledger."""
 
     def __init__(self, channel: Channel, presented: Presented = NOTHING) -> None:
         self.channel = channel
         self.presented = presented
-        """What the client showed when it asked for leave to connect: looked at again with each request."""
+        """The client's credentials from its request to connect; checked again with each request."""
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
         self._closing = Flag()
 
     @property
     def has_arena(self) -> bool:
-        """Whether the client shares memory."""
+        """True if the client shares memory."""
         return len(self._arena) > 0
 
     def adopt_arena(self, size_bytes: int, arena_bytes_max: int) -> None:
-        """Maps the memory that came with the last frame, read-only, instead of what was mapped before.
+        """Maps the memory that came with the last frame, read-only, in place of the previous mapping.
 
-        Raises InvalidRequest unless it is sealed against shrinking: reading behind its end would kill the worker.
+        Raises InvalidRequest unless it is sealed against shrinking: reading past its end would kill the worker
+        (SIGBUS).
         """
         fd = self.channel.take_files(1)[0]
         try:
@@ -70,7 +71,7 @@ class Connection:
             if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size_bytes:
                 raise InvalidRequest("an arena must have its size, and be sealed against shrinking (F_SEAL_SHRINK)")
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-                raise InvalidRequest("an arena must be of ordinary pages: huge ones can run out under who reads it")
+                raise InvalidRequest("an arena must have ordinary pages: huge pages can run out while it is read")
             try:
                 mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             except (OSError, ValueError) as cause:
@@ -83,14 +84,14 @@ class Connection:
             os.close(fd)
 
     def placed(self, offset: int, size_bytes: int) -> memoryview:
-        """Bytes in the arena. Raises InvalidRequest where they are not all in it."""
+        """Returns bytes in the arena. Raises InvalidRequest if they are not all within it."""
         end = offset + size_bytes
         if end > len(self._arena):
-            raise InvalidRequest(f"bytes {offset} to {end} are said to be in an arena of {len(self._arena)}")
+            raise InvalidRequest(f"bytes {offset} to {end} are outside of the arena of {len(self._arena)} bytes")
         return self._arena[offset:end]
 
     def close(self) -> None:
-        """Idempotent. The arena stays mapped as long as a put that is written behind needs it."""
+        """Closes the connection. The arena stays mapped while a put that is written behind needs it. Idempotent."""
         self._closing.set()
         self.channel.close()
         self._arena = memoryview(b"")

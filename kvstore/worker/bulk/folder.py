@@ -1,4 +1,4 @@
-"""The folder of a worker's unix socket: its user's alone, and removed by the next worker where its own was killed."""
+"""The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class SocketFolder:
         self._mark = -1
 
     def make(self) -> str:
-        """Its path, once it is there; what workers that were killed left behind is removed. Raises OSError."""
+        """Makes the folder, removes those of workers that were killed, and returns its path. Raises OSError."""
         _remove_dead(self._parent)
         self._path = tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=self._parent)
         self._mark = _marked(self._path)
-        # It gets its name when it is marked: others would take it for dead.
+        # Renamed only once it is locked: another worker would remove an unlocked one.
         path = os.path.join(self._parent, os.path.basename(self._path).removeprefix("."))
         os.rename(self._path, path)
         self._path = path
         return path
 
     def close(self) -> None:
-        """Removes it, and all that is in it. Idempotent."""
+        """Removes the folder with its content. Idempotent."""
         mark, self._mark = self._mark, -1
         if mark >= 0:
             os.close(mark)
@@ -53,7 +53,7 @@ def _marked(folder: str) -> int:
 
 
 def _remove_dead(parent: str) -> None:
-    """Removes folders of this user whose lock nobody has."""
+    """Removes this user's folders whose lock nobody holds."""
     for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Get over a bulk connection: which chunks, under which hold, and in which of its ways."""
+"""Get over a bulk connection: which chunks, under which hold, and in which mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.worker.prompts import Prompts
 
 
 class BulkGets:
-    """Serves GET and GET_BLOCKS frames. ``leases`` is None where the node has no memory."""
+    """Serves GET and GET_BLOCKS frames. ``leases`` is None if the node has no memory."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class BulkGets:
         self._node.handing.used(wanted, handing.given)
 
     def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
-        """Gives what memory has at this moment, and asks nobody else: the client is a peer (rule P2)."""
+        """Gives only what memory has now, and asks nobody else: the client is a peer (rule P2)."""
         memory = self._node.memory
         if mode == Mode.FILES:
             raise InvalidRequest("memory_only with files: expected mode 0 (a stream) or 2 (slots)")
@@ -124,10 +124,10 @@ class BulkGets:
             raise InvalidRequest("files can be handed over only of a root that has files")
         if mode == Mode.SLOTS and self._leases is None:
             raise InvalidRequest("slots can be given only by a worker that has memory")
-        context.allow_every()  # what is shared is not one tenant's alone (rule X8)
+        context.allow_every()  # shared memory holds chunks of all tenants (rule X8)
 
     def _count(self, handing: ImageHanding, wanted: Wanted, indexes: Sequence[int]) -> None:
-        """Counts those that a client read of what was handed over."""
+        """Counts the handed-over chunks that the client read."""
         sizes = sizes_of(wanted)
         from_files = [index for index in indexes if index not in handing.in_memory]
         self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(sizes[index] for index in indexes))

@@ -1,6 +1,6 @@
-"""Answers to WANT: chunks that a client on this host reads itself, in memory that it has mapped or in open files.
+"""Answers to WANT: chunks that a client on this host reads itself, in mapped memory or in open files.
 
-The client verifies: what it gets is whole files, or images of them, with their headers.
+The client verifies: it gets whole files, or images of them, with their headers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvstore.worker.calls import seconds_left
 from kvstore.worker.context import CallContext
 
 KEEP = 1
-"""What READ says first where the client goes on reading what it leased."""
+"""First byte of READ if the client goes on reading its leased slots."""
 
 
 class HandingOver:
-    """One request of mode FILES or SLOTS, about ``count`` chunks or blocks; without ``leases`` it gets no slots."""
+    """One request of mode FILES or SLOTS for ``count`` chunks or blocks; without ``leases`` it gets no slots."""
 
     def __init__(self, channel: Channel, number: int, count: int, leases: Leases | None) -> None:
         self._channel = channel
@@ -38,9 +38,7 @@ class HandingOver:
         self._lease: Lease | None = None
 
     def serve(self, answer: Callable[[int, int], object]) -> int:
-        """Has each WANT answered by ``answer(first, count)`` until the client says how many it read, which this
-        returns.
-        """
+        """Answers each WANT by ``answer(first, count)``; returns how many chunks the client says it has read."""
         with self._leasing() as leasing:
             while True:
                 head, payload = self._channel.receive_frame(Kind.WANT, Kind.READ)
@@ -50,13 +48,14 @@ class HandingOver:
                     return min(wanted, self._count)
                 if not 1 <= wanted <= FILES_MAX or first + wanted > self._count:
                     raise InvalidRequest(
-                        f"files of chunks {first} to {first + wanted - 1} are wanted: {self._count} are held"
+                        f"files of chunks {first} to {first + wanted - 1} were asked for: only {self._count} are held"
                     )
                 answer(first, wanted)
 
     def lease(self, slots: Slots) -> bool:
-        """Whether the client may have these chunks mapped; else there are too many leases, or too much is leased, and
-        ``slots`` is still the caller's to release.
+        """Leases the chunks in ``slots`` to the client; True if the lease is granted.
+
+        False if there are too many leases or too much is leased: ``slots`` is then the caller's to release.
         """
         if self._leases is None or (lease := self._lease or self._leases.begin()) is None:
             return False
@@ -64,21 +63,22 @@ class HandingOver:
         return self._leases.add(lease, slots)
 
     def send_slots(self, first: int, offsets: Sequence[int]) -> None:
-        """Says where leased chunks lie."""
+        """Tells the client the offsets of leased chunks."""
         assert self._lease is not None
         given = encode_slots(Given(first, tuple(offsets)))
         self._channel.send(Kind.SLOTS, self._number, [given], self._lease.hand())
         self._lease.handed_over()
 
     def send_files(self, first: int, readers: Sequence[PosixReader]) -> None:
-        """Hands over open files, which stay the caller's to close."""
+        """Hands over open files; the caller still closes them."""
         files = [reader.fileno() for reader in readers]
         self._channel.send(Kind.FILES, self._number, [encode_span(first, len(files))], files)
 
     @contextmanager
     def _leasing(self) -> Iterator[list[bool]]:
-        """Around the request. Its lease ends with it where the client said that it is done, and else with the client:
-        one that we waited for in vain may still be reading.
+        """Holds a lease during the request. It ends here if the client said that it is done, else with the client.
+
+        A client that missed our deadline may still be reading.
         """
         done: list[bool] = []
         try:
@@ -105,7 +105,7 @@ class ImageHanding:
         leases: Leases | None,
         context: CallContext,
     ) -> None:
-        """``leases`` is None for a client that gets files alone."""
+        """``leases`` is None for a client that only gets files."""
         self._node = node
         self._channel = channel
         self._number = number
@@ -116,16 +116,16 @@ class ImageHanding:
         self._handing = HandingOver(channel, number, count, leases)
         self._has_slots = leases is not None
         self.given: list[int] = []
-        """The chunks that were handed over."""
+        """Indexes of the chunks that were handed over."""
         self.in_memory: set[int] = set()
         """Those of them that were in memory; the others were files."""
 
     def serve(self) -> int:
-        """Hands over what the client wants until it says how many chunks it read, which this returns."""
+        """Hands over what the client wants; returns how many chunks it says it has read."""
         return self._handing.serve(self._answer)
 
     def _answer(self, first: int, count: int) -> None:
-        """One WANT: frames for each run of chunks that are to be had in the same way, or not at all."""
+        """Answers one WANT: a frame for each run of chunks that can be had in the same way, or not at all."""
         handing, deadline = self._node.handing, Deadline(self._node.clock, self._left_s())
         indexes = range(first, first + count)
         allowed = self._asked.allowed(self._node, indexes)
@@ -147,7 +147,7 @@ class ImageHanding:
                     for index in left
                     if index not in readers and (index in there or handing.is_elsewhere(self._wanted, index))
                 ]
-            # Of a root that has no files to hand over it is not known here whether it has them.
+            # A root without files to hand over cannot tell here whether it has the chunk.
             how.update(dict.fromkeys(left, Kind.ELSEWHERE))
             how.update(dict.fromkeys(offsets, Kind.SLOTS))
             how.update(dict.fromkeys(readers, Kind.FILES))
@@ -161,13 +161,13 @@ class ImageHanding:
                 reader.close()
 
     def _found(self, allowed: Sequence[int], deadline: Deadline) -> Slots | None:
-        """Those in memory. A prompt whose client takes files alone is not looked for there."""
+        """Returns the chunks in memory. None for a prompt whose client takes files only."""
         if not allowed or (self._is_chain and not self._has_slots):
             return None
         return self._node.handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
 
     def _send(self, kind: Kind, run: list[int], offsets: dict[int, int], readers: dict[int, PosixReader]) -> bool:
-        """Says how a run is to be had; whether anything may follow it."""
+        """Tells the client how to get a run of chunks; returns whether anything may follow it."""
         if kind is Kind.SLOTS:
             self._handing.send_slots(run[0], [offsets[index] for index in run])
         elif kind is Kind.FILES:
@@ -183,6 +183,6 @@ class ImageHanding:
 
 
 def _there(indexes: Sequence[int], slots: Slots | None) -> dict[int, int]:
-    """Where those chunks lie that are in memory."""
+    """Returns the offsets of the chunks that are in memory."""
     entries = slots.entries if slots is not None else []
     return {index: entry.offset for index, entry in zip(indexes, entries, strict=False) if entry is not None}

@@ -1,4 +1,4 @@
-"""A held prefix sent layer by layer, the next layer being read while this one is on its way."""
+"""A held prefix sent layer by layer; the next layer is read while the current one is sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send_layers(
     calls: Calls,
     context: CallContext,
 ) -> None:
-    """Sends all layers of the ``count`` held chunks, a LAYER frame each. Raises HoldBroken between two of them."""
+    """Sends all layers of the ``count`` held chunks, one LAYER frame each. Raises HoldBroken between two layers."""
     if count < hold.count:
         raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
     section_bytes = hold.chain.namespace.layout.section_bytes
@@ -43,7 +43,7 @@ def send_layers(
         both = [buffers.take(2 * plane_bytes) for _ in range(2)]
 
         def memory(layer: int) -> LayerMemory:
-            # Two in turn: when a layer is begun, the one before the last was sent.
+            # Two buffers in turn: when a layer begins, the one before the last has been sent.
             return LayerMemory(both[layer % 2][:plane_bytes], both[layer % 2][plane_bytes:])
 
         each_s = seconds_left(context, node.limits.read_deadline_s)
@@ -55,5 +55,5 @@ def send_layers(
                 planes = np.frombuffer(both[layer % 2], np.uint8).reshape(1, 2, -1)
                 send_run(channel, Planes(planes, section_bytes), 0, count)
                 calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
-        for buffer in both:  # whoever missed its deadline may still be reading into them: then this is not reached
+        for buffer in both:  # not reached after a missed deadline: a late lane may still be reading into them
             buffers.give(buffer)

@@ -1,8 +1,7 @@
-"""Leases: chunks in the worker's memory that a client on this host reads, or has views of, and so are not given away.
+"""Leases: chunks in the worker's memory that a client on this host reads or has views of; they are not evicted.
 
-A lease is the end of a pipe that the client is given.  Whatever ends that client, or lets it forget its arrays, closes
-its end, and the kernel tells us: nothing has to be sent, by nobody, and no broken connection ends a lease whose client
-still reads.
+A lease is a pipe of which the client gets one end. Whatever ends that client, or drops its arrays, closes its end, and
+the kernel tells us. Nobody sends anything, and a broken connection does not end a lease that is still read.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 
 LEASES_MAX = 1024
-"""Alive at once, a file descriptor each; beyond it chunks are read as if they were not in memory."""
+"""Leases alive at once, one file descriptor each; beyond that chunks are read as if memory did not have them."""
 
 
 class Lease:
-    """What one client may read until it closes its end. Used by one thread, until it is kept."""
+    """The slots that one client may read until it closes its end. Used by one thread until it is kept."""
 
     def __init__(self) -> None:
-        """Raises OSError where there are no more files."""
+        """Raises OSError if there are no more file descriptors."""
         self.watched, self.handed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.slots: list[Slots] = []
 
     def hand(self) -> list[int]:
-        """The client's end, to be sent with a frame and closed by ``handed_over``; nothing from the second time on."""
+        """Returns the client's end, to send, then close by ``handed_over``; an empty list from the second call on."""
         return [self.handed] if self.handed >= 0 else []
 
     def handed_over(self) -> None:
@@ -55,12 +54,12 @@ class Leases:
         return self._count
 
     def begin(self) -> Lease | None:
-        """A new lease, to be ended or kept; None where there are too many."""
+        """Returns a new lease, to be ended or kept; None if there are too many."""
         with self._lock:
             if self._closed or self._count >= self._leases_max:
                 return None
             try:
-                self._epoll = self._epoll or select.epoll()  # now: a lease that nobody can watch would have no end
+                self._epoll = self._epoll or select.epoll()  # now: a lease that nobody can watch would never end
                 lease = Lease()
             except OSError:
                 return None
@@ -68,14 +67,14 @@ class Leases:
         return lease
 
     def add(self, lease: Lease, slots: Slots) -> bool:
-        """Has the lease refer to ``slots``; False where too much of the memory is leased (rule L1)."""
+        """Adds ``slots`` to the lease; False if too much of the memory is leased (rule L1)."""
         if not self._memory.lease(slots):
             return False
         lease.slots.append(slots)
         return True
 
     def end(self, lease: Lease) -> None:
-        """Ends it at once: its client said that it is done, or was never told of it."""
+        """Ends the lease now: its client said that it is done, or never learned of it."""
         lease.handed_over()
         os.close(lease.watched)
         slots, lease.slots = lease.slots, []
@@ -85,10 +84,10 @@ class Leases:
             self._count -= 1
 
     def keep(self, lease: Lease) -> None:
-        """Ends it when its client has closed its end, which may have been long ago."""
+        """Ends the lease when its client closes its end, which may have happened already."""
         lease.handed_over()
         with self._lock:
-            # Once it is closed nobody waits for clients any more, and what they read stays as it is.
+            # After close nobody waits for clients, and the slots that they read stay taken.
             if self._closed:
                 os.close(lease.watched)
                 return
@@ -99,11 +98,11 @@ class Leases:
                 )
                 self._thread.start()
             self._kept[lease.watched] = lease
-            # For nothing but the end: what a client writes into its pipe is never looked at.
+            # Watch for the end only: what a client writes into its pipe is never read.
             self._epoll.register(lease.watched, 0)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread. What clients read at this moment stays referenced, for good. Idempotent."""
+        """Ends the thread. Slots that clients still read stay referenced for good. Idempotent."""
         with self._lock:
             self._closed = True
             kept, self._kept = list(self._kept.values()), {}
@@ -113,7 +112,7 @@ class Leases:
         if self._thread is None:
             epoll.close()
             return
-        # An end of ours, closed at once, wakes the thread up.
+        # A pipe of our own, closed at once, wakes up the thread.
         reader, writer = os.pipe2(os.O_CLOEXEC)
         with suppress(OSError):
             epoll.register(reader, 0)

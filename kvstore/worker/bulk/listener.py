@@ -1,7 +1,7 @@
-"""The sockets of the bulk protocol: who may connect, and which thread serves whom.
+"""The sockets of the bulk protocol: who may connect, and which thread serves a connection.
 
-One thread looks at all connections on which nobody speaks, greets new ones, and hands those that begin a request to
-the threads that serve; so a silent connection costs a file descriptor and nothing else.
+One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
+threads. So a silent connection costs one file descriptor and nothing else.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ FILES_MAX = 1
 """Files that a client hands over with one frame: its arena."""
 GRANTS_MAX = 4096
 STRANGERS_MAX = 64
-"""Connections that have not proved a grant yet; the oldest is closed for one more."""
+"""Connections that have not yet proved a grant; one more closes the oldest."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class BulkListener:
-    """Listens for bulk connections, on a unix socket in a folder of its own and on ``port`` of ``host`` if there is one
-    (0: of the system's choice).
+    """Listens for bulk connections on a unix socket in its own folder, and on ``port`` of ``host`` if given.
 
-    The folder is made in the system's folder for temporary files: both ends must see it under the same path. With
-    ``tls`` the port speaks it; the unix socket does not leave this host.
+    Port 0 is chosen by the system. The folder is in the system's folder for temporary files: both ends must see it
+    under the same path. With ``tls`` the port uses TLS; the unix socket does not leave this host.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class BulkListener:
         self.boot_id = boot_id()
 
     def start(self) -> None:
-        """Listens. What cannot be had is left out, and said in the log: clients then go another way."""
+        """Starts to listen. A socket that cannot be opened is logged and left out: clients then use another path."""
         try:
             path = os.path.join(self._folder.make(), "socket")
             self._listeners.append(listen_unix(path))
@@ -104,23 +103,23 @@ class BulkListener:
         self._thread.start()
 
     def grant(self, presented: Presented = NOTHING) -> Grant:
-        """Leave for one connection within ``hello_s``, of who showed this: each request on it is theirs (rule X8)."""
+        """Grants one connection within ``hello_s`` to these credentials; each request on it is theirs (rule X8)."""
         grant, now_s = Grant.fresh(), time.monotonic()
         with self._lock:
             for old in [each for each, (_, ends_s, _) in self._grants.items() if ends_s < now_s]:
                 del self._grants[old]
             while len(self._grants) >= GRANTS_MAX:
-                del self._grants[next(iter(self._grants))]  # the oldest: its client turns to gRPC
+                del self._grants[next(iter(self._grants))]  # the oldest: its client falls back to gRPC
             self._grants[grant.id] = (grant, now_s + self._limits.hello_s, presented)
         return grant
 
     @property
     def connections_count(self) -> int:
-        """Connections that proved a grant and are open."""
+        """Number of open connections that proved a grant."""
         return len(self._connections)
 
     def close(self, timeout_s: float) -> None:
-        """Closes everything; requests in progress are cut. Idempotent."""
+        """Closes everything; requests in progress are cut off. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -155,7 +154,7 @@ class BulkListener:
                 time.sleep(PERIOD_S)
 
     def _turn(self) -> None:
-        """One look at all connections; of its own, so that no name here keeps a connection that is closed."""
+        """Looks at all connections once. A function, so that no local name keeps a closed connection alive."""
         for key, _ in self._selector.select(PERIOD_S):
             if key.fd == self._wake_in:
                 with suppress(BlockingIOError):
@@ -177,7 +176,7 @@ class BulkListener:
         try:
             sock, _ = listener.accept()
         except OSError:
-            time.sleep(0.01)  # out of files, perhaps: not a loop that takes a whole core
+            time.sleep(0.01)  # perhaps out of file descriptors: do not spin
             return
         try:
             sock.setblocking(False)
@@ -186,7 +185,7 @@ class BulkListener:
             if len(self._connections) + len(self._strangers) >= self._limits.bulk_connections_max:
                 raise OSError("too many connections")
             if self._tls is not None and sock.family != socket.AF_UNIX:
-                # The handshake goes on as the client's bytes come: nobody waits for it here.
+                # The handshake continues as the client's bytes arrive: nobody waits for it here.
                 context = self._tls.context(server=True)
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except (OSError, KVStoreError):
@@ -204,7 +203,7 @@ class BulkListener:
         self._strangers.append(stranger)
 
     def _greet(self, stranger: Stranger) -> None:
-        """Reads as much of a greeting as there is, and answers a whole one that is right."""
+        """Reads what there is of a greeting; answers it when it is whole and right."""
         said = stranger.hear()
         if said is None:
             return
@@ -218,12 +217,12 @@ class BulkListener:
         try:
             connection = Connection(Channel(stranger.socket, self._limits.idle_s, FILES_MAX), presented)
         except OSError as error:
-            log.warning("bulk.no_connection %s", error)  # out of files, perhaps
+            log.warning("bulk.no_connection %s", error)  # perhaps out of file descriptors
             stranger.socket.close()
             return
         try:
             files = [connection.ledger.fd] if connection.ledger is not None else []
-            connection.channel.limit(0.1, 0.1)  # a new connection has room for some bytes
+            connection.channel.limit(0.1, 0.1)  # a new connection has room for a few bytes
             connection.channel.send(Kind.WELCOME, 0, [answer], files)
         except (LinkBroken, LinkLate):
             connection.close()
@@ -234,8 +233,9 @@ class BulkListener:
         self._listen_to(connection)
 
     def _welcomed(self, said: bytes, thumbprint: bytes) -> tuple[bytes, Presented] | None:
-        """The proof for a greeting, and who was granted it; None for one that is not right. A grant is used up either
-        way.
+        """Returns the proof for a greeting and the credentials of its grant; None if the greeting is wrong.
+
+        Uses up the grant either way.
         """
         try:
             head = decode_head(said[:HEAD_BYTES])
@@ -251,7 +251,7 @@ class BulkListener:
         grant, ends_s, presented = found
         if ends_s < time.monotonic() or not grant.is_hello(nonce, proof):
             return None
-        # Over TLS with certificates it must be the one with which leave was asked for.
+        # Over TLS the certificate must be the one that the grant was given to.
         if thumbprint and thumbprint != presented.thumbprint:
             return None
         return grant.welcome(nonce), presented
@@ -263,17 +263,17 @@ class BulkListener:
         stranger.socket.close()
 
     def _listen_to(self, connection: Connection) -> None:
-        """Waits for the next request of a connection."""
+        """Waits for the next request on a connection."""
         try:
             self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         except (ValueError, KeyError, OSError):
             self._forget(connection)
             return
-        if connection.channel.has_pending:  # which no selector sees
+        if connection.channel.has_pending:  # a selector does not see bytes already read
             self._hand_on(connection)
 
     def _hand_on(self, connection: Connection) -> None:
-        """Has a request served."""
+        """Passes a connection with a request to a serving thread."""
         self._selector.unregister(connection.channel)
         try:
             self._threads.submit(self._serve, connection)
@@ -304,6 +304,6 @@ class BulkListener:
 
 
 def _user_of(sock: socket.socket) -> int:
-    """Who is at the other end of a unix socket."""
+    """Returns the user id at the other end of a unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])

@@ -1,6 +1,4 @@
-"""The worker's memory for bytes that come and go: buffers that are used again, because fresh memory has to be zeroed
-first, which costs about as much as copying into it.
-"""
+"""Reusable buffers for payload in transit. Fresh memory must be zeroed first, which costs about as much as a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from kvstore.buffers import aligned
 
 
 class Buffers:
-    """Buffers by size, of which at most ``kept_bytes_max`` are kept for the next one who asks. Thread-safe."""
+    """Buffers by size; at most ``kept_bytes_max`` of free ones are kept. Thread-safe."""
 
     def __init__(self, kept_bytes_max: int) -> None:
         self._kept_bytes_max = kept_bytes_max
@@ -19,7 +17,7 @@ class Buffers:
         self._kept_bytes = 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """A buffer of exactly this size, which begins at a page; its content is whatever it was."""
+        """Returns a page-aligned buffer of exactly this size, with arbitrary content."""
         with self._lock:
             free = self._free.get(size_bytes)
             if free:
@@ -28,10 +26,10 @@ class Buffers:
         return aligned(size_bytes)
 
     def give(self, buffer: memoryview) -> None:
-        """Gives a buffer back, which nobody uses any more."""
+        """Takes back a buffer that nobody uses any more."""
         with self._lock:
             if self._kept_bytes + len(buffer) > self._kept_bytes_max:
-                # Sizes that nobody asks for any more must not keep out those that are asked for.
+                # Free buffers of unwanted sizes must not crowd out the wanted ones.
                 self._free.clear()
                 self._kept_bytes = 0
             if len(buffer) <= self._kept_bytes_max:

@@ -1,5 +1,6 @@
-"""Put over a bulk connection: chunks or blocks come in the shared arena or as bytes, and are acknowledged when they are
-stored; or, put behind, when they are here.
+"""Put over a bulk connection: chunks or blocks come in the shared arena or as bytes.
+
+They are acknowledged when stored, or with ``write="behind"`` on receipt.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class _Request:
     hints: Hints
     write: WriteMode | None
     waits: bool
-    """Whether the client waits until the chunks are stored, or only until they are here."""
+    """True if the client waits until the chunks are stored, false if only until they are received."""
 
     def released(self, count: int) -> None:
-        """The client may use the memory of its first ``count`` chunks again."""
+        """Tells the client that it may reuse the memory of its first ``count`` chunks."""
         if self.connection.ledger is not None:
             self.connection.ledger.released(self.number, count)
 
@@ -76,7 +77,7 @@ class BulkPuts:
         self._serve(_Request(connection, number, call, blocks, 0, hints, write, waits=not flag), blocks_answer)
 
     def _serve(self, request: _Request, answer: Callable[[Written], bytes]) -> None:
-        """Asks for the chunks that are missing, stores them, and says what became of them."""
+        """Asks for the missing chunks, stores them, and answers with the result."""
         channel, wanted = request.connection.channel, request.wanted
         write = self._node.puts.begin(
             wanted,
@@ -85,7 +86,7 @@ class BulkPuts:
             request.hints,
             request.write or (None if request.waits else WriteMode.BEHIND),
             skips=True,
-            sheds=request.waits,  # who does not wait for it wants it stored, however long that takes
+            sheds=request.waits,  # never shed a put behind: nobody waits for its result
         )
         first = write.first
         count = 0 if write.refused else len(wanted) - first
@@ -106,7 +107,7 @@ class BulkPuts:
                 else:
                     written = self._store(request, write, cargo, runs, lambda: self._deadline(request))
         except BaseException:
-            # Gone, wrong or damaged: what came whole until here may be published, nothing else.
+            # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
             write.abandon()
             raise
         channel.send(Kind.STORED, request.number, [answer(written)])
@@ -115,7 +116,7 @@ class BulkPuts:
     def _store(
         self, request: _Request, write: Write, cargo: Cargo, runs: Iterable[Arrived], deadline: Callable[[], Deadline]
     ) -> Written:
-        """Stores chunks as they come."""
+        """Stores chunks as they arrive."""
         for run in runs:
             sections = cargo.sections(run.first, run.count, run.memory, run.sums)
             write.add(sections, run.first, run.count, deadline(), partial(self._release, request, cargo, run))
@@ -136,7 +137,7 @@ class BulkPuts:
         reserved: ExitStack,
         acknowledged: threading.Event,
     ) -> Written:
-        """Has the chunks stored soon, from where they are; the answer says what will be so."""
+        """Stores the chunks soon, from where they are; the answer tells which will be stored."""
         limit_s = self._node.limits.write_deadline_s
         kept = reserved.pop_all()
 

@@ -1,4 +1,4 @@
-"""What one request on a bulk connection does, from its first frame to its answer."""
+"""One request on a bulk connection, from its first frame to its answer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BulkRequests:
         self._calls = calls
         self._limits = limits
         self.memory = node.memory
-        """What clients on this host may map."""
+        """The memory that clients on this host may map."""
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
@@ -56,7 +56,7 @@ class BulkRequests:
         self._puts = BulkPuts(node, prompts, arriving, behind)
 
     def serve(self, connection: Connection) -> bool:
-        """Serves the request whose first bytes came; whether the connection can be used on. Never raises."""
+        """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
         channel, limits = connection.channel, self._limits
         number = 0
         try:
@@ -97,13 +97,15 @@ class BulkRequests:
         return False
 
     def close(self, timeout_s: float) -> None:
-        """Waits for no client any more. Idempotent."""
+        """Stops waiting for clients. Idempotent."""
         if self.leases is not None:
             self.leases.close(timeout_s)
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
-            raise InvalidRequest("there is no memory to map: only on a unix socket, of a worker that has some")
+            raise InvalidRequest(
+                "no memory to map: it is offered on a unix socket only, by a worker with a memory tier"
+            )
         arena = self.memory.arena
         channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
 
@@ -116,7 +118,7 @@ class BulkRequests:
             raise
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
-        """Says why. The connection ends with it: what the client sent meanwhile nobody can tell from a new request."""
+        """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""
         channel = connection.channel
         if not channel.alive:
             return

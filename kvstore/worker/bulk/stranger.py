@@ -1,6 +1,6 @@
-"""A connection before its grant is proved, and over TCP perhaps before its TLS handshake is done.
+"""A connection before its grant is proved and, over TCP, before its TLS handshake is done.
 
-Apart from the listener, which has many of them and one thread: nothing here waits.
+Separate from the listener, which has many of these and one thread: nothing here waits.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ GREETING_BYTES = HEAD_BYTES + HELLO_BYTES
 
 
 class Stranger:
-    """Used by the listening thread alone. ``socket`` never blocks; it is the listener's to close."""
+    """One such connection. Used by the listening thread alone. ``socket`` never blocks; the listener closes it."""
 
     def __init__(self, sock: socket.socket, ends_s: float) -> None:
         self.socket = sock
         self.ends_s = ends_s
-        """When it is turned away."""
+        """Time at which it is closed."""
         self._said = bytearray()
         self._shakes_hands = isinstance(sock, ssl.SSLSocket)
 
     @property
     def thumbprint(self) -> bytes:
-        """Of its certificate; empty without TLS, or where none was asked for."""
+        """Thumbprint of the client's certificate; empty without TLS or if none was asked for."""
         shown = self.socket.getpeercert(binary_form=True) if isinstance(self.socket, ssl.SSLSocket) else None
         return hashlib.sha256(shown).digest() if shown else b""
 
     def hear(self) -> bytes | None:
-        """The greeting once it is whole, empty where none will come; None: not yet."""
+        """Returns the greeting once it is complete, empty if none will come, None if more bytes are needed."""
         try:
             if self._shakes_hands and isinstance(self.socket, ssl.SSLSocket):
                 self.socket.do_handshake()

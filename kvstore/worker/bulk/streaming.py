@@ -1,6 +1,6 @@
-"""Whole images sent as bytes: from memory as they lie there, others while the next are read on the node's lanes.
+"""Whole images sent as bytes: straight from memory, or read on the node's lanes while earlier ones are sent.
 
-The client verifies: what it gets is whole files, with their headers.
+The client verifies: it gets whole files, with their headers.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.context import CallContext
 
 WINDOW_CHUNKS = 1024
-"""Chunks that are looked for at once: so many that tiny ones cost little each, so few that the first come soon."""
+"""Chunks looked up at once: enough that tiny ones cost little each, few enough that the first come soon."""
 TINY_BYTES = 1024
-"""Pieces smaller than this on average are joined before they are sent: a copy is cheaper than a piece to the kernel."""
+"""Pieces smaller than this on average are joined before they are sent: a copy costs less than a piece in the kernel."""
 WINDOWS = 2
-"""On their way at once: one is sent while the next is read."""
+"""Windows in progress at once: one is sent while the next is read."""
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Some chunks on their way: images in memory, and others that are read into a buffer."""
+    """Some chunks in progress: images in memory, and others that are read into a buffer."""
 
     indexes: range
     slots: Slots | None = None
     hot: dict[int, memoryview] = field(default_factory=dict)
     images: dict[int, memoryview] = field(default_factory=dict)
-    """Of those that are read."""
+    """The images that are read, by chunk index."""
     is_whole: bool = False
-    """Whether all of those came."""
+    """True if all of those could be read."""
     buffer: memoryview | None = None
     reading: Reading | None = None
 
     def close(self) -> None:
-        """Nobody writes into the buffer any more, and the memory may be given away. Idempotent."""
+        """Ends the window: nobody writes into the buffer any more, and its memory may be given away. Idempotent."""
         if self.reading is not None:
             self.reading.withdraw()
         if self.slots is not None:
@@ -84,10 +84,10 @@ class ImageStream:
         self._most_bytes = 0
         self._is_reserved = False
         self.sent: list[int] = []
-        """The chunks that were sent."""
+        """Indexes of the chunks that were sent."""
 
     def send(self, first: int, stop: int, context: CallContext) -> None:
-        """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first that is missing; then END."""
+        """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first missing one; then END."""
         indexes = range(first, stop)
         sizes = self._image_sizes(indexes)
         cuts = list(windows(sizes, 2 * self._window_bytes))
@@ -132,7 +132,7 @@ class ImageStream:
         if not self._is_reserved:
             reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
             self._is_reserved = True
-        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
+        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they can be reused
         at = 0
         for index in left:
             size = sizes[index - window.indexes.start]
@@ -141,7 +141,7 @@ class ImageStream:
         window.reading = handing.begin_copy(self._wanted, left, window.images.__getitem__)
 
     def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
-        """Waits for a window: the images to be sent, and whether more may be sent after them."""
+        """Waits for a window; returns the images to send, and whether more may follow them."""
         if not self._is_chain:
             self._send(window.hot)  # while the others are read
         if window.reading is not None:
@@ -156,15 +156,15 @@ class ImageStream:
         return {index: found[index] for index in range(window.indexes.start, end)}, end == window.indexes.stop
 
     def _end(self, window: Window) -> None:
-        """All that is there of a window was sent."""
+        """Frees a window that was sent."""
         self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
         window.close()
         if window.buffer is not None and window.is_whole:
-            # A lane that missed the deadline may still be reading into the others: then it is nobody's any more.
+            # A lane past its deadline may still be reading into the others: such a buffer is never reused.
             self._buffers.give(window.buffer)
 
     def _send(self, images: dict[int, memoryview]) -> None:
-        # In as few system calls as they take together: the heads of small chunks would cost more than their bytes.
+        # In few system calls: the heads of small chunks would cost more than their bytes.
         pieces: list[memoryview] = []
         for index, image in images.items():
             head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
@@ -180,7 +180,7 @@ class ImageStream:
 
 
 def windows(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:
-    """Neighbours that are on their way together: at most WINDOW_CHUNKS, of ``bytes_max`` or one alone."""
+    """Yields neighbours that travel together: at most WINDOW_CHUNKS, of ``bytes_max`` or one alone."""
     start = used = 0
     for index, size in enumerate(sizes):
         if index > start and (used + size > bytes_max or index - start == WINDOW_CHUNKS):

@@ -1,1 +1,1 @@
-"""The control service (proto/kvstore/v1/control.proto): where things lie, long acts, drain, limits, health."""
+"""The control service (proto/kvstore/v1/control.proto): places, long-running operations, drain, limits, health."""

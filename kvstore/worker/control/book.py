@@ -1,7 +1,7 @@
-"""The book of the tickets that a worker keeps, and how many.
+"""The book: the tickets that a worker keeps.
 
-Apart from the runner, which does what they are for: here are no threads and no clocks. They live in memory: a worker
-that ends forgets them (control.proto says so to clients).
+Separate from the runner, which does the work: there are no threads and no clocks here. Tickets live in memory: a worker
+that ends forgets them (control.proto tells clients so).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvstore.tickets import State, Ticket
 from kvstore.tokens import TOKENS_MAX
 
 TICKETS_MAX = 100
-"""Kept by one worker, those that are not done included."""
+"""Tickets kept by one worker, including those not done."""
 TENANT_TICKETS_MAX = TICKETS_MAX // 2
-"""Not done, of one tenant where tenants are told apart: others, and operators, need some too."""
+"""Tickets not done of one tenant, if tenants are told apart: others, and operators, need some too."""
 TOKENS_KEPT_MAX = 16 * TOKENS_MAX
-"""Of the prompts of all that are not done, 256 MiB; of one tenant's, half of it where tenants are told apart."""
+"""Tokens in the prompts of all tickets not done (256 MiB); one tenant gets half of it, if tenants are told apart."""
 
 
 class Book:
-    """The tickets of one worker, the newest ``tickets_max`` of them. Thread-safe."""
+    """The newest ``tickets_max`` tickets of one worker. Thread-safe."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Book:
         self._tickets: dict[str, Ticket] = {}
 
     def add(self, ticket: Ticket) -> None:
-        """Takes a new one, and forgets the one that was asked for first of those that ended. Raises Overloaded."""
+        """Adds a ticket, and forgets the oldest ended one if the book is full. Raises Overloaded."""
         with self._changed:
             tenant, most = ticket.tenant, self._tenant_tickets_max
             if tenant is not None and most < self._tickets_max and self._unfinished_count(tenant) >= most:
@@ -54,24 +54,24 @@ class Book:
             self._changed.notify_all()
 
     def find(self, ticket_id: str) -> Ticket | None:
-        """The one with this id, as it is now."""
+        """Returns the ticket with this id as it is now, or None."""
         with self._changed:
             return self._tickets.get(ticket_id)
 
     def every(self) -> list[Ticket]:
-        """All of them, the newest first."""
+        """Returns all tickets, newest first."""
         with self._changed:
             return [*reversed(self._tickets.values())]
 
     def count(self, state: State) -> int:
-        """How many are in a state."""
+        """Returns the number of tickets in a state."""
         with self._changed:
             return sum(each.state is state for each in self._tickets.values())
 
     def move(self, ticket_id: str, state: State, *, message: str = "", ended_s: float = 0.0) -> bool:
-        """Has one go to its next state; False where it has ended already, or is forgotten: then it stays as it is.
+        """Moves a ticket to its next state; False, and no change, if it has ended or is forgotten.
 
-        Two may want to end one, such as who cancels it and its deadline: the first of them does.
+        Two may want to end one, such as a caller that cancels it and its deadline: the first wins.
         """
         with self._changed:
             ticket = self._tickets.get(ticket_id)
@@ -82,7 +82,7 @@ class Book:
             return True
 
     def advance(self, ticket_id: str, done: int, total: int, counts: Mapping[str, int]) -> None:
-        """Says how far one is that runs."""
+        """Records the progress of a running ticket."""
         with self._changed:
             ticket = self._tickets.get(ticket_id)
             if ticket is not None and ticket.state is State.RUNNING:
@@ -92,13 +92,13 @@ class Book:
                 self._changed.notify_all()
 
     def wait(self, seen: Ticket, timeout_s: float) -> Ticket | None:
-        """The same ticket once it is not as ``seen`` any more, or after so long; None where it is forgotten."""
+        """Waits until the ticket differs from ``seen``, or time is up; returns it, None if it is forgotten."""
         with self._changed:
             self._changed.wait_for(lambda: self._tickets.get(seen.id) is not seen, timeout_s)
             return self._tickets.get(seen.id)
 
     def wait_ended(self, ticket: Ticket, timeout_s: float) -> Ticket | None:
-        """The same ticket once it has ended, or as it is after so long; None where it is forgotten."""
+        """Waits until the ticket has ended, or time is up; returns it, None if it is forgotten."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended(ticket.id), timeout_s)
             return self._tickets.get(ticket.id)
@@ -115,7 +115,7 @@ class Book:
             kept = sum(each.tokens for each in unfinished if tenant in (None, each.tenant))
             if ticket.tokens and kept + ticket.tokens > most:
                 raise Overloaded(
-                    f"the prompts of tickets that are not done have {kept} tokens, at most {most}: wait for some"
+                    f"unfinished tickets have prompts of {kept} tokens, and the limit is {most}: wait for some to end"
                 )
 
     def _has_ended(self, ticket_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""Clearing what a selection names as an act: what a member does, with its figures for whoever watches the ticket."""
+"""The operation of clearing selected chunks: the member's clear, with its progress on a ticket."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvstore.worker.control.runner import Step
 from kvstore.worker.puts_behind import PutsBehind
 
 BEHIND_S = 10.0
-"""How long it waits for what clients have sent and this worker has yet to store."""
+"""How long it waits for puts that clients have sent and this worker has yet to store."""
 
 
 def selection_of(message: pb.Selection) -> Selection:
-    """What is meant. Raises InvalidRequest where that is nothing, or makes no sense."""
+    """Returns the selection in a message. Raises InvalidRequest if it is empty or makes no sense."""
     return Selection(
         namespace=message.namespace or None,
         tenant=message.tenant if message.HasField("tenant") else None,
@@ -28,8 +28,8 @@ def selection_of(message: pb.Selection) -> Selection:
 def clear_selected(
     member: Member, behind: PutsBehind, selection: Selection, step: Step, *, dry_run: bool, pinned: bool
 ) -> str:
-    """Does it. Raises what the member raised."""
-    behind.wait_empty(BEHIND_S)  # or what is written behind would come after it
+    """Clears the selected chunks. Raises what the member raised."""
+    behind.wait_empty(BEHIND_S)  # or puts that are written behind would come after it
     cleared = member.clear_selected(selection, step.progress, dry_run=dry_run, pinned=pinned)
     step.count(
         chunks=cleared.chunks,
@@ -38,12 +38,13 @@ def clear_selected(
         failed_chunks=cleared.failed,
         unconfirmed_nodes=len(cleared.unconfirmed),
     )
-    said = ["nothing was deleted: it was only counted"] if dry_run else []
+    said = ["dry run: nothing was deleted"] if dry_run else []
     if cleared.failed:
         said.append(f"{cleared.failed} chunks could not be deleted: clear again")
     if cleared.unconfirmed:
         said.append(
-            f"{len(cleared.unconfirmed)} nodes did not say that they dropped it (sessions "
-            f"{', '.join(cleared.unconfirmed[:3])}{', ...' if len(cleared.unconfirmed) > 3 else ''}): restart them"
+            f"{len(cleared.unconfirmed)} nodes did not confirm the clear (sessions "
+            f"{', '.join(cleared.unconfirmed[:3])}{', ...' if len(cleared.unconfirmed) > 3 else ''}): "
+            "restart them"
         )
     return "; ".join(said)

@@ -1,8 +1,7 @@
-"""How a worker is, in one answer: itself, its root, its etcd, memory and queues, and what of it is wrong.
+"""A worker's health in one answer: itself, its root, its etcd, memory and queues, and a list of problems.
 
-Apart from the standard health service, which says yes or no to load balancers, and from metrics, which nobody reads one
-by one: this is for a person who asks now.  Looks at root and etcd with short deadlines, so that it answers also where
-both are gone.
+Separate from the standard health service, which answers load balancers yes or no, and from metrics: this is for a
+person who asks now. It looks at root and etcd with short deadlines, so it answers even if both are gone.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from kvstore.v1 import control_pb2 as pb
 from kvstore.worker.service import Service
 
 LOOK_S = 2.0
-"""For one look at the root, and one at etcd."""
+"""Time for one look at the root, and for one at etcd."""
 FREE_SHARE_MIN = 0.02
 BEHIND_SHARE_MAX = 0.9
-"""What waits to be written, of what may wait."""
+"""Share of the write queue that must be filled before it is reported as a problem."""
 SLOW_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a worker says of itself."""
+    """A worker's facts about itself."""
 
     address: str
     version: str
@@ -38,7 +37,7 @@ class About:
 
 
 class Examination:
-    """Looks at one worker, whenever it is asked. ``about`` says how the worker is at that moment."""
+    """Examines one worker on request. ``about`` returns the worker's facts at that moment."""
 
     def __init__(self, member: Member, service: Service, clock: Clock, about: Callable[[], About]) -> None:
         self._member = member
@@ -48,7 +47,7 @@ class Examination:
         self._began_s = clock.monotonic_s()
 
     def answer(self) -> pb.HealthResponse:
-        """Takes about two looks' time at most."""
+        """Returns the health of the worker; takes about two looks' time at most."""
         gauges = self._service.gauges()
         found = pb.HealthResponse(
             worker=self._worker(gauges), root=self._root(gauges), etcd=self._etcd(gauges), queues=self._queues(gauges)
@@ -142,21 +141,21 @@ def _memory(gauges: dict[str, float]) -> pb.MemoryHealth:
 
 
 def problems_of(found: pb.HealthResponse) -> list[str]:
-    """What is wrong, for people, the worst first."""
+    """Returns what is wrong, for people, the worst first."""
     worker, root, etcd, memory, queues = found.worker, found.root, found.etcd, found.memory, found.queues
     free_share = root.free_bytes / root.total_bytes if root.total_bytes else 1.0
     waiting = queues.behind_bytes / queues.behind_bytes_max if queues.behind_bytes_max else 0.0
     rules = (
         (not root.answers, f"the root does not answer within {LOOK_S:g} s: check the mount (kvstore check-root)"),
-        (root.full, "a collector says that the root is full: puts are refused; look after kvstore-gc"),
+        (root.full, "a collector says that the root is full: puts are refused; check kvstore-gc"),
         (etcd.used and not etcd.answers, f"etcd does not answer within {LOOK_S:g} s: nothing can be pinned"),
         (
             etcd.used and not etcd.session_alive,
             "the session in etcd is lost: holds and pins are refused until it is back",
         ),
-        (etcd.used and not etcd.protected, "collectors do not respect what is held here (gc/RUNBOOK.md)"),
+        (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (gc/RUNBOOK.md)"),
         (worker.draining, "the worker is draining: it ends soon"),
-        (not worker.serving and not worker.draining, "the worker says that it is not serving"),
+        (not worker.serving and not worker.draining, "the worker reports NOT_SERVING"),
         (free_share < FREE_SHARE_MIN, f"the root has {free_share:.1%} of its room left"),
         (
             queues.calls >= queues.calls_max,
@@ -164,10 +163,10 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
         ),
         (
             waiting > BEHIND_SHARE_MAX,
-            f"{waiting:.0%} of what may wait to be written does: the root is too slow",
+            f"the queue of writes to the root is {waiting:.0%} full: the root is too slow",
         ),
         (root.answers and root.look_s > SLOW_S, f"a look at the root took {root.look_s:.1f} s"),
         (etcd.answers and etcd.look_s > SLOW_S, f"a look at etcd took {etcd.look_s:.1f} s"),
-        (memory.peers_aside > 0, f"{memory.peers_aside} of {memory.peers} peers are left alone after trouble"),
+        (memory.peers_aside > 0, f"{memory.peers_aside} of {memory.peers} peers are set aside after errors"),
     )
     return [said for is_so, said in rules if is_so]

@@ -1,6 +1,6 @@
-"""The limits that can change while a worker runs: which, what they are now, and changing several at once or none.
+"""The limits that can change while a worker runs: their names, their values, and changing several at once or none.
 
-Apart from where they are used: each of those reads its limit when it needs it, and made nothing as large as it.
+Separate from their use: each place reads its limit when it needs it, and allocates nothing by it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ OF_NODE = {
 }
 assert tuple(OF_NODE) == node_limits.CHANGEABLE
 MEANINGS: Mapping[str, str] = {**OF_WORKER, **OF_NODE, LOG_LEVEL: "how much the worker logs: " + ", ".join(LOG_LEVELS)}
-"""Every limit that can change, with what it bounds."""
+"""Every limit that can change, with a description of what it bounds."""
 
 
 class LiveLimits:
-    """Those of one worker. Thread-safe."""
+    """The changeable limits of one worker. Thread-safe."""
 
     def __init__(self, member: Member, service: Service) -> None:
         self._member = member
@@ -56,12 +56,12 @@ class LiveLimits:
         self._started = self._now()
 
     def every(self) -> list[LimitValue]:
-        """All of them, as they are now."""
+        """Returns all limits with their current values."""
         with self._lock:
             return self._told({})
 
     def change(self, wanted: Mapping[str, str]) -> list[LimitValue]:
-        """Changes some, all or none. Raises InvalidRequest, naming what is wrong with which, and changes nothing."""
+        """Changes several limits, all or none. Raises InvalidRequest, which says what is wrong with which."""
         with self._lock:
             before = self._now()
             unknown = sorted(set(wanted) - set(MEANINGS))
@@ -70,7 +70,7 @@ class LiveLimits:
                     f"limit {', '.join(unknown)}: not one that can change while the worker runs; expected one of "
                     + ", ".join(MEANINGS)
                 )
-            # Everything is checked before anything is changed, and nothing that changes can fail.
+            # Check everything before any change; the changes themselves cannot fail.
             worker, node = self._checked_worker(wanted), self._checked_node(wanted)
             level = self._checked_level(wanted.get(LOG_LEVEL))
             self._service.adjust(worker)
@@ -119,7 +119,7 @@ class LiveLimits:
 
 
 def _parsed(kind: type[object], names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, Any]:
-    """The wanted ones of these names as numbers, whole ones where the limit is one."""
+    """Returns the wanted values of these names as numbers, whole ones if the limit is whole."""
     whole = {each.name for each in fields(kind) if each.type == "int"}  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     for name in names:

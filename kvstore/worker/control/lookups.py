@@ -1,4 +1,4 @@
-"""Lookup: where a prompt's chunks lie, as messages."""
+"""Lookup: the places of a prompt's chunks, as messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.worker.context import CallContext
 
 
 def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
-    """The encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
+    """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
     node = member.node
     deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
     try:

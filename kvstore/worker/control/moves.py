@@ -1,6 +1,4 @@
-"""Prefetch, move and release of several prompts as one act: what ``Move`` does for a client that listens, for one that
-does not.
-"""
+"""Prefetch, move and release of several prompts as one operation, which goes on without its client."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from kvstore.tokens import TokenArray
 from kvstore.worker.control.runner import Step
 
 LOOK_S = 0.2
-"""Between two looks at how far one is, and whether it is to end."""
+"""Interval between two looks at the progress of a move and at its cancellation."""
 PAUSE_S = 0.5
-"""Where the node has too many moves of others."""
+"""Pause while other moves occupy the node."""
 
 
 def move_prompts(
     node: Node, namespace: Namespace, prompts: Sequence[TokenArray], act: Act, level: Level, step: Step
 ) -> str:
-    """Does one prompt after the other. Counts chunks; raises what one of them failed with."""
+    """Moves one prompt after the other. Counts chunks; raises what one of them failed with."""
     size = namespace.layout.chunk_tokens
     total = sum(len(tokens) // size for tokens in prompts)
     passed = moved = 0

@@ -1,7 +1,7 @@
-"""Compressing, decompressing and re-encrypting what a selection names as an act: one chunk after the other, at a pace.
+"""Compressing, decompressing and re-encrypting selected chunks as an operation: one after the other, at a pace.
 
-Apart from rewriting one chunk, which a node does, because this goes on for hours: it must leave lanes and bandwidth of
-the root to clients, wait where there is no room, and be worth beginning again where it ended.
+Separate from rewriting one chunk, which a node does, because this goes on for hours: it must leave lanes and bandwidth
+of the root to clients, wait when there is no room, and be resumable.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from kvstore.root.lineages import read_writers
 from kvstore.worker.control.runner import Step
 
 LOOK_S = 0.2
-"""Between two looks whether a folder is listed."""
+"""Interval between two looks at whether a folder is listed."""
 PAUSE_S = 5.0
-"""Where the root has no room for more at the moment, or does not answer."""
+"""Pause while the root has no room for more, or does not answer."""
 TROUBLES_MAX = 24
-"""So often in a row the root may not answer: two minutes."""
+"""Attempts in a row on a root that does not answer: two minutes."""
 PACE_LOOK_S = 1.0
-"""Between two looks at the pace while one waits."""
+"""Interval between two looks at the pace while waiting."""
 BURST_S = 1.0
-"""How much of its pace it may have ahead."""
+"""Time by which the work may be ahead of its pace."""
 
 
 def recode_selected(
     node: Node, selection: Selection, act: Recoding, bytes_per_s: Callable[[], float], step: Step
 ) -> str:
-    """Does it, at most ``bytes_per_s()`` of what is read. Raises InvalidRequest where nothing is meant, or the root
-    cannot replace files; Unavailable where it has not answered for long.
+    """Recodes the selected chunks at ``bytes_per_s()`` at most, counted as read.
+
+    Raises InvalidRequest for an empty selection or a root that cannot replace files; Unavailable if the root has not
+    answered for long.
     """
     order = selection.resolve(node.namespaces(), node.on_root(lambda: read_writers(node.root)), node.clock.now_s())
     shards = sampled(node.identity.shard_bits)
@@ -57,7 +59,7 @@ def recode_selected(
 
 
 def _names(node: Node, order: ClearOrder, shard: int, done: Counter[str], step: Step) -> list[Name]:
-    """The chunks of one shard that are meant. On one lane, so that clients have the others."""
+    """Returns the selected chunks of one shard. Lists on one lane, so that clients have the others."""
     names: list[Name] = []
 
     def trouble(_: KVStoreError) -> None:
@@ -86,7 +88,7 @@ def _recoded(node: Node, name: Name, act: Recoding, step: Step) -> Recoded:
         try:
             return node.on_root(lambda: node.recoder.recode(name, act))
         except Overloaded:
-            pass  # what was replaced lately must not go yet, or a collector is making room
+            pass  # replaced files must not go yet, or a collector is making room
         except Unavailable:
             troubles += 1
             if troubles > TROUBLES_MAX:
@@ -95,7 +97,7 @@ def _recoded(node: Node, name: Name, act: Recoding, step: Step) -> Recoded:
 
 
 class _Pace:
-    """Keeps to so many bytes a second, which may change meanwhile."""
+    """Keeps to a rate of bytes per second, which may change meanwhile."""
 
     def __init__(self, node: Node, bytes_per_s: Callable[[], float], step: Step) -> None:
         self._clock = node.clock
@@ -105,16 +107,16 @@ class _Pace:
         self._owed_bytes = 0.0
 
     def spend(self, size_bytes: int) -> None:
-        """Waits until the next one may begin. Raises as ``Step.check`` does."""
+        """Waits until the next chunk may begin. Raises as ``Step.check`` does."""
         self._pay()
         self._owed_bytes += size_bytes
         while self._owed_bytes > 0:
-            # In short steps: one that waits for hours at a pace that was a mistake must hear of the next one.
+            # In short steps: a wait of hours at a mistaken pace must notice when the pace is corrected.
             self._step.pause(min(self._owed_bytes / self._bytes_per_s(), PACE_LOOK_S))
             self._pay()
 
     def _pay(self) -> None:
-        """Takes off what the time since the last look allowed."""
+        """Subtracts what the time since the last look allowed."""
         now_s, bytes_per_s = self._clock.monotonic_s(), self._bytes_per_s()
         self._owed_bytes -= (now_s - self._seen_s) * bytes_per_s
         self._owed_bytes = max(self._owed_bytes, -BURST_S * bytes_per_s)

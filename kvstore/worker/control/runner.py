@@ -1,6 +1,6 @@
-"""Does what tickets are for: few threads, one queue, a deadline on each, and an end within a second when asked.
+"""Runs the operations of tickets: few threads, one queue, a deadline on each, cancelled within a second.
 
-Apart from the book, which knows nothing of threads, and from the acts, which know nothing of tickets.
+Separate from the book, which knows nothing of threads, and from the operations, which know nothing of tickets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvstore.worker.control.book import Book
 log = logging.getLogger(__name__)
 
 THREADS_MAX = 4
-"""Acts at once: two that rewrite the whole root, and some prefetches beside them."""
+"""Operations at once: two that rewrite the whole root, and some prefetches beside them."""
 SPARE_THREADS = 1
-"""Beyond these, for acts about no single tenant: others may take hours, and what a bad roll-out wrote is to go now."""
+"""Extra threads for operations across tenants: others may take hours, and clearing a bad roll-out must start now."""
 DEADLINE_S_MAX = 86_400.0
 
 
 class Step:
-    """What an act is given: says how far it is, and whether it goes on. Used by the thread that does the act."""
+    """An operation's view of its ticket: reports progress, says whether to go on. Used by the operation's thread."""
 
     def __init__(self, book: Book, ticket_id: str, clock: Clock, ends_s: float) -> None:
         self._book = book
@@ -44,17 +44,17 @@ class Step:
 
     @property
     def left_s(self) -> float:
-        """Until its deadline; 0 where that has passed."""
+        """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self._ends_s - self._clock.monotonic_s())
 
     def progress(self, done: int, total: int) -> None:
-        """See ``kvstore.progress``. Raises Cancelled, or Unavailable past the deadline."""
+        """Reports progress (``kvstore.progress``). Raises Cancelled, or Unavailable past the deadline."""
         self._done, self._total = done, total
         self._tell()
         self.check()
 
     def count(self, **counts: int) -> None:
-        """What came of it so far, as totals."""
+        """Sets the results so far, as totals."""
         self._counts.update(counts)
         self._tell()
 
@@ -63,7 +63,7 @@ class Step:
         if self._cancelled.is_set():
             raise Cancelled("cancelled; what was done until then stays done")
         if not self.left_s:
-            raise Unavailable("it was not done in time: what was done stays done, ask again for the rest")
+            raise Unavailable("the deadline passed: what was done stays done; start it again for the rest")
 
     def pause(self, seconds: float) -> None:
         """Waits. Raises as ``check`` does, as soon as it is cancelled."""
@@ -71,7 +71,7 @@ class Step:
         self.check()
 
     def cancel(self) -> None:
-        """Called by others: the act ends at its next ``check``."""
+        """Ends the operation at its next ``check``. Called by other threads."""
         self._cancelled.set()
 
     def _tell(self) -> None:
@@ -79,7 +79,7 @@ class Step:
 
 
 Work = Callable[[Step], str]
-"""Does it, and returns what is worth knowing, or nothing. Raises KVStoreError where it fails."""
+"""Does the operation; returns a message worth knowing, or nothing. Raises KVStoreError if it fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class _Job:
 
 
 class Runner:
-    """Thread-safe. Close it. ``on_end`` is told how each ticket ended. ``spare_threads`` see ``SPARE_THREADS``."""
+    """Runs operations. Thread-safe. Close it. ``on_end`` is told how each ticket ended; see ``SPARE_THREADS``."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Runner:
         self._changed = Monitor()
         self._waiting: deque[_Job] = deque()
         self._running: Counter[str | None] = Counter()
-        """By tenant, how many are under way."""
+        """Number of running operations by tenant."""
         self._steps: dict[str, Step] = {}
         threads_max += spare_threads
         self._loop = Loop("kvstore-ticket", self._changed, self._next, threads_max=threads_max)
@@ -127,10 +127,10 @@ class Runner:
         deadline_s: float = 0.0,
         tokens: int = 0,
     ) -> Ticket:
-        """Has it done soon. ``deadline_s`` counts from now; 0, or more than a day: a day. ``tokens`` are what ``work``
-        keeps of prompts.
+        """Queues an operation. ``deadline_s`` counts from now; 0, or more than a day, means a day.
 
-        Raises Overloaded where too many are not done, Unavailable after ``close``.
+        ``tokens`` is the size of the prompts that ``work`` keeps. Raises Overloaded if too many are not done,
+        Unavailable after ``close``.
         """
         seconds = min(deadline_s or DEADLINE_S_MAX, DEADLINE_S_MAX)
         id = self._ids.fresh()[:8].hex()
@@ -149,7 +149,7 @@ class Runner:
         return ticket
 
     def cancel(self, ticket_id: str, why: str = "cancelled") -> None:
-        """Has one end soon, at once where its turn has not come. Idempotent; never waits."""
+        """Cancels an operation: at once if it waits, else soon. Idempotent; never waits."""
         with self._changed:
             step = self._steps.get(ticket_id)
             waiting = next((each for each in self._waiting if each.ticket_id == ticket_id), None)
@@ -161,7 +161,7 @@ class Runner:
             self._end(ticket_id, State.CANCELLED, why)
 
     def close(self, timeout_s: float) -> None:
-        """Cancels all, and waits at most so long for those under way. Idempotent."""
+        """Cancels all, and waits at most this long for those running. Idempotent."""
         with self._changed:
             self._loop.stop()
             ids = [*self._steps]
@@ -197,14 +197,14 @@ class Runner:
     def _turn(self) -> _Job | None:
         """The first one of the tenant with fewest under way: who asks for fifty does not make others wait for them.
 
-        None where no turn has come: then a thread that is busy takes the next one when it is done.
+        None if no job may run: a busy thread takes the next one when it is done.
         """
         of_tenants = self._running.total() - self._running[None]
         turns = [each for each in self._waiting if each.tenant is None or of_tenants < self._tenants_max]
         return min(turns, key=lambda each: self._running[each.tenant], default=None)
 
     def _do(self, job: _Job) -> None:
-        """One of them, to its end. Nothing that it raises ends the thread."""
+        """Runs one job to its end. No exception of it ends the thread."""
         self.book.move(job.ticket_id, State.RUNNING)
         try:
             job.step.check()
@@ -214,7 +214,7 @@ class Runner:
         except KVStoreError as error:
             self._end(job.ticket_id, State.FAILED, str(error))
         except Exception:
-            # A defect of ours. Its traceback is for the log: it may hold paths and tokens.
+            # A defect of ours. Its traceback goes to the log only: it may hold paths and tokens.
             log.exception("ticket.failed id=%s", job.ticket_id)
             self._end(job.ticket_id, State.FAILED, f"the worker failed: look for ticket {job.ticket_id} in its log")
         else:

@@ -1,4 +1,4 @@
-"""The calls of kvstore.v1.Control, each a few lines between a message and what does it."""
+"""The calls of kvstore.v1.Control, each a few lines between a message and the code that does it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Context = grpc.ServicerContext
 PROMPTS_MAX = 1024
 CLOSE_S = 2.0
 DRAIN_S_MAX = 86_400.0
-"""No lock waits for ever, and a program that fails at that ends without writing what only its memory has."""
+"""Limit of ``within_s``: locks accept no endless wait, and a drain that fails would lose what only memory has."""
 
 _STATES = {
     State.WAITING: pb.TICKET_WAITING,
@@ -64,13 +64,14 @@ _RECODINGS = {
 }
 
 Drain = Callable[[float | None], float]
-"""Has the program that the worker is in end as after SIGTERM, with so long for calls in progress, or as long as it was
-started with (None). Returns at once, how long that is.
+"""Ends the worker's program as SIGTERM does, with this many seconds for calls in progress.
+
+None means the time that it was started with. Returns that time at once.
 """
 
 
 class ControlService:
-    """Steers one worker. ``on_drain`` is whoever ends its program; without one Drain is refused."""
+    """Controls one worker. ``on_drain`` ends its program; without it Drain is refused."""
 
     def __init__(
         self, member: Member, service: Service, clock: Clock, about: Callable[[], About], on_drain: Drain | None
@@ -94,7 +95,7 @@ class ControlService:
         service.add_gauges(self._gauges)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, for a server."""
+        """Returns all calls, for a server."""
         unary, many = self._service.handlers.unary, self._service.handlers.many
         return grpc.method_handlers_generic_handler(
             CONTROL,
@@ -117,7 +118,7 @@ class ControlService:
         """Ends all tickets. Idempotent."""
         self._runner.close(CLOSE_S)
 
-    # Where things lie
+    # Places of chunks
 
     def _lookup(self, request: pb.LookupRequest, call: Call) -> Iterator[bytes]:
         chain = self._service.prompts.chain(request.namespace, request.tokens, call, request.chunks_max)
@@ -152,7 +153,7 @@ class ControlService:
         return self._begin(recoding.value, recode, said, "shards", tenant, request.deadline_s, call)
 
     def _selected(self, message: pb.Selection, call: Call) -> tuple[Selection, str, str | None]:
-        """What is meant, that for people, and whose it is (None: all tenants'), of which ``call`` is allowed."""
+        """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants)."""
         selection = selection_of(message)
         if selection.namespace is not None:
             namespace = self._service.prompts.namespace(selection.namespace, call)
@@ -192,9 +193,7 @@ class ControlService:
     def _begin_move(self, request: pb.BeginMoveRequest, call: Call) -> Message:
         act, level = ACTS.get(request.act), LEVELS.get(request.tier)
         if act is None or level is None:
-            raise InvalidRequest(
-                f"act is {request.act} and tier {request.tier}: expected one of each, as Move has them"
-            )
+            raise InvalidRequest(f"act is {request.act} and tier {request.tier}: expected an act and a tier of Move")
         if not 1 <= len(request.prompts) <= PROMPTS_MAX:
             raise InvalidRequest(f"{len(request.prompts)} prompts: expected 1 to {PROMPTS_MAX}")
         if sum(map(len, request.prompts)) > 4 * TOKENS_MAX:
@@ -227,7 +226,10 @@ class ControlService:
     def _found(self, ticket_id: str, call: Call) -> Ticket:
         ticket = self._book.find(ticket_id)
         if ticket is None:
-            raise NoTicket(f"this worker has no ticket {ticket_id!r} (any more): kvstore tickets lists them")
+            raise NoTicket(
+                f"this worker has no ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted "
+                "worker has none)"
+            )
         if ticket.tenant is None:
             call.allow_every()
         else:
@@ -259,14 +261,14 @@ class ControlService:
             "tickets_waiting": float(self._book.count(State.WAITING)),
         }
 
-    # The worker itself
+    # The worker
 
     def _drain(self, request: pb.DrainRequest, call: Call) -> Message:
         call.allow_every()
         if not 0 <= request.within_s <= DRAIN_S_MAX:
             raise InvalidRequest(f"within_s is {request.within_s:g}: expected 0 to {DRAIN_S_MAX:g}")
         if self._on_drain is None:
-            raise InvalidRequest("this worker is part of a program that does not end for a drain: end that program")
+            raise InvalidRequest("this worker's program cannot be drained by a call: stop the program itself")
         within_s = self._on_drain(request.within_s or None)
         gauges = self._service.gauges()
         return pb.DrainResponse(

@@ -1,7 +1,7 @@
-"""Watches of tickets: how many at once, and when each of them tells what has changed.
+"""Watches of tickets: a limit on their number, and the times at which each reports a change.
 
-Apart from the service, which says who may watch and puts it into messages: a watch does nothing, but takes a call's
-thread for as long as its ticket goes on.
+Separate from the service, which authorises a watch and encodes it: a watch does nothing, but keeps a call's thread for
+as long as its ticket runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvstore.wire.statuses import Busy, Draining
 from kvstore.worker.control.book import Book
 
 SHARE = 1 / 2
-"""Of the calls at once: others are served too, however many watch."""
+"""Share of the calls at once that may be watches: other calls must be served too."""
 LOOK_S = 1.0
-"""How often one looks whether the worker drains."""
+"""Interval at which a watch looks whether the worker drains."""
 CHANGES_S = 0.1
-"""Between two changes that one tells, at least."""
+"""Minimum time between two reported changes."""
 
 
 class Watches:
-    """Those of one worker. Thread-safe."""
+    """The watches of one worker. Thread-safe."""
 
     def __init__(self, book: Book, calls_max: Callable[[], int], is_draining: Callable[[], bool]) -> None:
         self._book = book
@@ -34,13 +34,13 @@ class Watches:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of watches."""
         return self._count
 
     def follow(self, ticket: Ticket | None) -> Iterator[Ticket]:
-        """One ticket now, whenever it has changed, and as it ended; ends early where it is forgotten.
+        """Yields a ticket now, after each change, and at its end; ends early if it is forgotten.
 
-        Raises Busy where there are too many watches, Draining.
+        Raises Busy if there are too many watches, Draining.
         """
         with self._one():
             while ticket is not None:
@@ -52,7 +52,7 @@ class Watches:
                     if self._is_draining():
                         raise Draining("the worker is draining, and its tickets end with it")
                     ticket = self._book.wait(seen, LOOK_S)
-                # What changes many times a second is told ten times; what it ends as, always.
+                # Frequent changes are reported ten times a second; the end always.
                 if ticket is not None and not ticket.state.ended:
                     ticket = self._book.wait_ended(ticket, CHANGES_S)
 

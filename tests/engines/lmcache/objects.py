@@ -65,7 +65,7 @@ def adapter(**params: Any) -> Iterator[Any]:
 
 
 def waited(fd: int, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` gives once it is not None, asked whenever the descriptor says so."""
+    """Polls ``ask`` whenever the descriptor is readable; returns its first result that is not None."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     while True:

@@ -1,4 +1,4 @@
-"""What LMCache's controllers rely on: its keys, objects and factory, with our adapter behind them."""
+"""The needs of LMCache's controllers: its keys, objects and factory, with our adapter behind them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_another_type_or_shape_of_the_same_size_is_a_miss(tmp_root: Path) -> Non
 
 
 def test_an_object_that_is_only_bytes_is_found_whatever_comes_out_of_it(tmp_root: Path) -> None:
-    """As those of LMCache's serialisers, which look up with the tensors' layout and store bytes."""
+    """LMCache's serialisers look up with the tensors' layout and store bytes."""
     packed = {"dtype": torch.uint8, "shape": (5000,)}
     with adapter(root=str(tmp_root)) as l2:
         stored(l2, [key(1)], [made(1, **packed)])
@@ -106,7 +106,7 @@ def test_an_object_that_is_only_bytes_is_found_whatever_comes_out_of_it(tmp_root
 
 
 def test_bytes_of_a_serialiser_are_shared_with_those_that_are_told_the_same_of_it(tmp_root: Path) -> None:
-    """As many bytes may come from another type, shape or serialiser, and LMCache does not say which."""
+    """Equally long bytes may come from another type, shape or serialiser, and LMCache does not say which."""
     packed = {"dtype": torch.uint8, "shape": (5000,)}
     for settings, found_by in (
         ({}, []),

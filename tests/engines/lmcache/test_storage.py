@@ -1,4 +1,4 @@
-"""LMCache's real storage, its controllers and host memory, with our adapter as L2: what a server does per request."""
+"""LMCache's real storage, its controllers and host memory, with our adapter as L2: the work of a server per request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def storage(root: Path) -> Iterator[Any]:
 
 
 def prefetched(manager: Any, keys: list[Any]) -> int:
-    """How many leading objects LMCache has in its host memory after it looked in ours."""
+    """Returns the number of leading objects in LMCache's host memory after it looked in our store."""
     spec = PrefetchTaskSpec([GroupedObjectKeys(keys, 0, LAYOUT)])
     handle = manager.submit_prefetch_task(spec)
     assert manager.wait_prefetch_status(handle, 30.0)

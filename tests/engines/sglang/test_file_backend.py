@@ -1,4 +1,4 @@
-"""SGLang's own file backend in the cases of docs/comparison.md: what its table says of it is what happens here."""
+"""SGLang's own file backend in the cases of docs/comparison.md, which says of it what happens here."""
 
 from __future__ import annotations
 

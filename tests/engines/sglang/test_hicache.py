@@ -240,7 +240,7 @@ def test_pools_of_a_hybrid_model_are_kept_apart_and_read_together(tmp_root: Path
 def test_how_far_a_prefix_goes_depends_on_each_pool(
     tmp_root: Path, policy: PoolHitPolicy, tail: int, present: list[int], pages: int, restorable: list[int]
 ) -> None:
-    """As SGLang's own file storage counts; a pool in block groups never decides."""
+    """Counts as SGLang's own file storage does; a pool in block groups never decides."""
     keys, pool = hashes(5), HostPool("page_first")
     with backend(pool, {"root": str(tmp_root)}) as hicache:
         hicache.register_mem_host_pool_v2(HostPool("page_first"), PoolName.SWA)

@@ -117,7 +117,7 @@ def logits_without_store(model: Any, ids: Any, *ends: int) -> Any:
 
 
 def generated(model: Any, ids: Any, past: Any = None, tokens: int = 12) -> list[int]:
-    """What greedy decoding gives."""
+    """Returns the tokens of greedy decoding."""
     out = model.generate(ids, past_key_values=past, max_new_tokens=tokens, do_sample=False)
     found: list[int] = out[0, ids.shape[1] :].tolist()
     return found

@@ -1,4 +1,4 @@
-"""Whatever KV depends on beside the tokens keeps it apart: a miss, never another model's KV."""
+"""Everything besides the tokens that KV depends on separates namespaces: a miss, never another model's KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with the reason, before anything is stored."""
+"""Models and prompts that cannot be served are refused with the reason, before anything is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that fails, or a process that dies: the prompt is computed all the same, and the next one finds good KV."""
+"""A store that fails, or a process that dies: the prompt is still computed, and the next one finds good KV."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the tests with a real vLLM share: the model, one reference run without a store, a small cluster.
+"""Fixtures of the tests with a real vLLM: the model, one reference run without a store, a small cluster.
 
-They start engines, which takes minutes: only `make test-engines` runs them, in what .ci/engines.sh makes.
+They start engines, which takes minutes: only `make test-engines` runs them, in the environment of .ci/engines.sh.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CROWD_TOKENS = 60
 
 @pytest.fixture(scope="session")
 def reference(workplace: Path, model: Path) -> dict[str, Answer]:
-    """What vLLM without any store answers to each prompt, and as ``crowd`` to all of ``CROWD``."""
+    """The answers of vLLM without a store to each prompt, and as ``crowd`` to all of ``CROWD``."""
     with running_engine(workplace, {"model": str(model), "enable_prefix_caching": False}) as engine:
         answers = {name: engine.generate(tokens) for name, tokens in PROMPTS.items()}
         answers["crowd"] = engine.generate(*CROWD, tokens=CROWD_TOKENS)

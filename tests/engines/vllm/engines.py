@@ -41,7 +41,7 @@ def full_blocks(tokens: Sequence[int]) -> int:
 
 
 def engine_environment(folder: Path, *, processes: bool = True) -> dict[str, str]:
-    """What vLLM needs to run on a CPU without asking anybody anything."""
+    """Returns the environment in which vLLM runs on a CPU without network access."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM", "COV"))}
     return {
         **inherited,
@@ -71,7 +71,7 @@ def transfer(place: dict[str, Any], role: str = "kv_both", policy: str = "recomp
 
 @dataclass
 class Answer:
-    """What an engine generated for some prompts."""
+    """The tokens that an engine generated for some prompts."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -136,7 +136,7 @@ class Engine:
         return found
 
     def log(self) -> str:
-        """What it wrote so far."""
+        """Returns its output so far."""
         return self._log.read_text(errors="replace")
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What must never be shared: other weights, dtypes, RoPE scalings, parallel sizes; and where the connector refuses."""
+"""KV that must never be shared: other weights, dtypes, RoPE scalings, parallel sizes; and the connector's refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that opens the root itself, a member of the cluster: stores, loads, and what trouble does to it."""
+"""An engine that opens the root itself, as a member of the cluster: it stores, loads, and survives trouble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server: a prefill engine that stores, a decode engine that loads, and what ``/metrics`` says of it."""
+"""vLLM's OpenAI server: a prefill engine that stores, a decode engine that loads, and ``/metrics``."""
 
 from __future__ import annotations
 

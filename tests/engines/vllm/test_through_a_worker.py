@@ -1,4 +1,4 @@
-"""vLLM in processes of its own (engine core, worker), whose store is a worker over gRPC: down, frozen, slow."""
+"""vLLM in separate processes (engine core, worker), whose store is a worker over gRPC: down, frozen, slow."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes a small Llama with random weights, with no download: wide enough that a fault in the KV changes the tokens.
 
-Weights as vLLM makes them up itself (about 1e-3) would hide one: attention would hardly look at the KV.
+vLLM's own dummy weights (about 1e-3) would hide one: attention would hardly look at the KV.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutants of who may do what: identities, roles, quotas, tokens, certificates, and the door of the dashboard."""
+"""Mutants of access: identities, roles, quotas, tokens, certificates, and the door of the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what Python verifies of chunk files and roots, and of what fsck says of them."""
+"""Mutants of Python's verification of chunk files and roots, and of fsck's findings."""
 
 from __future__ import annotations
 

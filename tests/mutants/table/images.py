@@ -1,4 +1,4 @@
-"""Mutants of what Python verifies of images in memory and on local disks, and of encoded files."""
+"""Mutants of Python's verification of images in memory and on local disks, and of encoded files."""
 
 from __future__ import annotations
 

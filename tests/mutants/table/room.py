@@ -1,4 +1,4 @@
-"""Mutants of the room of a root and of what is left on it: gc/PROTOCOL.md, section 6, leftovers, quarantine, clears."""
+"""Mutants of the room of a root and of leftovers: gc/PROTOCOL.md, section 6, leftovers, quarantine, clears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what comes over a connection: frames, checksums, grants, arenas, answers of workers and of peers."""
+"""Mutants of input from connections: frames, checksums, grants, arenas, answers of workers and of peers."""
 
 from __future__ import annotations
 
