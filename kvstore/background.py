@@ -97,8 +97,8 @@ class Loop:
         self.stop()
         ends_s = time.monotonic() + timeout_s
         others = [thread for thread in self.threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(max(0.0, ends_s - time.monotonic()))
+        for number, thread in enumerate(others):
+            thread.join(max(0.0, ends_s - time.monotonic()) if number else timeout_s)
         return not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _current: list[Kernel] = []
 
 THREADED = (
+    "kvstore.background",
     "kvstore.meta.presence",
     "kvstore.meta.session",
     "kvstore.node.lanes",
@@ -124,11 +125,17 @@ class Condition:
 
     def __init__(self) -> None:
         self._waiters = _Waiters()
+        self._notified = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        before = self._notified
+        return self._waiters.wait(lambda: self._notified != before, timeout)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
         return self._waiters.wait(lambda: bool(predicate()), timeout)
 
     def notify_all(self) -> None:
+        self._notified += 1
         self._waiters.wake()
 
     def __enter__(self) -> None:
