@@ -15,11 +15,11 @@ from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import ROOTS, Keys, root_binding
+from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
-from kvstore.meta.session import Session
+from kvstore.meta.session import TTL_S_MIN, Session
 from kvstore.node.deadline import Deadline
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Lanes
@@ -190,7 +190,7 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
         return MemoryMeta(clock=clock), Sharing.ALONE
     meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
     try:
-        meta.count(ROOTS, limits.write_deadline_s)
+        meta.revoke(meta.grant(TTL_S_MIN))  # shows that it can be written to
     except KVStoreError as error:
         meta.close()
         log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +153,25 @@ def test_a_damaged_file_leaves_a_process_alone(tmp_path: Path, caplog: pytest.Lo
     assert "host.alone" in caplog.text and "is damaged" in caplog.text
     with pytest.raises(Unavailable, match="is damaged"):
         collected(root)
+
+
+def test_a_full_disk_leaves_a_process_alone_that_still_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mount = tmp_path / "tmpfs"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]
+    if subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        with kvstore.open(str(mount / "root")) as store:
+            store.namespace("model", LAYOUT).put(tokens(1), kv(1))
+        with open(mount / "other", "wb", buffering=0) as other, suppress(OSError):
+            while True:
+                other.write(bytes(4096))
+        with kvstore.open(str(mount / "root")) as store:
+            assert matched(store, 1) == TOKENS_COUNT
+        assert "host.alone" in caplog.text
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_a_network_file_system_leaves_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,9 @@ def test_a_lease_ends_while_its_process_is_stopped(client: Maker, tmp_path: Path
         watch = meta.watch("/held", 1)
         with frozen(child.pid):
             assert [event.kv is None for event in take(watch, 2)] == [False, True]
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
         assert returns(lambda: said(child)) == "gone"
 
 

@@ -1,6 +1,7 @@
 """One client's connection to the file: a thread that owns it, and callers that wait for it until their deadline.
 
-A thread of its own, because a call into a disk that hangs never returns, but the caller's call must.
+A thread of its own, because a call into a disk that hangs never returns, but the caller's call must. SQLite tells
+nobody of changes by other processes, so while somebody waits for one, the thread looks ten times a second.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +26,10 @@ from kvstore.waiting import Monitor
 T = TypeVar("T")
 
 CLOSE_S = 1.0
+POLL_S = 0.1
+"""The time that a change by another process, or the end of a lease, may stay unseen. Our own changes wake at once."""
+LOOK_S = 1.0
+"""The least time for one look, even if the caller does not want to wait."""
 LOCK_SHARE = 0.8
 """The share of a call's time in which other processes must let go of the file, so that the caller hears the reason."""
 REST_S = 10.0
@@ -55,6 +61,10 @@ class Connection:
         self._closed = False
         self._rests = False
         self._changes = 0
+        self._waiters_count = 0
+        # Of the thread.
+        self._looked_s = 0.0
+        self._seen: tuple[int, int] | None = None
 
     @property
     def path(self) -> str:
@@ -68,7 +78,7 @@ class Connection:
 
     @property
     def changes(self) -> int:
-        """Grows with each change that this process makes to the file."""
+        """Grows with each change to the file that this process makes, or sees while somebody waits."""
         return self._changes
 
     @property
@@ -105,9 +115,14 @@ class Connection:
         return result
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        """Waits until ``is_over``, which is asked again after each change by this process and each ``wake``."""
+        """Waits until ``is_over``, which is asked again after each change to the file and each ``wake``."""
         with self._changed:
-            self._changed.wait_for(is_over, timeout=timeout_s)
+            self._waiters_count += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(is_over, timeout=timeout_s)
+            finally:
+                self._waiters_count -= 1
 
     def wake(self, *, changed: bool = False) -> None:
         """Makes the thread, and those that wait for changes, look again. Does nothing in a forked child."""
@@ -154,13 +169,15 @@ class Connection:
     def _run(self) -> None:
         while not self._closed:
             task = self._next()
-            if task is None:
+            if task is not None:
+                result, error = self._outcome(task)
+                with self._changed:
+                    task.result, task.error, task.ended = result, error, True
+                    self._changed.notify_all()
+            elif process.is_forking():
                 self._pause()
-                continue
-            result, error = self._outcome(task)
-            with self._changed:
-                task.result, task.error, task.ended = result, error, True
-                self._changed.notify_all()
+            elif not self._closed:
+                self._look()
         self._file.close()
         with self._changed:
             self._rests = True
@@ -170,10 +187,29 @@ class Connection:
         process.left(self)
 
     def _next(self) -> _Task | None:
-        """Returns the next task; None if the connection is closed, or the process wants to fork."""
+        """Returns the next task; None if the connection is closed, the process wants to fork, or it is time to look."""
         with self._changed:
-            self._changed.wait_for(lambda: self._tasks or self._closed or process.is_forking())
-            return None if self._closed or process.is_forking() else self._tasks.popleft()
+            while not self._closed and not process.is_forking():
+                if self._tasks:
+                    return self._tasks.popleft()
+                left_s = self._looked_s + POLL_S - time.monotonic() if self._waiters_count else None
+                if left_s is not None and left_s <= 0:
+                    return None
+                self._changed.wait(left_s)
+            return None
+
+    def _look(self) -> None:
+        """Wakes those that wait for changes if there are some, or if the file cannot be read: they hear the error."""
+        try:
+            _, store = self._file.opened(LOOK_S)
+            seen = (self._file.openings, store.revision())
+        except (KVStoreError, sqlite3.Error, OSError):
+            self._file.close()
+            seen = None
+        if seen is None or seen != self._seen:
+            self._seen = seen
+            self.wake(changed=True)
+        self._looked_s = time.monotonic()
 
     def _pause(self) -> None:
         """Closes the file until the fork is over."""

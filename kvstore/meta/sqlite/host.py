@@ -74,7 +74,7 @@ def boot_id() -> str:
             f"{cause.filename} cannot be read ({cause.strerror}), so no lease is safe: use etcd"
         ) from cause
     for line in offsets.splitlines():
-        if line.split() != [line.split()[0], "0", "0"]:
+        if line.split()[1:] != ["0", "0"]:
             # Leases end by CLOCK_BOOTTIME, which must be the same for all who share them.
             raise InvalidRequest("this process is in a time namespace, whose clock others do not have: use etcd")
     return found

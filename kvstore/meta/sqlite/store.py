@@ -156,6 +156,11 @@ class Store:
             )
             return tuple(_event(*row) for row in rows), max(from_revision, revision + 1)
 
+    def revision(self) -> int:
+        """Returns the newest revision, once the leases that are due have ended."""
+        self._end_due()
+        return self._revision
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """All reads within see one state."""

@@ -1,7 +1,4 @@
-"""A watch on the file. SQLite tells nobody of changes, so whoever waits looks again ten times a second.
-
-Changes by this process wake it at once.
-"""
+"""A watch on the file: it reads the history whenever the connection has seen a change."""
 
 from __future__ import annotations
 
@@ -10,12 +7,8 @@ import time
 from kvstore.errors import Unavailable
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Event, WatchLost
-from kvstore.meta.sqlite.connection import Connection
+from kvstore.meta.sqlite.connection import LOOK_S, Connection
 
-POLL_S = 0.1
-"""How long a change by another process, or the end of a lease, may stay unseen."""
-LOOK_S = 1.0
-"""The least time for one look, even if the caller does not want to wait."""
 SILENT_S_MAX = 30.0
 
 
@@ -39,10 +32,7 @@ class SqliteWatch:
             left_s = ends_s - time.monotonic()
             if events or left_s <= 0:
                 return events or None
-            self._connection.wait(
-                lambda seen=seen: self.closed or self._connection.changes != seen,  # type: ignore[misc]
-                min(left_s, POLL_S),
-            )
+            self._connection.wait(lambda seen=seen: self.closed or self._connection.changes != seen, left_s)  # type: ignore[misc]
 
     def close(self) -> None:
         """See ``interface.Watch``."""
