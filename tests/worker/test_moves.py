@@ -15,7 +15,7 @@ import pytest
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_move import MOVES_MAX, RemoteMove, Slots
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
 from kvstore.root.interface import Root
@@ -143,7 +143,7 @@ def test_a_client_that_goes_away_ends_what_it_asked_for() -> None:
                 ticket = cache.move(acting.prompts.tokens(1, 8), "root")
                 assert not idle(served)
             ticket.wait(WAIT_S)
-            assert ticket.done and isinstance(ticket.error, Unavailable)
+            assert ticket.done and isinstance(ticket.error, StoreClosed)
             eventually(lambda: idle(served))
             eventually(lambda: not served.worker.service.gate.inside_count)
 
