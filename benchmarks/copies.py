@@ -330,7 +330,7 @@ def _loop(pool: Pool, loopback: Loopback) -> dict[str, float]:
 
 
 def _settle(stored: Callable[[], bool]) -> None:
-    """Waits, off the clock, until what was acknowledged is stored. Raises WrongBytes where it never is."""
+    """Waits, outside the clock, until acknowledged chunks are stored. Raises WrongBytes if they never are."""
     deadline_s = time.monotonic() + SETTLE_S
     while not stored():
         if time.monotonic() > deadline_s:

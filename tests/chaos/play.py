@@ -67,7 +67,7 @@ class Outcome:
 
 
 def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, weak: bool = False) -> Outcome:
-    """Nodes, collectors and etcd under attack for so long; asserts what the protocol promises."""
+    """Runs nodes, collectors and etcd under attack for a time; asserts the protocol's promises."""
     roots = [mount / "root" for mount in mounts]
     kvstore.open(str(roots[0]), shard_bits=SHARD_BITS).close()
     with cast(roots, folder, weak=weak) as players:

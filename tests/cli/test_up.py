@@ -28,7 +28,7 @@ def kv(tokens: int) -> np.ndarray[Any, np.dtype[np.float16]]:
 
 
 def ended(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """A ``kvstore`` that is expected to end by itself."""
+    """Waits for a ``kvstore`` that ends by itself."""
     return subprocess.run(
         [*KVSTORE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=SOURCE
     )

@@ -40,7 +40,7 @@ SERVED, PINNED, UNPINNING, PIN_REFUSED = "served", "pinned", "unpinning", "pin r
 class Impatient:
     """A cache whose puts are not repeated when they are shed: an engine has other things to do.
 
-    ``doing`` is what it was asked for last, and what an error is of.
+    ``doing`` is the last call, which an error belongs to.
     """
 
     def __init__(self, cache: Cache) -> None:

@@ -46,7 +46,7 @@ MODES = (LIGHT, DARK, PHONE)
 
 
 def missing() -> str | None:
-    """Why no browser can be started here; None where one can."""
+    """Returns why no browser can be started here; None if one can."""
     try:
         import selenium  # noqa: F401
     except ModuleNotFoundError:
@@ -119,7 +119,7 @@ class Page:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Page]:
-    """A browser with nothing of its own, its profile in ``folder``; ended afterwards."""
+    """Starts a browser with an empty profile in ``folder``; it ends afterwards."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service

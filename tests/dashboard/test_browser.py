@@ -51,7 +51,7 @@ class Live:
     root: Path
 
     def show(self, view: str, mode: Mode) -> None:
-        """Opens a view and waits until it says what it must."""
+        """Opens a view and waits until it shows the expected text."""
         self.page.look(mode)
         self.page.driver.get("about:blank")
         self.page.driver.get(f"{self.dashboard.said['dashboard']}#{view}")

@@ -122,7 +122,7 @@ def test_files_that_are_not_right_are_removed_at_the_start(folder: Path) -> None
 
 
 def add_for_ever(path: str) -> None:
-    """Runs in a process of its own, until it is killed: adds, evicts, and stops in the middle of a file."""
+    """Runs in a separate process until it is killed: adds, evicts, and stops in the middle of a file."""
     clock = SystemClock()
     tier = DiskTier(path, 20 * FILE_BYTES, Counters(), clock, RandomIds(), make_root=_dying)
     tier.open()
@@ -175,7 +175,7 @@ def test_after_sigkill_all_whole_files_are_taken_in_and_torn_ones_removed(folder
 
 
 def test_nothing_is_written_before_all_is_counted_and_nothing_counted_twice(folder: Path) -> None:
-    """The refill takes no part of what is written meanwhile, and the bound counts what it has not taken in yet."""
+    """The refill takes no part of files written meanwhile, and the bound counts files that it has yet to take in."""
     chain, new = chain_of(), chain_of(1)
     with disk_on(folder, 10) as disk:
         disk.add(chain, *range(8))

@@ -311,7 +311,7 @@ def _die(point: str) -> None:
 
 @pytest.mark.slow
 def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Path) -> None:
-    """Threads put and get while keys rotate and chunks are recoded: every get of what was put is a hit, and right."""
+    """Threads put and get while keys rotate and chunks are recoded: every get is a hit, and right."""
     layout = Layout(layers=2, kv_heads=2, head_dim=32, dtype="bfloat16", chunk_tokens=32)
     keys = key_file(tmp_path / "keys.json", "key-0")
     reading = key_file(tmp_path / "keys.json", "key-0")
@@ -375,7 +375,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
 
 
 def _rotate(path: Path, old: str, new: str, files: tuple[KeyFile, ...]) -> None:
-    """Waits for each node: while one thread reads the file again, others go on with what they had."""
+    """Rotates the keys and waits for each node: while one thread reloads the file, others use the old keys."""
     key_file(path, old, new)
     eventually(lambda: all(len(each.ring.by_id) == 2 for each in files))
     key_file(path, new, old)

@@ -26,7 +26,7 @@ def space(free: int | None) -> Space:
 
 
 class Marks(Watermarks):
-    """Watermarks on a clock of their own, and a survey in one step."""
+    """Watermarks with their own clock, and a survey in one step."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.clock = FakeClock()
@@ -160,7 +160,7 @@ def test_a_report_that_arrives_late_changes_nothing() -> None:
 
 
 def test_a_node_that_was_silent_before_the_survey_counts_from_its_first_answer() -> None:
-    """Else a collector that starts takes what it wrote in days without one for growth."""
+    """Otherwise a starting collector takes the node's writes of days without one for growth."""
     for answers_after in (False, True):
         marks = Marks(1000)
         marks.reported(ONE, Usage(10), is_answer=False)

@@ -484,7 +484,7 @@ def assert_set_aside(root: Path, sweep: bytes) -> None:
 
 
 def twin_without_ref(c: Cluster, chain: Chain) -> Name:
-    """Pins a chain and lets etcd forget it; the twin's name."""
+    """Pins a chain and makes etcd forget it; returns the twin's name."""
     node = c.node()
     put(node, chain)
     owner, _, pin = node.pin(chain, 60.0, "me").id.rpartition("/")

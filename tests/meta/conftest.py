@@ -22,7 +22,7 @@ from tests.meta.faulty import FaultyMeta
 
 @dataclass(frozen=True)
 class Store:
-    """A store as two of its clients see it. ``pass_time`` lets leases of that many seconds end."""
+    """A store as two of its clients see it. ``pass_time`` ends leases of that many seconds."""
 
     meta: Meta
     other: Meta

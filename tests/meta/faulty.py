@@ -117,7 +117,7 @@ class FaultyMeta:
             self._rules.clear()
 
     def land(self) -> int:
-        """Lets calls of ``LATE`` take effect, in order; returns how many there were."""
+        """Makes calls of ``LATE`` take effect, in order; returns how many there were."""
         with self._lock:
             late, self._late = self._late, []
         for call in late:

@@ -474,7 +474,7 @@ except InvalidRequest as error:
 
 
 class RecordingIds:
-    """Random ids, and what they were."""
+    """Random ids, recorded."""
 
     def __init__(self) -> None:
         self.made: list[bytes] = []

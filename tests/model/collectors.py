@@ -121,7 +121,7 @@ def _condemn(s: State, i: int, run: Run, dropped: Dropped) -> Iterator[Step]:
 
 
 def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """G4: one read says that the keys are still ours, that every session has announced them, and what is pinned."""
+    """G4: one read says that the keys are still ours, that every session has announced them, and which pins exist."""
     rereads = not dropped & {"no_reread", "split_read"}
     ours = [sweep for sweep in run.sweeps if sweep.inc != UNKNOWN and (not rereads or _is_ours(s, sweep))]
     if not ours:
@@ -157,7 +157,7 @@ def _grace_over(s: State, i: int, run: Run, sweeps: tuple[Sweep, ...], k: Config
 
 
 def _settle_list(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """O1: a transaction fixes the final list; every run deletes from that one, whoever fixed it."""
+    """O1: a transaction fixes the final list; every run deletes from that one, whichever run fixed it."""
     pinned, key = bool(run.memo[-1]), s.condemned[0]
     seen = Condemned(*run.memo[:-1]) if len(run.memo) > 1 else None
     named = key is not None and key.sweep == run.sweeps[0].id

@@ -77,7 +77,7 @@ def _with_hold(s: State, i: int, n: Node, address: int, hold: Hold) -> State:
 
 
 def _look(s: State, i: int, n: Node, address: int, tag: str) -> Iterator[Step]:
-    """H3 without a hold: a read, a renewal, a put that lost its race. What is forgotten meanwhile is not remembered."""
+    """H3 without a hold: a read, a renewal, a put that lost its race. A look during a condemnation is forgotten."""
     look = n.looks[address]
     if look == NO_LOOK:
         yield f"n{i}.look{tag}", _with_look(s, i, n, address, LOOKING)

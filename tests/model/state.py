@@ -74,7 +74,7 @@ class Event(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """One sweep as a collector has it in memory. ``inc`` is UNKNOWN where it only lifts the fence."""
+    """One sweep in a collector's memory. ``inc`` is UNKNOWN if it only lifts the fence."""
 
     shard: int
     id: int
@@ -163,7 +163,7 @@ INCS_PER_ADDRESS = 10
 
 
 def address_of(inc: int) -> int:
-    """The address of which an incarnation is a publication."""
+    """Returns the address that an incarnation publishes."""
     return inc // INCS_PER_ADDRESS
 
 

@@ -34,7 +34,7 @@ def views_of(store: Store) -> list[np.ndarray]:
 
 
 def mapped_files(root: Path) -> int:
-    """The mapped files of this root, by what the kernel says of this process."""
+    """Returns the mapped files of this root, from the kernel's list for this process."""
     return Path("/proc/self/maps").read_text().count(f"{root}/chunks/")
 
 

@@ -138,7 +138,7 @@ class Interrupting(SystemClock):
 
 
 def queue_of(case: Case, chunks: int) -> WriteBehind:
-    """With room for so many chunks; nothing is written."""
+    """A queue with room for this many chunks; nothing is written."""
     share = (chunks * image_bytes(small_chain(1, 1), 0) + 0.5) / case.tier.size_bytes  # exactly so many, rounded down
     limits = CurrentLimits(Limits(behind_share=share))
     behind = WriteBehind(case.tier, case.tier._counters, limits, SystemClock())

@@ -38,7 +38,7 @@ def root(request: pytest.FixtureRequest, tmp_root: Path) -> FaultyRoot:
 
 @pytest.fixture(params=["memory", "posix"])
 def plain(request: pytest.FixtureRequest, tmp_root: Path) -> Root:
-    """Without a wrapper, so that native code is used where there is any."""
+    """Opens a root without a wrapper, so that native code is used if there is any."""
     return on_posix(tmp_root / "root") if request.param == "posix" else faulty().inner
 
 
@@ -234,7 +234,7 @@ def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
 
 @pytest.mark.parametrize("first", [0, 4], ids=["behind", "as_parents"])
 def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: FaultyRoot, first: int) -> None:
-    """Its checksums are made anew when it is staged, so a bit that turns before that would be right ever after."""
+    """Staging makes new checksums, so a bit that flips before it would count as right for ever."""
     with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness(), width=1)) as node:
         turned: list[bool] = []
         if first:
@@ -259,7 +259,7 @@ def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: Fau
 
 
 def test_two_writers_of_one_prompt(node: Acting) -> None:
-    """E4: the first one's bytes stay, both are told what is there, and it is written once."""
+    """E4: the first one's bytes stay, both are told which chunks exist, and each is written once."""
     together(*[lambda: node.put(1, 12)] * 4)
     node.drain()
     assert node.put(1, 12).tokens_present == 12 * node.size
