@@ -121,7 +121,7 @@ class Sweeper:
         return report
 
     def lift_unnamed(self) -> int:
-        """Lifts the fence of trash folders that no key names, putting back what is in them (rule F3); how many."""
+        """Lifts the fence of trash folders that no key names, and puts their files back (rule F3); returns how many."""
         if not self._root.traits.fenced:
             return 0
         return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)

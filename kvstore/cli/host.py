@@ -73,9 +73,9 @@ class Host:
         self._start_beside("gc", [*command, "--metrics", metrics] if metrics is not None else command)
 
     def start_dashboard(self, room: Room, listen: str) -> str:
-        """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable where it does not serve.
+        """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.
 
-        Beyond this host it has the workers' certificate and access file.
+        If other hosts can reach it, it uses the workers' certificate and access file.
         """
         secured = self._serving.secured
         common = [*self._common(room), *arguments(secured.as_client())]
@@ -149,7 +149,7 @@ class Host:
 
 
 def _address(first: str, number: int) -> str:
-    """``number`` ports after the first; any free one for all where the first is 0."""
+    """Returns the address ``number`` ports after the first; any free port for all if the first is 0."""
     host, port = split(first)
     if port and port + number > 65535:
         raise InvalidRequest(f"port {port} leaves no room for {number} more workers: give a lower one, or 0")
