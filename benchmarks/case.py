@@ -202,7 +202,7 @@ def _add(phase: _Phase, work: Callable[[], list[Taken]], server: Served | None) 
 def _fio_round(job: Job, case: Case) -> dict[str, Figure]:
     found = {"write": job.run("write")}
     if case.cache == "cold":
-        caching.evict(job.folder)  # fio's own dropping leaves what is not written back yet
+        caching.evict(job.folder)  # fio's own dropping keeps pages that are not written back yet
     found["read"] = job.run("read")
     if case.cache == "cold":
         caching.evict(job.folder)

@@ -198,7 +198,7 @@ class SimulatedNode:
                 self._write(block)
 
     def _claim(self, block: int, *, dirty: bool = False, replica: bool = False) -> Entry | None:
-        # What was here comes back when it is asked for again, the first time: that was its second use.
+        # A block that was here returns on its next request, the first time: that was its second use.
         self._admission.asked(self._places[block].address, self._now_s)
         entry = self._memory.claim(self._places[block], self._now_s, self._hints[block], dirty=dirty, replica=replica)
         self.counts.memory_full += entry is None

@@ -138,7 +138,7 @@ def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
     ):
         counts = Counts()
         for number, demotion in enumerate(arguments.demotion):
-            # Without a disk they are all the same.
+            # Without a disk all of them are equal.
             if disk or not number:
                 setup = setup_of(
                     replay,

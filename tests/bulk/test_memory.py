@@ -124,7 +124,7 @@ def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> No
         views.clear()
         gc.collect()
         assert referenced_bytes(served) > 0
-    # The store is closed and its connections with it: what was viewed is still there.
+    # The store is closed and its connections with it: the views still exist.
     other, other_kv = tokens_and_kv(300, seed=5)
     for start in range(0, 300, 100):
         filled_part = other[: (start + 100) * SIZE]

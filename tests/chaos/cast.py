@@ -143,7 +143,7 @@ class Cast:
         except (Unavailable, ProcessLookupError):
             pass
 
-    # What they did
+    # Their records
 
     @property
     def has_failed(self) -> bool:

@@ -226,7 +226,7 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     assert found["clean"] is True
     assert found["adopted"]["added_count"] == 0
     assert found["adopted"]["sessions_count"] >= 1
-    # Their sessions were ended: they are listed again once they have noticed. What they read meanwhile may be a miss.
+    # Their sessions were ended: they are listed again once they have noticed. Reads meanwhile may be misses.
     listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
     eventually(lambda: len(parsed(run(*listed))["workers"]) == 2, "both workers are listed")
 

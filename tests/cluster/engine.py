@@ -109,7 +109,7 @@ class Engine:
         try:
             while len(self._pins) >= PINS_MAX:
                 oldest = self._pins.popleft()
-                # Before it ends: whoever finds its chunks gone looks here again before it complains.
+                # Before it ends: an auditor that misses its chunks looks here again before it complains.
                 self._journal.note(UNPINNING, id=oldest)
                 self._store.unpin(oldest)
             pin = self._pinning.pin(CONTENT.tokens(request), PIN_TTL_S, "engine")

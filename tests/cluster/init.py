@@ -74,7 +74,7 @@ class Machine:
                 os.kill(service.pid, command["number"])
             return service.pid
         if act == "retire":
-            service.again_s = None  # whoever ends it now wants it to stay so
+            service.again_s = None  # ended on purpose: it must stay so
             return service.pid
         assert act == "look", act
         return {"pid": service.pid, "starts": service.starts, "codes": service.codes}

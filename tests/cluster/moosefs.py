@@ -46,7 +46,7 @@ class MooseMaster:
             DATA_PATH=self._disk / "master",
             EXPORTS_FILENAME=exports,
             TOPOLOGY_FILENAME=topology,
-            # By default what is deleted takes room for up to five minutes, and goes ten pieces a second.
+            # By default deleted files take room for up to five minutes, and go ten pieces a second.
             CHUNKS_LOOP_MIN_TIME=2,
             CHUNKS_SOFT_DEL_LIMIT=500,
             CHUNKS_HARD_DEL_LIMIT=1000,
@@ -71,7 +71,7 @@ class MooseHost:
     def start(self) -> None:
         """Starts both; they retry until the master is there."""
         self.start_chunks()
-        # What is left of a mount whose program died has to go first.
+        # Remains of a mount whose program died must go first.
         mount = f"umount -l {MOUNT} 2>/dev/null; mkdir -p {MOUNT} && exec mfsmount -f {MOUNT} -H {self._master}"
         self._machine.start(CLIENT, ["sh", "-c", f"{mount} -o {OPTIONS}"])
 

@@ -112,7 +112,7 @@ class Page:
         """The whole page as PNG, as far as a picture may be long."""
         height = int(self.run("return document.documentElement.scrollHeight"))
         self.look(mode, max(mode.height if not mode.phone else 0, min(HEIGHT_MAX, height)))
-        time.sleep(0.4)  # the page draws its charts anew a moment after its size changes
+        time.sleep(0.4)  # the page redraws its charts a moment after its size changes
         self.driver.save_screenshot(str(path))
         self.look(mode)
 

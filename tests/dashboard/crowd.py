@@ -79,7 +79,7 @@ def busy(store: Store) -> Iterator[Crowd]:
     """A crowd with a past, which continues until the block ends."""
     crowd, ended = Crowd(store), threading.Event()
     for _ in range(150):
-        with suppress(KVStoreError):  # such as a root that is full for a moment: that is to be seen too
+        with suppress(KVStoreError):  # such as a root that is full for a moment: the page shall show that too
             crowd.turn()
     for owner in OWNERS:
         crowd.pin(owner)

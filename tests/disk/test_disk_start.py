@@ -62,7 +62,7 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         assert disk.tier.leading(chain, 0) == 4
         assert disk.tier.stats()["disk_held_bytes"] == 6 * FILE_BYTES
         filler = chain_of(3)
-        disk.add(filler, *range(5))  # two fit, three displace the leaves of what was used least
+        disk.add(filler, *range(5))  # two fit, three evict the leaves of the least used chain
         assert disk.tier.leading(chain, 0) == 1
         assert disk.has(chain, 0) and disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
 

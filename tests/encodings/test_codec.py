@@ -97,7 +97,7 @@ def test_what_somebody_changes_who_has_no_key_is_found(file: ChunkFile, salt: by
     header = decode_encoded(content)
     identity, count = len(file.expected.identity), file.expected.section_count
     inner = -(-identity // 8) * 8 + 8 * count
-    # Anything but padding: what names the chunk, the incarnation, what is sealed, the salt, the bytes themselves.
+    # Everything but padding: the chunk's names, the incarnation, the sealed part, the salt, the bytes themselves.
     at = data.draw(
         st.one_of(
             st.integers(20, 119), st.integers(128, 128 + inner + 31), st.integers(header.header_bytes, len(content) - 1)

@@ -345,7 +345,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
         for thread in threads:
             thread.start()
         for turn in range(1, 5):
-            # As ENCODINGS.md has it: the new key on every node, then it is current, then what there is is written anew.
+            # As ENCODINGS.md says: the new key on every node, then current, then existing chunks are recoded.
             _rotate(tmp_path / "keys.json", f"key-{turn - 1}", f"key-{turn}", (keys, reading))
             for number in range(put_count[0], min(put_count[0] + 2, len(prompts))):
                 caches[0].put(prompts[number], values[number])
@@ -366,7 +366,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
         for each in (store, other):
             stats = each.stats()
             assert stats["miss_damaged"] == stats["miss_key"] == stats["miss_absent"] == 0
-    # The old keys are not needed any more.
+    # The old keys are no longer needed.
     with opened(tmp_root, key_file(tmp_path / "last.json", "key-4")) as (_, store):
         cache = store.namespace("model", layout, tenant=TENANT)
         for tokens, kv in zip(prompts, values, strict=True):

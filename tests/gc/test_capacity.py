@@ -130,7 +130,7 @@ def test_what_is_deleted_while_a_survey_lists_is_not_subtracted_from_it() -> Non
     mark = marks.mark()
     marks.reaped(100)
     marks.says(ONE, 0, 100)
-    marks.surveyed(950, mark)  # it had listed what was deleted afterwards, or had not: nobody knows
+    marks.surveyed(950, mark)  # it may or may not have listed the chunks that were deleted afterwards
     assert marks.level == Level(950, 1000)
     marks.settled()
     marks.says(ONE, 0, 150)

@@ -46,7 +46,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     if request.param == "etcd":
         server: EmbeddedEtcd = request.getfixturevalue("etcd_server")
         meta, other = EtcdMeta(server.endpoints, timeout_s=20), EtcdMeta(server.endpoints, timeout_s=20)
-        # Real time passes by itself while the test waits for what it brings.
+        # Real time passes while the test waits.
         yield Store(
             meta,
             other,

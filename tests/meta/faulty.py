@@ -124,7 +124,7 @@ class FaultyMeta:
             try:
                 call()
             except LeaseGone:
-                pass  # the store refuses it; nobody waits for the answer any more
+                pass  # the store refuses it; nobody waits for the answer
         return len(late)
 
     def cut_watches(self) -> None:

@@ -40,7 +40,7 @@ def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped:
     hold, inc = n.holds[address], s.files[address]
     # H1: condemned is absent. H2: the hold comes first, in one step with H1; then the look at the file.
     skips = n.seen[address] and "match_ignores_condemned" not in dropped
-    # P1: a pin on its way keeps its hold, also through a miss.
+    # P1: a pin being put keeps its hold, even through a miss.
     may_release = not n.pinning or "pin_no_hold" in dropped
     if hold.stage == NOT_HELD:
         if skips:
@@ -62,7 +62,7 @@ def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped:
             yield f"n{i}.hold_late{tag}", _with_hold(s, i, n, address, Hold(SEEN, n.seen_rev, inc))
     elif hold.stage == TAKEN:
         if inc:
-            # H3: what was seen under a hold may be remembered while the view does not condemn it.
+            # H3: a chunk seen under a hold may be remembered while the view does not condemn it.
             if k.cache and (not n.seen[address] or "cache_unchecked" in dropped):
                 n = n._replace(cache=put(n.cache, address, 1))
             yield f"n{i}.stat{tag}", _with_hold(s, i, n, address, Hold(SEEN, hold.born, inc))

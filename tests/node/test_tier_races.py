@@ -154,7 +154,7 @@ def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:
     refused: list[list[bool]] = []
 
     def source(index: int) -> Pieces:
-        if index == 0:  # while this put copies what it has claimed, another comes
+        if index == 0:  # another put comes while this one copies into its claimed slots
             refused.append(puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind).there)
         return payload
 

@@ -253,7 +253,7 @@ class WatchPort:
         while True:
             if self._closed or self._cut:
                 raise WatchLost("the watch was cut")
-            # Pulled at once, so that they are on their way although the store be restored; told when they arrive.
+            # Read at once, so that they are in flight even if the store is restored; delivered when they arrive.
             self._events += self._inner.next(0.0) or ()
             if self._events:
                 if self._faults.strikes(self._faults.rates.lag):

@@ -221,7 +221,7 @@ def run(
     for number in range(PROMPTS):
         node.get(number, CHUNKS)
     node.cache.clear()
-    # What is being demoted just now goes when that has ended.
+    # A chunk that is being demoted goes once that has ended.
     eventually(lambda: not any(map(node.stat, ("memory_chunks", "memory_held_bytes", "disk_entries"))))
     assert node.memory.free_bytes == node.memory.size_bytes
     for number in range(PROMPTS):

@@ -94,7 +94,7 @@ def test_w1_a_full_queue_sheds_and_nobody_waits(node: Acting, root: FaultyRoot) 
         assert node.put(2, 10, first=5).tokens_present == 4 * node.size, "its parent was shed"
         assert node.stat("behind_bytes") <= node.memory.size_bytes // 2
         assert node.get(2, 10) == 4 and node.get(1, QUEUE_CHUNKS) == QUEUE_CHUNKS - 4
-        # What is in memory already takes no room of the queue.
+        # A chunk that memory already has takes no room of the queue.
         assert node.put(2, 4).tokens_present == 4 * node.size
     node.drain()
     assert node.on_root(2, 10) == [True] * 4 + [False] * 6
@@ -215,7 +215,7 @@ def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(roo
         assert root.calls["stage"] - calls < 60, "it pauses between attempts"
         assert node.get(1, 4) == 4 and node.stat("memory_dirty_bytes") == 0
         root.set_rules([])
-        # Continued, what was lost is written with it.
+        # A put that continues the prompt writes the lost chunks with it.
         assert node.put(1, 6, first=4).tokens_present == 6 * node.size
         node.drain()
         assert all(node.on_root(1, 6))
